@@ -47,8 +47,7 @@ class Capacity:
 def plan_capacity(
     config: TrainConfig, overrides: CapacityOverrides, cluster: Cluster, speeds: Speeds
 ) -> Capacity:
-    """Return where training would put the tables and what a step would cost. Raises ConfigError
-    where the config does not fit its dataset or the cluster, or the tables the memory."""
+    """Return the plan and the cost of a step. Raises ConfigError where the tables do not fit."""
     features, learner, dataset = _build_model(config, overrides)
     step = _describe_step(config, overrides, features, learner, dataset, cluster.world_size)
     widths = widths_of_tables(features, config.model)
@@ -73,6 +72,7 @@ def plan_capacity(
         found = estimate_for(replace(config, sharding=replace(by_rows, placements=())))
     device, host = found.device_bytes_W.max(), found.host_bytes_W.max()
     usable = cluster.device_bytes * (1 - RESERVED)
+    # RESERVED is for activations and for what libraries keep.
     if not misfit and device > usable:
         misfit = (
             f"GPU {int(found.device_bytes_W.argmax())} would hold {device / 1e9:,.1f} GB, and "
@@ -185,8 +185,8 @@ def _describe_step(
 def _measure_step(
     config: TrainConfig, dataset: Dataset, world_size: int
 ) -> tuple[float, float, float, dict[str, float]]:
-    """Return a rank's tasks in a step, their support and query rows each, and the ids that it
-    requests of each table, counted in the first batches."""
+    """Return a rank's tasks in a step, their support and query rows, and the ids of each table."""
+    # Measured in the first batches: the rest of the split is not read.
     names = [table.name for table in dataset.features.tables]
     split, data = config.data.train_split, config.data
     tasks = -(-data.tasks_per_step // world_size)

@@ -1,8 +1,6 @@
-"""Evaluates a run on tasks that it was not trained on: adapts to each support set, scores its query
-set.
+"""Evaluates a run on tasks it was not trained on: adapts to each support set, scores its query set.
 
-"before" is the prediction of a query row by the meta-parameters, "after" the one after the inner
-loop on the task's support rows."""
+"before" is a prediction by the meta-parameters, "after" one after the inner loop."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -210,8 +208,7 @@ def limit_to_one_draw(protocol: EvalProtocol, dataset: Dataset) -> tuple[EvalPro
 
 
 def choose_splits(config: TrainConfig, dataset: Dataset, requested: Sequence[str]) -> list[str]:
-    """Return the splits to score: `requested`, else the config's, else all that training and
-    validation did not touch. Raises UserError for an unknown or empty split, or if none is left."""
+    """Return the splits to score: `requested`, the config's, or all that training did not touch."""
     chosen = list(requested or config.data.eval_splits)
     for split in chosen:
         if split not in dataset.splits:

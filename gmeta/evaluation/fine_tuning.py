@@ -55,11 +55,10 @@ def has_too_few_tasks(config: TrainConfig, dataset: Dataset) -> bool:
 def choose_judging_splits(
     config: TrainConfig, dataset: Dataset, splits: Sequence[str]
 ) -> list[tuple[str, ...]]:
-    """Return, for each setting to choose, the splits that choose it: the validation splits for all,
-    or, where these are too few, each scored split of a plain run for itself; [] without rates to
-    choose."""
+    """Return the splits that choose each setting; [] where there is none to choose."""
     if not has_tunable_rates(config):
         return []
+    # The validation splits choose one setting for all splits that are scored.
     if not has_too_few_tasks(config, dataset):
         return [config.data.valid_splits]
     # Each half of the tasks then chooses for the other. Only a plain run, which never saw an inner
@@ -89,8 +88,7 @@ def adapt_with(algorithm: AlgorithmConfig, sharded: DistributedLearner) -> None:
 
 
 def choose_fine_tuning(context: EvalContext, splits: Sequence[str]) -> FineTuning:
-    """Return the inner rate and steps by which a run adapts best to tasks of some splits, or one
-    setting for each half of the tasks, the best of the other half. Collective."""
+    """Return the best inner rate and steps on some splits, or those of each half. Collective."""
     config, ranks = context.config, context.ranks
     # Not AUC, which does not notice outputs that run away, as where the rate is too high.
     metric = loss_metric(config.loss_of())

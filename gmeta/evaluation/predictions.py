@@ -98,8 +98,7 @@ def _count_tasks(
 def predict_at_steps(
     batches: Iterable[TaskBatch], steps: Sequence[int], context: EvalContext
 ) -> list[list[Columns]]:
-    """Return the columns of this rank's batches after each of these rising numbers of steps.
-    Collective."""
+    """Return this rank's columns after each of these rising numbers of steps. Collective."""
     learner, labels = context.sharded.local, scored_labels(context.config, context.dataset)
     collate = learner.learner.collate_to_predict
     idle = collate(batch_without_tasks(context.dataset.features))

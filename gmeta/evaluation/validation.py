@@ -1,5 +1,4 @@
-"""Scores whole splits while a run trains, for early stopping and tuning, and prequential scores: of
-an increment's predictions before the model is trained on it (Dawid 1984: "predict, then learn")."""
+"""Scores of whole splits while a run trains: for early stopping, tuning, and before training."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -91,8 +90,7 @@ def average_scores(scores: Mapping[str, dict[str, float | None]]) -> dict[str, f
 
 
 def score_before_training(context: EvalContext, lineage: Lineage) -> list[str]:
-    """Score every split of the increment that is trained next, the last of `lineage`, write the
-    scores to prequential.json and return a line on each. Collective."""
+    """Score every split of the increment to train next; return a line on each. Collective."""
     config, dataset = context.config, context.dataset
     # No split was trained on: each is read as it is stored. The validation split stays, as early
     # stopping's keys, whose metric is among the scores, need one.
@@ -104,6 +102,7 @@ def score_before_training(context: EvalContext, lineage: Lineage) -> list[str]:
     found = {name: score_split(context, name) for name in splits}
     if context.ranks.rank != 0:
         return []
+    # Prequential scores (Dawid 1984: "predict, then learn").
     report: dict[str, Any] = {
         "increment": lineage[-1].increment,
         "fingerprint": lineage[-1].fingerprint,

@@ -10,16 +10,18 @@ from metaio.stream.chain import IncrementRecord
 
 @dataclass(frozen=True)
 class Day:
-    """One increment and its outcome: `forecast` are its scores by the model that goes on, before it
-    is trained on the increment, `frozen` by the first version, `took_s` seconds by stage."""
+    """One increment and its outcome."""
 
     record: IncrementRecord
     window_s: tuple[float, float]  # since 1970
     verdict: Mapping[str, Any] = field(default_factory=dict)
     version: Version | None = None
+    # Scores of the increment: by the model that goes on, before it is trained on it, and by the
+    # first.
     forecast: Mapping[str, float] = field(default_factory=dict)
     frozen: Mapping[str, float] = field(default_factory=dict)
     best_auc: float | None = None
+    # By stage.
     took_s: Mapping[str, float] = field(default_factory=dict)
 
     @property

@@ -1,5 +1,4 @@
-"""Which partitions of a log are closed, and which of their files are in the stream, refused, held
-for the next increment, or waiting."""
+"""Finds the closed partitions of a log, and the state of each of their files."""
 
 import time
 from collections.abc import Collection, Iterator, Mapping, Sequence, Set
@@ -24,22 +23,19 @@ _LISTED_TOGETHER = 16
 
 @dataclass(frozen=True)
 class LogPartition:
-    """A partition: its name and its files that are not in the stream yet, some with their sizes. It
-    is closed unless `against` says why not."""
+    """A partition and its files that are not in the stream yet."""
 
     name: str
     files: tuple[str, ...]
     is_begun: bool = False
+    # Of some of the files: a file system need not say.
     sizes: Mapping[str, int] = field(default_factory=dict)
+    # Why it cannot be closed; "" if it is.
     against: str = ""
 
 
 def closed_partitions(pattern: str, closed_after_s: float) -> list[LogPartition]:
-    """Return the closed partitions that match a glob, by name, and those whose age cannot be known.
-
-    A folder stands for the files in it whose names begin with neither _ nor a dot, and is closed by
-    _SUCCESS; a file stands for itself. With `closed_after_s` either is closed when nothing was
-    written to it for so long."""
+    """Return the partitions that match a glob and are closed, or whose age cannot be known."""
     partitions = []
     with _translate_access_errors(pattern):
         fs, root = find_file_system(pattern)
@@ -51,7 +47,10 @@ def closed_partitions(pattern: str, closed_after_s: float) -> list[LogPartition]
                 str(p): one for p, one in inner.items() if one["type"] == "file" or fs.isfile(p)
             }
             files = sorted(name for name in entries if not is_marker(name, path))
+            # A folder stands for the files in it, but for names that begin with _ or a dot; a file
+            # for itself.
             is_folder = list(entries) != [path]
+            # _SUCCESS closes a folder, and `closed_after_s` without a write closes either.
             is_closed = f"{path}/{SUCCESS}" in entries or (not is_folder and not closed_after_s)
             against = ""
             if not is_closed and closed_after_s and files:
@@ -91,8 +90,7 @@ def _translate_access_errors(place: str) -> translate_errors:
 
 @dataclass(frozen=True)
 class LogState:
-    """The state of a log: partitions to make increments of, the next one first, files that wait for
-    others, and refused files with the reason."""
+    """The state of a log: partitions to prepare, files that wait for others, and refused ones."""
 
     waiting: Sequence[LogPartition]
     held: Sequence[str]
@@ -105,10 +103,7 @@ def sort_partitions(
     noted: Sequence[Mapping[str, Any]],
     rewritten: Mapping[str, str],
 ) -> LogState:
-    """Return the state of the partitions.
-
-    `taken` are the files of increments, `noted` the quarantine's notes in force, and `rewritten`
-    says why files that changed since are refused."""
+    """Return the state of the partitions; `noted` are the quarantine's notes in force."""
     refused = dict(rewritten)
     held: set[str] = set()
     for note in noted:

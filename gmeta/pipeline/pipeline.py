@@ -43,8 +43,7 @@ RunStage = Callable[[list[str], Path], int]
 
 @final
 class Pipeline:
-    """Runs one stage at a time: `run_stage` runs a command of gmeta and returns its exit code,
-    `last_line` returns the last line of its log."""
+    """Runs one stage at a time: `run_stage` runs a command, `last_line` reads its log's end."""
 
     def __init__(
         self, config: FollowConfig, run_stage: RunStage, last_line: Callable[[Path], str]
@@ -67,8 +66,7 @@ class Pipeline:
         self._is_put_off = False  # its next try: the mirror may be away for hours
 
     def step(self) -> StageOutcome | None:
-        """Run the next stage and return its outcome; None if no stage is due. Raises GMetaError
-        where the stage failed, or too many candidates were refused in a row."""
+        """Run the next stage and return its outcome; None if no stage is due. Raises GMetaError."""
         done = self._step()
         if done is not None and done.increment:
             # Read by the page alone: whether a stage is done is never read from it.
@@ -198,8 +196,7 @@ class Pipeline:
         return self._versions_by_model().get((verdict or {}).get("model", ""))
 
     def continued_from(self, number: int) -> int | None:
-        """Return the increment from whose run this one's goes on: the newest whose model serves or,
-        if a model of no increment does, served before it; None if there is none."""
+        """Return the increment from whose run this one's goes on; None if there is none."""
         # No run goes on from an increment that was refused or rolled back: its version is not in
         # `served`.
         by_version = {
@@ -211,6 +208,7 @@ class Pipeline:
         if current is not None:  # a rollback that was killed behind it is not in the log yet
             # A rollback that was killed after it is not in the log yet.
             served = [*(one for one in served if one < current.number), current.number]
+        # The newest whose model serves or, if a model of no increment does, served before it.
         return next((by_version[one] for one in reversed(served) if one in by_version), None)
 
     def refused_before(self, number: int) -> list[int]:
@@ -375,7 +373,7 @@ class Pipeline:
         allowed: tuple[int, ...] = (0,),
     ) -> tuple[int, float]:
         """Run a stage on `what` (default: increment `number`); return its exit code and its
-        seconds. Raises GMetaError for a code that is not allowed."""
+        seconds."""
         stage = arguments[0]
         log = log or self.folder(number) / f"{stage}.log"
         began_s = time.monotonic()

@@ -17,11 +17,10 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class PipelineStatus:
-    """What a loop knows between two stages; times are seconds since 1970. `served_increment` is the
-    newest increment that the served model was trained on, and `event_end_s` the end of its
-    window."""
+    """What a loop knows between two stages; times are seconds since 1970."""
 
     prepared: int | None = None
+    # The newest increment that the served model was trained on, and the end of its window.
     served_increment: int | None = None
     event_end_s: float | None = None
     current: CurrentVersion | None = None

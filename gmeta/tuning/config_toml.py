@@ -11,8 +11,8 @@ from gmeta.config.train_config import TrainConfig
 def format_config(
     config: TrainConfig, header: str, tuned_keys: Collection[str] = (), every: bool = False
 ) -> str:
-    """Return the config as TOML under a comment: values other than the default (`every`: all of
-    them) and `tuned_keys`, which are marked."""
+    """Return the config as TOML under a comment: what is not a default, `tuned_keys`, or `every`
+    value."""
     lines = [f"# {line}".rstrip() for line in header.splitlines()]
     resolved, defaults = config.to_json(), TrainConfig().to_json()
     for section in dataclasses.fields(config):

@@ -251,8 +251,7 @@ def _find_type(key: str, entry: Any) -> Any:
 
 
 def make_default_space(config: TrainConfig, labels: tuple[str, ...] = ()) -> Space:
-    """Return the space of rates, inner steps and, where there is a choice, algorithm, plain epochs
-    and loss, around the config's values; `labels` are the dataset's names."""
+    """Return rates, inner steps, algorithm, plain epochs and loss, around the config's values."""
     algorithm, outer = config.algorithm, config.outer
     space: list[Dimension] = []
     kinds = config.labels.loss_kinds(outer.loss, labels)

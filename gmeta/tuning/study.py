@@ -57,15 +57,17 @@ class StudyPlan:
 
 @dataclass(frozen=True)
 class Trial:
-    """One short run: its values and its outcome. `scores` are of its validations, None where
-    undefined; `score` is that of `gmeta evaluate` on the same tasks, or the last of `scores` for a
-    run that did not end; `note` says how the run adapts for its score, or why it failed."""
+    """One short run: its values and its outcome."""
 
     number: int
     values: dict[str, Any]
     state: State
+    # Of its validations, None where undefined.
     scores: tuple[float | None, ...]
+    # That of `gmeta evaluate` on the same tasks, or the last of `scores` for a run that did not
+    # end.
     score: float | None = None
+    # How the run adapts for its score, or why it failed.
     note: str = ""
 
 

@@ -29,12 +29,13 @@ Work = Callable[[dict[str, Any], str, int, Connection], None]
 
 @dataclass(frozen=True)
 class TrialReport:
-    """What a trial's process reports at its end: the run's score (None: undefined) and how it
-    adapts for it, or why it failed, `is_write_failure` if a disk was the reason."""
+    """What a trial's process reports at its end."""
 
+    # None: undefined. `adapts` says how the run adapts for it, `failure` why it failed.
     score: float | None = None
     adapts: str = ""
     failure: str = ""
+    # A full disk or the like: not the trial's fault.
     is_write_failure: bool = False
 
 
@@ -62,8 +63,8 @@ class TrialRunner:
         self._running: dict[int, _RunningTrial] = {}
 
     def run(self, num_trials: int, parallel: int) -> Iterator[Trial]:
-        """Run trials until the study has tried `num_trials`, `parallel` at a time, and yield each
-        as it ends. Raises GMetaError where a trial could not be written to disk."""
+        """Run trials until the study has tried `num_trials`, `parallel` at a time; yield each as it
+        ends."""
         try:
             while True:
                 while len(self._running) < parallel and self._study.count_tried() < num_trials:

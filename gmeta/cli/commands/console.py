@@ -24,8 +24,7 @@ FOLDED_WIDTH = 16
 
 
 def make_console(*, stderr: bool = False) -> Console:
-    """Return a console for standard output (with --json standard error), or for standard error,
-    where -q hides what is printed."""
+    """Return a console for results, or for notes on standard error, which -q hides."""
     # With --json standard output has the result alone, so that a script can parse it.
     is_note, stderr = stderr, stderr or is_json()
     stream = sys.stderr if stderr else sys.stdout

@@ -23,8 +23,7 @@ def extend_stream(
     accept: bool,
     spark: bool,
 ) -> None:
-    """Append an increment, by Spark if `spark`, and print it. Raises QuarantinedError where the
-    screen refuses the rows."""
+    """Append an increment and print it. Raises QuarantinedError: the screen refuses its rows."""
     known = load_schema(schema) if schema is not None else None
     left_out: list[RefusedFilesError] = []
     # The files of --along that the screen refuses are left out: they must not hold up the others.

@@ -15,9 +15,7 @@ _SHOWN = 20  # of the versions and of the verdicts: one screen
 def inspect_channel(
     place: str, channel: Channel, promotions: list[dict[str, Any]], verify: bool
 ) -> None:
-    """Show the newest versions of a channel with sizes and verdicts (`promotions`, its log), and
-    which one serves. A channel at a URL comes as a copy of the version that serves and those below
-    it."""
+    """Show the newest versions of a channel, their verdicts from its log, and which one serves."""
     console, current = make_console(), channel.current()
     numbers = channel.numbers()
     served = "nothing is served yet"
@@ -25,6 +23,7 @@ def inspect_channel(
         served = f"serves version {current.parent.name}, {current.action} {current.at[:19]} UTC"
     held = format_count(len(numbers), "version")
     if is_url(place):
+        # A channel at a URL comes as a copy of the version that serves and those that it builds on.
         held += f" of what it serves, copied to {channel.root}"
     console.print(f"channel {place}: {held}; {served}")
     heads = ("version", "kind", "over", "bytes", "of full", "rows", "promoted", "verdict")

@@ -18,8 +18,7 @@ ABOUT = ("step", "epoch", "epoch_step", "best_step", "best_score", "world_size",
 
 
 def inspect_run(root: Path, verify: bool) -> None:
-    """Show a run's checkpoints and what is in the newest; exit code 1 if one is incomplete, or
-    damaged where `verify` reads the checksums."""
+    """Show a run's checkpoints; exit code 1 if one is incomplete or damaged."""
     folder = RunFolder(root)
     config, digest = folder.read_config_and_digest()
     console = make_console()

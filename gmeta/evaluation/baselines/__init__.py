@@ -1,2 +1,1 @@
-"""Baselines of a report, from the training split and support rows: a bias model and boosted
-trees."""
+"""Baselines of a report, from the training split and support rows: bias model, boosted trees."""

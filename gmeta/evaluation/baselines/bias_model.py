@@ -85,8 +85,7 @@ class BiasModel:
 def _fit_effects(
     prior: float, levels: Floats, owners: Int64, rows: Floats, clicks: Floats, number: int
 ) -> Floats:
-    """Return the most probable effect of each of `number` owners of rows and clicks at log-odds
-    `levels`."""
+    """Return the most probable effect of each owner of rows and clicks at the log-odds `levels`."""
     effects = np.zeros(number)
     for _ in range(NEWTON_STEPS):
         p = sigmoid(levels + effects[owners])
@@ -105,11 +104,11 @@ def _fit_effects(
 def choose_bias(
     loss: Loss, sums: TrainingSums, judges: Sequence[EpisodeRows], item: int | None, seed: int
 ) -> BiasModel:
-    """Return the model, its item too if `item` is None, that predicts query rows of `judges`
-    best."""
+    """Return the model (its item too if `item` is None) that predicts `judges` best."""
     # Judged by training tasks of other folds: it does no harm if a validation task is among those.
     columns = [item] if item is not None else [NO_ITEM, *range(judges[0].ids_NF.shape[1])]
     if len(columns) > 1:
+        # The column by whose means the rows are predicted best; none, where no column helps.
         columns = [
             min(
                 columns,

@@ -111,12 +111,11 @@ def grow_trees(
     grid: Mapping[str, Sequence[float]] = GRID,
     max_trees: int = MAX_TREES,
 ) -> BoostedTrees | None:
-    """Return trees grown on the tasks `train`, chosen by the mean loss of the groups of tasks
-    `valid`, or, without any, on one fold of `train`; None where either has no query row. See
-    is_available."""
+    """Return trees grown on `train`, chosen by the mean loss of the groups `valid`."""
     library = importlib.import_module("lightgbm")
     training_set, is_held_back_N = make_training_statistics(known, train, support_is_past, seed)
     if not valid:
+        # Without validation tasks one fold of the training tasks judges.
         fitted, judges = (
             _filter_statistics(training_set, ~is_held_back_N),
             [_filter_statistics(training_set, is_held_back_N)],
@@ -126,6 +125,7 @@ def grow_trees(
         fitted = training_set
         judges = [known.make_statistics(*one) for one in zip(valid, folds, strict=True)]
     if not all(len(rows.label_N) for rows in (fitted, *judges)):
+        # One of both sides has no query row.
         return None
     data = _make_dataset(library, fitted)
     # Every group has the same weight, however many rows it has.

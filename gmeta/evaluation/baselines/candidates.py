@@ -1,8 +1,7 @@
-"""Samples items that a task has no row of beside each positive query row, to measure rank metrics
-on.
+"""Samples items beside each positive query row, to measure rank metrics on.
 
-A sampled row is its positive row with the columns of another item, drawn evenly from all items of
-the dataset but the task's.
+A sampled row is its positive row with the columns of another item, drawn evenly from all items that
+the task has no row of.
 Shape suffixes: T tasks, N rows, F single-id or pooled features, V values, K dense columns."""
 
 from collections.abc import Iterator, Sequence
@@ -35,18 +34,17 @@ SAMPLE_ROWS = 200_000
 
 @dataclass(frozen=True)
 class RowsWithCandidates:
-    """Episodes with sampled rows after each positive query row; `source_N`: the row each is made
-    of."""
+    """Episodes with sampled rows after each positive query row."""
 
     rows: EpisodeRows
     is_sampled_N: Bools
+    # The row that each row was made from.
     source_N: Int64
 
 
 @dataclass(frozen=True)
 class Candidates:
-    """The items to sample: `items` has a row for each, `of_task` the places of each task's
-    items."""
+    """The items to sample: `items` has a row for each."""
 
     per_positive: int
     label: ScoredLabel
@@ -55,6 +53,7 @@ class Candidates:
     sparse: tuple[bool, ...]  # which sparse columns change with the item
     dense: tuple[int, ...]  # and which dense ones
     items: EpisodeRows
+    # The places in `items` of each task's items.
     of_task: dict[int, Int64]
 
     def add_candidates(self, rows: EpisodeRows, view: SupportView) -> Iterator[RowsWithCandidates]:
@@ -122,8 +121,7 @@ def make_candidates(
     item_column: str = "",
     label: ScoredLabel = ONE_LABEL,
 ) -> Candidates:
-    """Return what to sample for the tasks of `splits`, from one pass over the dataset. Raises
-    UserError where no column is known to be the item, or a task lacks too few items."""
+    """Return what to sample for the tasks of `splits`, from one pass over the dataset."""
     rule, features = read_item_rule(dataset.manifest), dataset.features
     names = [feature.name for feature in features.single]
     name = item_column or (rule.column if rule is not None else "")
@@ -182,8 +180,7 @@ def make_candidates(
 def rank_among_candidates_N2(
     score_N: npt.NDArray[np.floating], is_sampled_N: Bools
 ) -> npt.NDArray[np.int32]:
-    """Return how many sampled rows score above each other row, and how many the same; -1
-    without."""
+    """Return how many sampled rows score above each other row, and how many the same; or -1."""
     first_N = np.flatnonzero(~is_sampled_N)
     owner_N = np.cumsum(~is_sampled_N) - 1
     owner_score = score_N[first_N][owner_N[is_sampled_N]]
@@ -193,6 +190,7 @@ def rank_among_candidates_N2(
     below_N = np.bincount(sampled_owner, sampled_score < owner_score, len(first_N))
     count_N = np.bincount(sampled_owner, minlength=len(first_N))
     found = np.stack([count_N - tied_N - below_N, tied_N], axis=1)
+    # Rows beside which no row was sampled.
     found[count_N == 0] = -1
     return found.astype(np.int32)
 

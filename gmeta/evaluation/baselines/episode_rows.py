@@ -45,12 +45,12 @@ class IdLists:
 
 @dataclass(frozen=True)
 class EpisodeRows:
-    """Whole episodes, the rows of each together, support rows first; with several labels `label_N`
-    is [N, L], NaN where one is not known."""
+    """Whole episodes, the rows of each together, support rows first."""
 
     task_T: Int64
     row_offsets_T1: Int64
     support_lengths_T: Int64
+    # [N, L] where there are several labels, NaN where one is not known.
     label_N: Floats
     ids_NF: Int64
     multi: tuple[IdLists, ...]
@@ -89,8 +89,8 @@ class EpisodeRows:
         return self if view == STORED else self.reorder(*view.order_rows(*stored))
 
     def select_label(self, label: ScoredLabel, is_predicted: bool = False) -> "EpisodeRows":
-        """Return the rows where a label is known, with it alone; with `is_predicted` also query
-        rows where it is not known, as NaN."""
+        """Return the rows with a known label (`is_predicted`: and all query rows), with it
+        alone."""
         label_N = label.label_N(self.label_N)
         known_N = ~np.isnan(label_N)
         kept_N = known_N | (~self.is_support_N & is_predicted)

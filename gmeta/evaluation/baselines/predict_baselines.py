@@ -63,9 +63,7 @@ def predict_baselines(
     candidates: Candidates | None = None,
     label: ScoredLabel = ONE_LABEL,
 ) -> Baselines:
-    """Return the predictions of the bias model and of the trees, from the rows of `dataset` with a
-    known label, for the query rows of `splits` of `on` (None: of `dataset`), in the views of the
-    runs."""
+    """Return what models of `dataset` predict for query rows of `splits` of `on` (or of itself)."""
     item = find_item_index(dataset, item_column)
     loss, train_split = config.loss_of(label.name), config.data.train_split
     valid_splits = config.data.valid_splits
@@ -146,8 +144,7 @@ def _predict_view(
     view: SupportView,
     predict: Callable[[episode_rows.EpisodeRows], episode_rows.Floats],
 ) -> pa.Table:
-    """Return a row for each query row: split, task, support_rows, label, prediction, draw, and the
-    item and the place among candidates where there are any."""
+    """Return a row for each query row, as EvaluatedBaseline has them."""
     parts, item = [], find_item_feature(request.dataset)
     for split in request.splits:
         for stored in read_rows(request.dataset, split):

@@ -52,11 +52,10 @@ class StatisticsMaker:
     def make_statistics(
         self, rows: EpisodeRows, fold_N: Int64, unseen_N: Bools | None = None
     ) -> Statistics:
-        """Return the statistics of the query rows of `rows`, in their order. `fold_N` is the fold
-        of each row's task, NO_FOLD outside the training split. A query row in `unseen_N` is treated
-        as a new item."""
+        """Return the statistics of the query rows; `fold_N` is each row's fold, or NO_FOLD."""
         bias, mean = self.bias, self.sums.mean
         query_N = ~rows.is_support_N
+        # A query row in `unseen_N` is treated as one of a new item.
         hidden_N = np.zeros(rows.num_rows, np.bool_) if unseen_N is None else unseen_N & query_N
         level_N = bias.without_task(self.sums, rows.ids_of(bias.item), fold_N)
         level_N = np.where(hidden_N, base_output(bias.loss, mean), level_N)
@@ -130,8 +129,7 @@ def _average_lists(lists: IdLists, counts_V: Floats, sums_V: Floats, mean: float
 def _count_shared_values(
     name: str, lists: IdLists, rows: EpisodeRows, above_N: Floats
 ) -> dict[str, Floats]:
-    """Return how many support rows of its task share a row's values, and how far their labels lie
-    above expectation, smoothed towards 0."""
+    """Return how many support rows share a row's values, and how far these lie above average."""
     if not len(lists.ids_V):
         zeros_N = np.zeros(rows.num_rows)
         return {f"{name}: shared": zeros_N, f"{name}: shared mean": zeros_N}

@@ -19,8 +19,7 @@ MAX_EXTENSIONS = 3
 def try_settings(
     errors: Callable[[float, Sequence[int]], list[float]], own: tuple[float, int]
 ) -> tuple[TriedSetting, ...]:
-    """Return the settings that were tried with their errors, the config's `own` first; beyond an
-    edge with the best rate the grid goes on. `errors` takes a rate and rising numbers of steps."""
+    """Return the settings that were tried with their errors, the config's `own` first."""
     found: dict[tuple[float, int], float] = {}
 
     def add(rate: float, grid: Sequence[int] = STEPS) -> None:
@@ -39,6 +38,7 @@ def try_settings(
     rates = list(RATES)
     for rate in rates:
         add(rate)
+    # The best rate at an edge of the grid: a better one may lie beyond.
     for _ in range(MAX_EXTENSIONS):
         best = choose_best(list_tried()).inner_lr
         if best >= rates[-1]:

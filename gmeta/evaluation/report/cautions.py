@@ -16,8 +16,7 @@ def find_cautions(
     infos: Mapping[str, MetricInfo],
     label: str,
 ) -> list[Caution]:
-    """Return what is wrong with the adapted run in a group, by verdicts of a label's metrics;
-    `plain` are the fine-tuned baselines."""
+    """Return what is wrong with the adapted run in a group; `plain` names fine-tuned runs."""
     pairs = [
         (run, group.comparison(run, "after", run, "before"), "adapting makes it worse"),
         (

@@ -37,8 +37,7 @@ LABEL_GROUP_WIDTH, LABEL_DIFFERENCES_A_TABLE = 17, 3
 
 
 def make_console_table(evaluation: Evaluation) -> RenderableType:
-    """Return the tables of each group, what the evaluation chose, a legend and, in red,
-    cautions."""
+    """Return the tables of each group, what the evaluation chose, a legend, and cautions in red."""
     run = evaluation.runs[0]
     of_label = f", label {evaluation.label}" if evaluation.label else ""
     parts: list[RenderableType] = [Text(f"{run.name}, step {run.step:,}{of_label}", style="bold")]

@@ -99,14 +99,15 @@ class EvaluatedRun:
 
 @dataclass(frozen=True)
 class EvaluatedBaseline:
-    """A baseline's predictions of the same query rows: those of one label, with the rows where it
-    is not known. `predictions` has the columns split, task, support_rows, label, prediction and, as
-    in EvaluatedRun, draw; `description` and `chosen` say what the model is."""
+    """A baseline's predictions of the same query rows, for one label."""
 
     name: str
     short_name: str
+    # A line on what the model is, and the same for machines.
     description: str
     chosen: dict[str, Any]
+    # Columns: split, task, support_rows, label, prediction and, as in EvaluatedRun, draw. Rows
+    # where the label is not known are there too.
     predictions: pa.Table
     limited: dict[int, pa.Table] = field(default_factory=dict)
     label: str = field(default="")
@@ -169,8 +170,7 @@ def check_runs(runs: Sequence[EvaluatedRun], baseline_names: Sequence[str] = ())
 
 
 def select_runs(runs: Sequence[EvaluatedRun], label: str) -> list[EvaluatedRun]:
-    """Return the runs that predict `label`, as if they had it alone. Raises UserError where a run
-    lacks the judged label, has another kind of loss for it, or no probabilities."""
+    """Return the runs that predict `label`, as if they had it alone. Raises UserError."""
     views = []
     for run in runs:
         # A label without a name is compared with the one that other runs are judged by.

@@ -24,25 +24,26 @@ SECRET_WORDS = ("secret", "password", "token", "credential", "api_key", "access_
 
 @dataclass(frozen=True)
 class MetricEstimate:
-    """A metric with its 95 % interval over tasks; `num_tasks` count (GAUC: tasks with both classes;
-    AUC and PR-AUC: with the rarer class)."""
+    """A metric with its 95 % interval over tasks."""
 
     value: float
     low: float
     high: float
+    # Of tasks that count: for GAUC those with both classes, for AUC and PR-AUC with the rarer
+    # class.
     num_tasks: int
     reason: str
 
 
 @dataclass(frozen=True)
 class Difference:
-    """A paired difference of two metrics. Its verdict: `better` or `worse` where the interval
-    excludes 0, `noise` where it does not, `same` for equal models, `unknown` (see `reason`) without
-    an interval."""
+    """A paired difference of two metrics."""
 
     value: float
     low: float
     high: float
+    # `better` or `worse` where the interval excludes 0, `noise` where it does not, `same` for equal
+    # models, `unknown` without an interval.
     verdict: Verdict
     reason: str
 
@@ -86,10 +87,10 @@ class RowsBin:
 
 @dataclass(frozen=True)
 class SupportLimit:
-    """All tasks of a group on the same query rows, adapted on at most `max_support_rows` support
-    rows; `num_tasks_full` tasks have that many."""
+    """All tasks of a group on the same query rows, adapted on at most `max_support_rows` rows."""
 
     max_support_rows: int
+    # Tasks with that many support rows.
     num_tasks_full: int
     results: tuple[StageResult, ...]
 
@@ -170,21 +171,20 @@ class TriedSetting:
 
 @dataclass(frozen=True)
 class FineTuning:
-    """How an inner loop was chosen: the best of `tried` by a metric (the smallest) on tasks of a
-    split. `chosen` is one setting, or two: the first half of the tasks adapts as the second half
-    chose, and the other way round."""
+    """How an inner loop was chosen: the best of `tried` by a metric on tasks of a split."""
 
     split: str
     num_tasks: int
     metric: str
+    # One setting, or two: the first half of the tasks adapts as the second half chose, and the
+    # other way round.
     chosen: tuple[TriedSetting, ...]
     tried: tuple[TriedSetting, ...]
 
 
 @dataclass(frozen=True)
 class RunFacts:
-    """Facts of a run. Speed and data wait are medians of its log, NaN if it is empty; `adapts_with`
-    is a line on an inner loop that is not the config's, else ""."""
+    """Facts of a run."""
 
     name: str
     algorithm: str
@@ -192,10 +192,12 @@ class RunFacts:
     step: int
     dataset: str
     evaluated_at: str
+    # Medians of the run's log, NaN if it is empty.
     samples_per_s: float
     data_wait_share: float
     config: dict[str, Any]
     environment: dict[str, Any]
+    # A line on an inner loop that is not the config's.
     adapts_with: str = ""
     fine_tuning: tuple[FineTuning, ...] = ()
 
@@ -208,24 +210,25 @@ class RunFacts:
 
 @dataclass(frozen=True)
 class BaselineFacts:
-    """A baseline; its results are those of the stage "after". `told` is a line on what it is and
-    how it was chosen, `chosen` the same for machines."""
+    """A baseline; its results are those of the stage "after"."""
 
     name: str
     short_name: str
+    # A line on what it is and how it was chosen, and the same for machines.
     told: str
     chosen: dict[str, Any]
 
 
 @dataclass(frozen=True)
 class Caution:
-    """What a reader must not miss: the first run, adapted, is worse by these metrics of a group
-    than `minus_run`: itself before adapting, a baseline, or a plain run, fine-tuned."""
+    """What a reader must not miss: the first run, adapted, is worse than `minus_run` in a group."""
 
     group: str
+    # Itself before adapting, a baseline, or a plain run, fine-tuned.
     minus_run: str
     metrics: tuple[str, ...]
     text: str
+    # `buy|click` is conditional: its rows are those where click is 1.
     label: str = ""  # as Evaluation.label
 
 
@@ -242,8 +245,7 @@ class IntervalMethod:
 
 @dataclass(frozen=True)
 class LabelEvaluation:
-    """The evaluation of another label on the rows where it is known. `buy|click` is conditional:
-    its rows are those where click is 1."""
+    """The evaluation of another label, on the rows where it is known."""
 
     label: str
     loss: Loss
@@ -255,9 +257,7 @@ class LabelEvaluation:
 
 @dataclass(frozen=True)
 class Evaluation:
-    """A run, the first of `runs`, and its baselines, the others; `headline` names a metric. `notes`
-    are lines on missing baselines. All is about `label` ("": it has no name); `labels` are the
-    others."""
+    """A run, the first of `runs`, and its baselines, the others."""
 
     schema: str
     loss: Loss
@@ -268,8 +268,10 @@ class Evaluation:
     groups: tuple[GroupEvaluation, ...]
     yardsticks: tuple[BaselineFacts, ...] = ()
     cautions: tuple[Caution, ...] = ()
+    # Lines on missing baselines.
     notes: tuple[str, ...] = ()
     label: str = ""
+    # All is about `label`, "" if it has no name; these are the others.
     labels: tuple[LabelEvaluation, ...] = ()
 
     def select_label(self, other: LabelEvaluation) -> "Evaluation":

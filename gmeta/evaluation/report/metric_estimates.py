@@ -30,10 +30,11 @@ UNKNOWN: tuple[float, float, float, Verdict] = (math.nan, math.nan, math.nan, "u
 
 @dataclass(frozen=True)
 class MeasuredMetric:
-    """A metric over draws: by draw, and the mean over draws on each resample of tasks; NaN with its
-    `reason` where a draw leaves it undefined. `num_tasks` count in every draw."""
+    """A metric over draws: by draw, and the mean over draws on each resample of tasks."""
 
+    # NaN, with the reason, where a draw leaves the metric undefined.
     by_draw: Floats
+    # The tasks that count in every draw.
     num_tasks: int
     reason: str
     resampled: Floats

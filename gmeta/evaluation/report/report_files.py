@@ -44,8 +44,7 @@ def write_report(
     notes: Sequence[str] = (),
     show_progress: Callable[[Evaluation], None] = lambda evaluation: None,
 ) -> ReportPaths:
-    """Write evaluation.json, report.html, charts/*.png and predictions.parquet, and return their
-    paths; the first run is the one reported, `notes` name missing baselines."""
+    """Write the files of a report on the first run, with `notes`, and return their paths."""
     evaluation = summarise_evaluation(runs, baselines, notes)
     # Shown before anything is written: a full disk must not cost an hour of scoring.
     show_progress(evaluation)

@@ -47,8 +47,7 @@ def promote_candidate(
     force: bool = False,
     keep: int = 0,
 ) -> None:
-    """Promote a run or an export and print what serves from here on. Raises UserError for one that
-    its verdict refuses, unless `force`; with `keep`, remove versions that are not needed."""
+    """Promote a run or an export, print what serves, and remove old versions if `keep` is not 0."""
     channel = open_or_new_channel(root)
     try:
         kept = None if verdict is None else read_json(verdict)
@@ -111,8 +110,7 @@ def judge_candidate(
     pool: int,
     out: Path | None,
 ) -> bool:
-    """Judge a run or an export against the version that a channel serves, print and write the
-    verdict, and return whether it is to be promoted."""
+    """Judge a run or an export, print and write the verdict; return whether to promote it."""
     channel = open_or_new_channel(root)
     own_folder = temporary_beside(root.parent / f"{root.name}.judged", f"what {root} is judged by")
     with own_folder if is_run(candidate) else nullcontext(candidate) as model_place:

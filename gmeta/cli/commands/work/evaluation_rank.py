@@ -38,8 +38,7 @@ from metaio.prepare.episodes.raw_ids import describe_missing_ids
 
 @dataclass(frozen=True)
 class EvaluateOptions:
-    """Options of the command line; `overrides` are for the first run's algorithm and all
-    metrics."""
+    """Options of the command line; `overrides` are of the first run's algorithm and all metrics."""
 
     splits: list[str]
     overrides: list[str]

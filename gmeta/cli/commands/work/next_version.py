@@ -54,11 +54,11 @@ def open_or_new_channel(root: Path) -> Channel:
 
 @contextmanager
 def temporary_beside(out: Path, name: str) -> Iterator[Path]:
-    """Yield a path beside `out` to make something at, and remove what is left there at the end.
-    Raises DataError where another process writes `name`."""
+    """Yield a path beside `out` to make something at, and remove what is left there at the end."""
     # On the file system of `out`: files can be linked or renamed from there.
     path = out.parent / f".{out.name}.whole"
     path.parent.mkdir(parents=True, exist_ok=True)
+    # Two processes that write `name` would remove each other's files.
     with lock_writer(path.with_name(f"{path.name}.lock"), name, remedy="Wait for it"):
         shutil.rmtree(path, ignore_errors=True)  # what a killed process left
         try:

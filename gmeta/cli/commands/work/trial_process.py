@@ -30,11 +30,10 @@ from gmeta.tuning.trials import TrialReport
 def run_as_trial(
     is_check: bool, config: dict[str, Any], log: str, place: int, says: Connection
 ) -> None:
-    """Train and score a trial (its config comes as JSON), or only check its config and dataset, and
-    end this process. Its output goes to the file `log`, its TrialReport to `says`; `place` chooses
-    its GPU."""
+    """Train and score a trial, or only check it, report to `says`, and end this process."""
     _leave_with_tune()
     if gpus := torch.cuda.device_count():
+        # Trials that run at a time are spread over the GPUs.
         os.environ["LOCAL_RANK"] = str(place % gpus)
     opened = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o666)
     for number in (1, 2):
