@@ -33,11 +33,8 @@ def read_days(loop: Pipeline) -> list[Day]:
     stream, best, days = open_stream(url), _best_by_partition(loop.config.follow.best), []
     ticks_per_s = stream.ticks_per_s
     for number in numbers[-_SHOWN:]:
-        record, promoted, root = (
-            stream.record(number),
-            loop.promoted_version(number),
-            loop.folder(number),
-        )
+        record, promoted = stream.record(number), loop.promoted_version(number)
+        root = loop.folder(number)
         is_kept = promoted is not None and loop.channel.folder_of(promoted).is_dir()
         days.append(
             Day(

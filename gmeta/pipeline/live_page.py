@@ -66,17 +66,15 @@ class StreamPageServer:
 
     def _answer_page(self, request: HttpRequest) -> None:
         try:
-            text = self._render_page()
+            with translate_errors(_wrap_defect, GMetaError, MetaIOError), self._drawing:
+                picture = self._picture = self._picture or draw_stream(self._pipeline)
+                under_way = self._pipeline.under_way
+                text = render_page(picture, self._metrics.status, under_way, _REFRESH_S)
         except (GMetaError, MetaIOError) as error:
             request.send(500, f"the page cannot be drawn: {error}\n")
             return
         headers = {"Cache-Control": "no-store"}
         request.send(200, text, headers, "text/html; charset=utf-8")
-
-    def _render_page(self) -> str:
-        with translate_errors(_wrap_defect, GMetaError, MetaIOError), self._drawing:
-            picture = self._picture = self._picture or draw_stream(self._pipeline)
-            return render_page(picture, self._metrics.status, self._pipeline.under_way, _REFRESH_S)
 
     def _answer_metrics(self, request: HttpRequest) -> None:
         encode, content_type = choose_encoder(request.headers.get("Accept", ""))

@@ -63,7 +63,7 @@ class _StageProcess:
         os.environ.setdefault("GOMP_SPINCOUNT", "3000")
         context = forking_context(_PRELOADED)
         stages_side, own_side = context.Pipe(duplex=False)
-        process = context.Process(target=_wait, args=(stages_side,))
+        process = context.Process(target=_wait_and_run, args=(stages_side,))
         start(process)
         # With this end closed a dead stage is noticed: sending raises BrokenPipeError.
         stages_side.close()
@@ -131,16 +131,12 @@ def last_line(log: Path) -> str:
     return lines_with_text[-1] if lines_with_text else "it said nothing"
 
 
-def _wait(orders: Connection) -> None:
+def _wait_and_run(orders: Connection) -> None:
     try:
         arguments, log = orders.recv()
     except (EOFError, OSError):
         os._exit(0)  # nothing is to be done any more
-    _run_command(arguments, log, orders)
-
-
-def _run_command(arguments: tuple[str, ...], log: str, parent: Connection) -> None:
-    threading.Thread(target=_end_with, args=(parent,), daemon=True).start()
+    threading.Thread(target=_end_with, args=(orders,), daemon=True).start()
     with Path(log).open("ab") as file:
         for stream in (sys.stdout, sys.stderr):
             stream.flush()

@@ -124,26 +124,19 @@ class TrialRunner:
         if running.pruned:
             trial = self._study.finish_trial(number, "pruned")
         elif process.exitcode or report.failure:
-            note = report.failure or self._describe_failure(number, process)
-            trial = self._study.finish_trial(number, "failed", note)
+            note, code = f"ended with exit code {process.exitcode}", process.exitcode
+            if code < 0:
+                note = f"killed by {signal.Signals(-code).name}, as when memory runs out"
+            note = f"{note}; see {running.folder.root.with_suffix('.log')}"
+            trial = self._study.finish_trial(number, "failed", report.failure or note)
         else:
             trial = self._study.finish_trial(number, "complete", report.adapts, report.score)
-        self._keep_best_only()
-        return trial
-
-    def _describe_failure(self, number: int, process: Any) -> str:
-        log = self.folder_of(number).root.with_suffix(".log")
-        code = process.exitcode
-        if code < 0:
-            return f"killed by {signal.Signals(-code).name}, as when memory runs out; see {log}"
-        return f"ended with exit code {code}; see {log}"
-
-    def _keep_best_only(self) -> None:
         best = self._study.best_trial()
-        for trial in self._study.trials():
-            if best is None or trial.number != best.number:
-                # They may be large, and a trial is never resumed.
-                shutil.rmtree(self.folder_of(trial.number).checkpoints, ignore_errors=True)
+        for ended in self._study.trials():
+            # Checkpoints may be large, and a trial is never resumed: the best trial's stay alone.
+            if best is None or ended.number != best.number:
+                shutil.rmtree(self.folder_of(ended.number).checkpoints, ignore_errors=True)
+        return trial
 
 
 def start_process(

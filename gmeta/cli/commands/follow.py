@@ -59,7 +59,11 @@ def follow(
         tls_cert=tls_cert, tls_key=tls_key, tls_client_ca=tls_client_ca, tokens=tokens
     )
     tls, proofs = protection.load_credentials()
-    _check_listen(listen, protection.secured)
+    if listen and not protection.secured and not is_loopback(split_address("--listen", listen)[0]):
+        raise UserError(
+            f"--listen {listen} can be reached from other machines. Pass --tls-cert, --tls-key "
+            "and one of --tokens and --tls-client-ca; or listen on 127.0.0.1"
+        )
     if page is not None:
         check_local("--page", page)
         page.parent.mkdir(parents=True, exist_ok=True)
@@ -82,15 +86,6 @@ def follow(
 
         signal.signal(signal.SIGTERM, end)
     _run_stages(loop, metrics, stop, once, draw, live)
-
-
-def _check_listen(address: str, is_secured: bool) -> None:
-    """Raise UserError for an address that other machines could reach without a proof."""
-    if address and not is_secured and not is_loopback(split_address("--listen", address)[0]):
-        raise UserError(
-            f"--listen {address} can be reached from other machines. Pass --tls-cert, --tls-key "
-            "and one of --tokens and --tls-client-ca; or listen on 127.0.0.1"
-        )
 
 
 def _print_line(line: str) -> None:

@@ -55,7 +55,12 @@ def init(
     roles: tuple[tuple[Role, str], ...] = (("task", task), ("label", label), ("time", time))
     roles_given = {role: column for role, column in roles if column}
     guessed = infer_roles(read_log_sample(inputs), roles_given)
-    config = format_config(_first_config(guessed, out), _config_header(guessed), every=False)
+    header = (
+        f"Made by gmeta init for the label {guessed.label.name}. Rates and sizes are only a "
+        "start:\ngmeta tune chooses them on the validation split (docs/tuning.md). The keys that "
+        "are not here\nhave their defaults: gmeta config lists them."
+    )
+    config = format_config(_first_config(guessed, out), header, every=False)
     out.mkdir(parents=True, exist_ok=True)
     with ExitStack() as undone:
         for path, text in zip(paths, (format_schema(guessed, inputs), config), strict=True):
@@ -178,12 +183,3 @@ def _statistics_sections(guessed: InferredRoles) -> dict[str, Any]:
         # .579 with it, .615 without.
         sections["augment"] = {"resplit_support": True}
     return sections
-
-
-def _config_header(guessed: InferredRoles) -> str:
-    return (
-        f"Made by gmeta init for the label {guessed.label.name}. Rates and sizes are only a "
-        "start:\n"
-        "gmeta tune chooses them on the validation split (docs/tuning.md). The keys that are not "
-        "here\nhave their defaults: gmeta config lists them."
-    )

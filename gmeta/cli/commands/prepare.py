@@ -6,14 +6,13 @@ from pathlib import Path
 from typing import Annotated, Literal
 
 import typer
-from rich.table import Table
 
 from gmeta.cli.commands import console as consoles
 from gmeta.cli.commands.extend_stream import extend_stream
 from gmeta.cli.commands.prepare_spark import prepare_on_spark, refuse_transform
 from gmeta.errors import UserError
 from metaio.format.atomic_folder import find_unfinished
-from metaio.format.dataset import Dataset, open_dataset
+from metaio.format.dataset import open_dataset
 from metaio.prepare.job import PrepareOptions
 from metaio.prepare.local import prepare as prepare_on_one_machine
 from metaio.prepare.schema.schema_file import load_schema
@@ -301,13 +300,15 @@ def _print_report(out: str) -> None:
     console = consoles.make_console(stderr=True)
     # Opened anew: what is printed is what a reader will find.
     dataset = open_dataset(out)
-    consoles.show_table(console, _counts_table(dataset))
-    lost = {
-        name: count for name, count in dataset.manifest.report.get("dropped", {}).items() if count
-    }
-    if lost:
-        lost_text = ", ".join(f"{count:,} {name.replace('_', ' ')}" for name, count in lost.items())
-        console.print(f"left out: {lost_text}")
+    heads = ("split", "episodes", "rows", "shards", "blocks")
+    table = consoles.make_table(f"fingerprint {dataset.fingerprint[:16]}", *heads, text=("split",))
+    for name, split in dataset.splits.items():
+        counts = (split.num_episodes, split.num_rows, len(split.shards), split.num_blocks)
+        table.add_row(name, *(f"{count:,}" for count in counts))
+    consoles.show_table(console, table)
+    dropped = dataset.manifest.report.get("dropped", {})
+    if lost := [f"{count:,} {name.replace('_', ' ')}" for name, count in dropped.items() if count]:
+        console.print(f"left out: {', '.join(lost)}")
     for name, use in dataset.manifest.report.get("hashed_tables", {}).items():
         if use["values_sharing_a_row_estimated"]:
             console.print(
@@ -331,12 +332,3 @@ def _print_report(out: str) -> None:
         }
     )
     console.print(f"prepared: {out}  (look inside: gmeta inspect {out})")
-
-
-def _counts_table(dataset: Dataset) -> Table:
-    heads = ("split", "episodes", "rows", "shards", "blocks")
-    table = consoles.make_table(f"fingerprint {dataset.fingerprint[:16]}", *heads, text=("split",))
-    for name, split in dataset.splits.items():
-        counts = (split.num_episodes, split.num_rows, len(split.shards), split.num_blocks)
-        table.add_row(name, *(f"{count:,}" for count in counts))
-    return table

@@ -20,7 +20,14 @@ def with_options(command: Any, name: str) -> Any:
     for below in getattr(command, "commands", {}).values():
         with_options(below, name)
     if not hasattr(command, "commands"):
-        command.params += _verbosity_options()[: 3 if name in WITH_JSON else 2]
+        alone = typer.Typer(add_completion=False)
+        alone.command()(_declare_options)
+        options = typer.main.get_command(alone).params[: 3 if name in WITH_JSON else 2]
+        for option in options:
+            # The command's function has no parameters for them.
+            option.expose_value = False
+            option.is_eager = True  # set before another option of the command is looked at
+        command.params += options
     return command
 
 
@@ -74,14 +81,3 @@ def _declare_options(
     ] = False,
 ) -> None:
     """Declare the options; this function is never called."""
-
-
-def _verbosity_options() -> list[Any]:
-    alone = typer.Typer(add_completion=False)
-    alone.command()(_declare_options)
-    options = typer.main.get_command(alone).params
-    for option in options:
-        # The command's function has no parameters for them.
-        option.expose_value = False
-        option.is_eager = True  # set before another option of the command is looked at
-    return options

@@ -136,12 +136,10 @@ def _draw_groups(
     axes.xaxis.set_major_locator(MaxNLocator(5))
     axes.grid(axis="x")
     axes.tick_params(axis="y", length=0)
-    arrow = (
-        "higher is better \N{RIGHTWARDS ARROW}"
-        if info.higher_is_better
-        else "\N{LEFTWARDS ARROW} lower is better"
-    )
-    axes.set_xlabel(f"{format_label_with_unit(info)}   ({arrow})")
+    better = "\N{LEFTWARDS ARROW} lower is better"
+    if info.higher_is_better:
+        better = "higher is better \N{RIGHTWARDS ARROW}"
+    axes.set_xlabel(f"{format_label_with_unit(info)}   ({better})")
 
 
 def _make_calibration_chart(evaluation: schema.Evaluation, series: Sequence[PlotSeries]) -> Chart:

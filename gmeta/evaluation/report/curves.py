@@ -30,20 +30,14 @@ def make_activity_chart(evaluation: Evaluation, series: Sequence[PlotSeries]) ->
     panels = [
         _make_bins_panel(evaluation, group, group.by_activity, "rows of a task", series)
         for group in evaluation.groups
-        if len(group.by_activity) > 1 and not _equals_support_bins(group)
+        # As text: an estimate that is not known is NaN, which equals nothing.
+        if len(group.by_activity) > 1
+        and repr([one.results for one in group.by_activity])
+        != repr([one.results for one in group.by_support_rows])
     ]
     caption = "Rows of a task, support and query together; each bin holds other tasks. "
     label = evaluation.metrics[evaluation.headline].label
     return Chart("activity", f"{label} by activity", caption + WHISKERS, panels, series)
-
-
-def _equals_support_bins(group: GroupEvaluation) -> bool:
-    """Return whether the bins are those by support size, as with equally many query rows."""
-    of_activity, of_support = (
-        [one.results for one in bins] for bins in (group.by_activity, group.by_support_rows)
-    )
-    # As text: an estimate that is not known is NaN, which equals nothing.
-    return repr(of_activity) == repr(of_support)
 
 
 def _make_bins_panel(

@@ -119,22 +119,18 @@ def _rank_value(value: float) -> float:
 def find_estimate(group: GroupEvaluation, run: str, stage: Stage, metric: str) -> MetricEstimate:
     """Return a metric of a model at a stage; NaN with a reason where it predicted nothing."""
     result = group.result(run, stage)
-    return (
-        result.metrics[metric]
-        if result
-        else MetricEstimate(*_NO_NUMBERS, 0, _explain_absence(group, run))
-    )
+    if result:
+        return result.metrics[metric]
+    return MetricEstimate(*_NO_NUMBERS, 0, _explain_absence(group, run))
 
 
 def _find_difference(
     group: GroupEvaluation, pair: tuple[str, Stage, str, Stage], metric: str
 ) -> Difference:
     comparison = group.comparison(*pair)
-    return (
-        comparison.metrics[metric]
-        if comparison
-        else Difference(*_NO_NUMBERS, "unknown", _explain_absence(group, pair[2]))
-    )
+    if comparison:
+        return comparison.metrics[metric]
+    return Difference(*_NO_NUMBERS, "unknown", _explain_absence(group, pair[2]))
 
 
 _NO_NUMBERS = (math.nan, math.nan, math.nan)
@@ -162,24 +158,16 @@ def format_interval(low: float, high: float, is_difference: bool = False) -> str
     """Return an interval in brackets, "" where there is none."""
     if not (math.isfinite(low) and math.isfinite(high)):
         return ""
-    ends = (
-        (format_signed(low), format_signed(high))
-        if is_difference
-        else (format_number(low), format_number(high))
-    )
-    return f"[{ends[0]}, {ends[1]}]"
+    write = format_signed if is_difference else format_number
+    return f"[{write(low)}, {write(high)}]"
 
 
 def describe_size(group: GroupEvaluation) -> str:
     """Return a group's tasks, query rows and support rows in words."""
     support = format_count(group.min_support_rows, "support row")
     if group.min_support_rows < group.max_support_rows:
-        low, high, median = (
-            group.min_support_rows,
-            group.max_support_rows,
-            group.median_support_rows,
-        )
-        support = f"{low}\N{EN DASH}{high} support rows (median {median:g})"
+        sizes = f"{group.min_support_rows}\N{EN DASH}{group.max_support_rows}"
+        support = f"{sizes} support rows (median {group.median_support_rows:g})"
     tasks, rows = format_count(group.num_tasks, "task"), format_count(group.num_rows, "query row")
     return f"{tasks}, {rows}, {support}"
 

@@ -136,7 +136,11 @@ def _make_rows(evaluation: Evaluation, group: GroupEvaluation) -> list[TableRow]
         ]
         rows += _make_difference_rows(group, run, one)
     for baseline in evaluation.yardsticks:
-        rows += _make_baseline_rows(group, run, baseline.name)
+        result = group.result(baseline.name, "after")
+        rows += [TableRow(baseline.name, result.metrics)] if result else []
+        label = f"{run.name}, {run.stage_label('after')}, minus {baseline.name}"
+        comparison = group.comparison(run.name, "after", baseline.name, "after")
+        rows += _collect_differences([(label, comparison)])
     return rows
 
 
@@ -149,15 +153,6 @@ def _make_difference_rows(group: GroupEvaluation, run: RunFacts, one: RunFacts) 
             label = f"{adapted}, minus {one.name}, {one.stage_label(stage)}"
             rows.append((label, group.comparison(run.name, "after", one.name, stage)))
     return _collect_differences(rows)
-
-
-def _make_baseline_rows(group: GroupEvaluation, run: RunFacts, name: str) -> list[TableRow]:
-    result = group.result(name, "after")
-    label = f"{run.name}, {run.stage_label('after')}, minus {name}"
-    rows = [TableRow(name, result.metrics)] if result else []
-    return rows + _collect_differences(
-        [(label, group.comparison(run.name, "after", name, "after"))]
-    )
 
 
 def _collect_differences(rows: Sequence[tuple[str, Comparison | None]]) -> list[TableRow]:

@@ -191,12 +191,9 @@ class _GroupSummariser:
     def _compare(
         self, run: str, stage: schema.Stage, minus_run: str, minus_stage: schema.Stage
     ) -> schema.Comparison:
-        comparable = run == minus_run or minus_run in self._comparable
-        reason = (
-            ""
-            if comparable
-            else f"'{minus_run}' was evaluated on other tasks or rows of this group"
-        )
+        reason = f"'{minus_run}' was evaluated on other tasks or rows of this group"
+        if run == minus_run or minus_run in self._comparable:
+            reason = ""
         differences = {}
         for name, info in self._infos.items():
             own, other = (
