@@ -158,7 +158,8 @@ def _open_streams() -> None:
         # Else the next file that is opened would get the stream's number, and what a library prints
         # would be written into that file.
         if getattr(sys, name) is None:
-            number = os.open(os.devnull, os.O_RDWR)  # the lowest that is free: its own
+            # The lowest free number is the stream's own, as lower ones are open by now.
+            number = os.open(os.devnull, os.O_RDWR)
             setattr(sys, name, os.fdopen(number, "r" if name == "stdin" else "w"))
 
 
@@ -171,7 +172,8 @@ def main(work: Callable[[], object] = app) -> None:
     except _FaultError as fault:
         error = fault.args[0]
         sys.excepthook(type(error), error, error.__traceback__)
-        _exit_now(1)  # an interpreter that ends as usual may abort: a collective is still under way
+        # A normal exit may abort, as a collective may be under way.
+        _exit_now(1)
 
 
 class _FaultError(Exception):
@@ -203,7 +205,8 @@ def _run(work: Callable[[], object]) -> None:
     except (KeyboardInterrupt, _InterruptedError):
         # 130 is a shell's code for SIGINT: 128 + 2.
         if os.environ.get("RANK", "0") != "0":
-            _exit_now(130)  # every rank is interrupted, and the first tells it
+            # Every rank is interrupted: rank 0 alone prints it.
+            _exit_now(130)
         _exit_with_error(
             "interrupted: what was committed stays, what was half-written is dropped", 130
         )

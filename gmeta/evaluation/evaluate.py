@@ -219,7 +219,7 @@ def choose_splits(config: TrainConfig, dataset: Dataset, requested: Sequence[str
     # A split that decided when to stop says nothing about unseen tasks.
     used = {config.data.train_split, *config.data.valid_splits}
     # Twice: `fit` was carved out of `train`, and other splits were carved out of `train` too.
-    for _ in range(2):  # of `fit`: `train`, then all that was carved out of it
+    for _ in range(2):
         used = {shared for split in used for shared in find_overlapping_splits(split, dataset)}
     chosen = chosen or [split for split in dataset.splits if split not in used]
     if not chosen:

@@ -19,9 +19,9 @@ if TYPE_CHECKING:
     from gmeta.pipeline.pipeline import Pipeline
 
 # More increments than these newest would be no picture.
-_SHOWN = 200  # of the newest increments: more are no picture
+_SHOWN = 200
 # The split of most rows; no model has seen it when it is forecast.
-TRAINED_ON = "train"  # the split of most rows, which nobody has seen when it is forecast
+TRAINED_ON = "train"
 
 
 def read_days(loop: Pipeline) -> list[Day]:
@@ -63,7 +63,8 @@ def _read_seconds(path: Path) -> dict[str, float]:
     seconds_by_stage: dict[str, float] = {}
     with suppress(OSError):
         for line in path.read_text(errors="replace").splitlines():
-            with suppress(ValueError, LookupError, TypeError):  # a kill may cut a line short
+            # A kill may cut a line short.
+            with suppress(ValueError, LookupError, TypeError):
                 entry = json_object(line)
                 seconds_by_stage[str(entry["stage"])] = float(entry["took_s"])
     return seconds_by_stage

@@ -94,5 +94,5 @@ def load_follow_config(path: Path) -> FollowConfig:
         check_local(f"follow.{name}", getattr(config.follow, name))
     # Raises UrlError before anything is trained.
     if config.follow.mirror:
-        find_file_system(config.follow.mirror)  # raises UrlError before anything is trained
+        find_file_system(config.follow.mirror)
     return config

@@ -119,7 +119,7 @@ def sort_partitions(
         if partition.against:
             refused |= dict.fromkeys(left, partition.against)
         # One more file may make an increment of all.
-        elif not held.issuperset(left):  # one more may make an increment of all
+        elif not held.issuperset(left):
             is_begun = not taken.isdisjoint(partition.files)
             waiting.append(replace(partition, files=left, is_begun=is_begun))
     return LogState(waiting, sorted(held), refused)
@@ -131,7 +131,7 @@ class QuarantineChecks:
 
     def __init__(self) -> None:
         # By name: what the file system said of the file, and its hash then.
-        self._hash_of: dict[str, tuple[str, str]] = {}  # with what the file system said then
+        self._hash_of: dict[str, tuple[str, str]] = {}
 
     def notes_in_force(
         self, notes: Sequence[Mapping[str, Any]], taken: Collection[str]
@@ -187,7 +187,8 @@ class TakenFiles:
     def files(self) -> dict[str, dict[str, Any]]:
         """Return each file by its name, as the newest increment has it."""
         numbers = set(list_increment_numbers(self._stream))
-        if not self._known <= numbers:  # the newest was taken back: its files are free again
+        # The newest increment was taken back: its files are free again.
+        if not self._known <= numbers:
             self._file_of, self._known = {}, set()
         new = numbers - self._known
         if new:
@@ -207,4 +208,5 @@ def _written_s(entry: dict[str, Any]) -> float:
             return float(value)
         if isinstance(value, datetime):
             return value.timestamp()
-    return time.time()  # it does not say: never closed by its age
+    # The file system does not say: such a partition is never closed by its age.
+    return time.time()

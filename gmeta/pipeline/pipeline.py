@@ -37,7 +37,8 @@ from metaio.quantities import format_count
 from metaio.stream.chain import list_increment_numbers, name_increment_folder, open_stream
 from metaio.stream.quarantine import list_quarantine
 
-SET_ASIDE = 3  # exit code of a verdict, and of `gmeta prepare` for rows that are quarantined
+# The exit code of a refusal, and of `gmeta prepare` for quarantined rows.
+SET_ASIDE = 3
 RunStage = Callable[[list[str], Path], int]
 
 
@@ -61,9 +62,12 @@ class Pipeline:
         self._promoted: tuple[object, dict[str, int]] = (None, {})
         # The state of the log, if the last step found nothing to do.
         self.idle: LogState | None = None
-        self._published = ""  # when what the mirror serves was promoted; at the start nobody knows
-        self.unpublished = ""  # why the mirror lacks what serves, once a try has failed
-        self._is_put_off = False  # its next try: the mirror may be away for hours
+        # When the version that the mirror serves was promoted; not known at the start.
+        self._published = ""
+        # Why the mirror lacks the version that serves, once a try has failed.
+        self.unpublished = ""
+        # Whether publishing waits for another stage: the mirror may be away for hours.
+        self._is_put_off = False
 
     def step(self) -> StageOutcome | None:
         """Run the next stage and return its outcome; None if no stage is due. Raises GMetaError."""
@@ -120,7 +124,7 @@ class Pipeline:
         follow, taken = self.config.follow, self._files.files()
         partitions = closed_partitions(follow.inputs, follow.closed_after_s)
         notes = list_quarantine(Path(self._stream))
-        if any("schema" in note for note in notes):  # not those by a schema mended since
+        if any("schema" in note for note in notes):
             # A note by an older schema does not hold: the schema may have been corrected since.
             mark = fingerprint_schema(load_schema(follow.schema))
             notes = [note for note in notes if note.get("schema", mark) == mark]
@@ -186,7 +190,8 @@ class Pipeline:
         """Return whether a person promoted or rolled back since a candidate was judged."""
         verdict, serves = self.verdict(number) or {}, current.number if current else None
         if serves is not None and self.channel.model_of(serves) == verdict.get("model"):
-            return False  # the candidate serves: its promotion was killed
+            # The candidate serves by now: its promotion was killed after the change.
+            return False
         # The candidate was compared with a champion that does not serve any more.
         return bool(verdict.get("champion_version", serves) != serves)
 
@@ -205,7 +210,7 @@ class Pipeline:
             if earlier < number
         }
         current, served = self.channel.current(), self.channel.history()
-        if current is not None:  # a rollback that was killed behind it is not in the log yet
+        if current is not None:
             # A rollback that was killed after it is not in the log yet.
             served = [*(one for one in served if one < current.number), current.number]
         # The newest whose model serves or, if a model of no increment does, served before it.
@@ -288,7 +293,7 @@ class Pipeline:
         if code:
             # Weights that are not finite cannot be exported: the judge refuses the run, and says
             # why.
-            return self._judge(number, root / "run")  # it refuses, and says why
+            return self._judge(number, root / "run")
         return StageOutcome("export", number, took_s, f"{tables} tables")
 
     def _judge(self, number: int, candidate: Path) -> StageOutcome:
@@ -340,7 +345,8 @@ class Pipeline:
                     for name in ("run/checkpoints", "model"):
                         shutil.rmtree(self.folder(number) / name, ignore_errors=True)
         except (GMetaError, MetaIOError, OSError) as error:
-            return f"; old versions stay: {error}"  # the next promotion tries again
+            # The next promotion tries again.
+            return f"; old versions stay: {error}"
         return f"; removed {format_count(len(gone), 'version')}" if gone else ""
 
     def _versions_by_model(self) -> dict[str, int]:
@@ -385,7 +391,8 @@ class Pipeline:
         if code not in allowed:
             kind = UserError if code == UserError.exit_code else GMetaError
             why = self._last_line(log).removeprefix("error: ")
-            if code < 0:  # the last line of its log may be of an earlier try
+            # A signal.
+            if code < 0:
                 # A killed process leaves no reason: the last line of its log may be of an earlier
                 # try.
                 why = signal.Signals(-code).name

@@ -79,7 +79,8 @@ class PipelineMetrics:
 
     def note_failure(self, why: str) -> None:
         """Set why the next stage fails; what waits is still counted."""
-        with suppress(GMetaError, MetaIOError, OSError):  # what fails may be what is looked at
+        # The status is read from what may be failing.
+        with suppress(GMetaError, MetaIOError, OSError):
             self.refresh()
         self.status = replace(self.status, failure=why)
 

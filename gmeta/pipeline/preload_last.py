@@ -5,7 +5,8 @@ import gc
 from gmeta.metrics.own import NAMED_METRICS
 from gmeta.runs.environment import package_versions
 
-NAMED_METRICS.names()  # entry points: of all kinds at once
+# One look for entry points finds those of all kinds.
+NAMED_METRICS.names()
 package_versions()
 # A stage that collects would walk over a million objects, and write to the memory that stages
 # share.

@@ -79,19 +79,21 @@ def run_stage(arguments: Sequence[str], log: Path) -> int:
     """Run `gmeta ARGUMENTS` with its output in the file `log`, and return its exit code."""
     log.parent.mkdir(parents=True, exist_ok=True)
     # A log that cannot be written fails here: the stage could not say why.
-    log.open("ab").close()  # fails here: the stage could not say why
+    log.open("ab").close()
     stage = _send_order((tuple(arguments), str(log)))
     process = stage.process
     _under_way.append(process)
     try:
-        if _ending:  # a signal came before there was a stage to end
+        # A signal may have come before there was a stage to end.
+        if _ending:
             process.terminate()
         # The next stage's process starts while this one works: that saves 25 ms.
         _waiting.append(_StageProcess.begin())
         process.join()
     finally:
         _under_way.clear()
-        if process.is_alive():  # Ctrl-C
+        # After Ctrl-C the stage still runs.
+        if process.is_alive():
             process.terminate()
             process.join()
         stage.orders.close()
@@ -135,7 +137,8 @@ def _wait_and_run(orders: Connection) -> None:
     try:
         arguments, log = orders.recv()
     except (EOFError, OSError):
-        os._exit(0)  # nothing is to be done any more
+        # The parent ended without an order: nothing is left to do.
+        os._exit(0)
     threading.Thread(target=_end_with, args=(orders,), daemon=True).start()
     with Path(log).open("ab") as file:
         for stream in (sys.stdout, sys.stderr):

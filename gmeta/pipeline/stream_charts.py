@@ -184,7 +184,8 @@ def _frame_axes(
     axes.yaxis.set_major_locator(MaxNLocator(5))
     if counts:
         axes.yaxis.set_major_formatter(EngFormatter(sep=""))
-    else:  # an offset would stand where the legend does
+    # An offset of the axis would stand where the legend does.
+    else:
         axes.ticklabel_format(axis="y", useOffset=False)
     axes.grid(axis="y")
     axes.margins(y=0.1)

@@ -21,8 +21,9 @@ from gmeta.pipeline.stream_charts import stream_chart
 from metaio.quantities import format_duration
 
 # matplotlib's settings belong to the process, and pages are drawn in threads.
-_DRAWING = threading.Lock()  # matplotlib's settings are those of the whole process
-_SHOWN = 100  # of the newest moves of the pointer
+_DRAWING = threading.Lock()
+# Changes of the current version that are listed, the newest.
+_SHOWN = 100
 
 
 @dataclass(frozen=True)

@@ -294,7 +294,8 @@ def make_default_space(config: TrainConfig, labels: tuple[str, ...] = ()) -> Spa
     return tuple(space)
 
 
-FORWARD_ONLY = ("encoder",)  # they take no inner step
+# Algorithms that take no inner step.
+FORWARD_ONLY = ("encoder",)
 # Nor does a plain run; what it is fine-tuned with is chosen as each is scored.
 _INNER_STEPS_REASON = ("algorithm.inner_lr", "algorithm.inner_steps")
 # By which keys an algorithm does not train.

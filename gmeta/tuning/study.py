@@ -51,7 +51,8 @@ class StudyPlan:
             "pruner": self.pruner,
             "seed": self.seed,
             "config": base,
-            "score": "gmeta evaluate",  # it was once the last validation's
+            # Studies of older releases scored by the last validation: their trials do not compare.
+            "score": "gmeta evaluate",
         }
 
 
@@ -117,14 +118,14 @@ class Study:
         ]
         for trial in self._list_trials(self._states.RUNNING):
             # The study was killed between the trial's end and its report to Optuna.
-            if (state := trial.user_attrs.get("state")) is not None:  # killed after its end
+            if (state := trial.user_attrs.get("state")) is not None:
                 self._tell_optuna(trial.number, state, trial.user_attrs["score"])
                 continue
             # As a new trial: a killed one cannot be reopened. One killed as it began may lack some
             # values.
             values = trial.system_attrs.get("fixed_params", {}) | trial.params
             # They are queued already after a kill at this very place.
-            if values not in queued:  # as after a kill at this very place
+            if values not in queued:
                 self._study.enqueue_trial(values)
             self._study.tell(trial.number, state=self._states.FAIL)
             interrupted.append(trial.number)
@@ -175,7 +176,7 @@ class Study:
         trial.set_user_attr("score", score)
         trial.set_user_attr("note", note)
         # Written last: with a state the trial has ended, whatever is killed next.
-        trial.set_user_attr("state", state)  # last: with it a trial has ended
+        trial.set_user_attr("state", state)
         self._tell_optuna(number, state, score)
         return next(each for each in self.trials() if each.number == number)
 

@@ -20,7 +20,7 @@ from gmeta.runs.run_folder import RunFolder
 from gmeta.tuning.study import Study, Trial
 
 # How often the logs of the runs are read for new validations.
-POLL_S = 0.25  # how long a validation may lie in a run's log unheard
+POLL_S = 0.25
 
 # (config as JSON, file for its output, place among those that run at a time, pipe for its report)
 # -> nothing: the work of a process, which ends with it.
@@ -92,7 +92,7 @@ class TrialRunner:
         folder = self.folder_of(number)
         folder.root.parent.mkdir(exist_ok=True)
         # A folder of this number is left of an earlier journal that was lost.
-        shutil.rmtree(folder.root, ignore_errors=True)  # of a journal that is lost
+        shutil.rmtree(folder.root, ignore_errors=True)
         config = make_trial_config(self._study.config(values), folder.root)
         log = folder.root.with_suffix(".log")
         # The lowest free place: it chooses the trial's GPU.

@@ -14,7 +14,7 @@ from gmeta.errors import GMetaError
 # By name, not imported: a command that fails early has not loaded these packages.
 METAIO_ERRORS = (("metaio.errors", "MetaIOError"),)
 # Exit codes of metaio's errors by class name; those of all others are 2, for a wrong input.
-METAIO_CODES = {"FormatError": 1, "QuarantinedError": 3}  # others: 2
+METAIO_CODES = {"FormatError": 1, "QuarantinedError": 3}
 # What the file systems of fsspec raise beside OSError: s3fs, gcsfs, adlfs and http.
 STORE_ERRORS = (
     ("botocore.exceptions", "BotoCoreError"),
@@ -70,7 +70,8 @@ def _line_and_code(error: Exception) -> tuple[str, int]:
             )
         return f"{error.strerror or error}{where}", 2 if isinstance(error, WRONG_PATHS) else 1
     if isinstance(error.__cause__, OSError) and error.__cause__.errno in FULL:
-        return str(error), 1  # a full disk, whichever package met it
+        # A full disk is a failure, whichever package met it.
+        return str(error), 1
     if isinstance(error, GMetaError):
         return str(error), error.exit_code
     if isinstance(error, tuple(_loaded_classes(STORE_ERRORS))):
@@ -89,7 +90,8 @@ def _line_and_code(error: Exception) -> tuple[str, int]:
 def wait_for_other_ranks(error: Exception) -> None:
     """Wait, under torchrun, if another rank of this machine may print the error or its cause."""
     if not has_agent():
-        return  # nobody would end it
+        # No agent ends this rank: a wait would only delay the message.
+        return
     # An error that explain_lost_peers explains is never the cause: other ranks may still print
     # theirs.
     turns = int(os.environ.get("LOCAL_RANK", "0") != "0") + isinstance(

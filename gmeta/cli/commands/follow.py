@@ -92,7 +92,8 @@ def _print_line(line: str) -> None:
     """Print a line, unless the disk of the log is full: that is no reason to end."""
     try:
         make_console().print(line)
-    except BrokenPipeError:  # nobody looks any more
+    # The reader of the pipe is gone: there is no one to print for.
+    except BrokenPipeError:
         raise
     except OSError:
         return
@@ -135,11 +136,13 @@ def _run_stages(
                 _print_line(f"stopped: {error}")
                 return
             metrics.note_failure(str(error))
-            if str(error) != reported:  # not every few seconds
+            # Once, not at each try, which are seconds apart.
+            if str(error) != reported:
                 reported = str(error)
                 _print_line(f"waiting: {reported}")
                 if draw is not None:
-                    with suppress(GMetaError, MetaIOError, OSError):  # it may be what fails
+                    # Drawing reads what the stage reads: it may be what fails.
+                    with suppress(GMetaError, MetaIOError, OSError):
                         draw()
             stop.wait(every_s)
             continue

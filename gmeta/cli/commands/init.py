@@ -21,7 +21,8 @@ from metaio.quantities import format_count
 # Steps of an epoch that a config aims at, and bounds on the tasks of a step: few tasks in large
 # steps make too few steps to learn anything.
 STEPS_PER_EPOCH, LEAST_TASKS, MOST_TASKS = 50, 4, 128
-EPOCHS = 4  # the first half plain
+# The first half of the epochs trains plainly.
+EPOCHS = 4
 FEW_TASKS = 300
 SCHEMA_FILE, CONFIG_FILE = "schema.toml", "train.toml"
 
@@ -64,7 +65,8 @@ def init(
     out.mkdir(parents=True, exist_ok=True)
     with ExitStack() as undone:
         for path, text in zip(paths, (format_schema(guessed, inputs), config), strict=True):
-            if not path.exists():  # one without the other would keep the next call out
+            # One file without the other would make the next call refuse the folder.
+            if not path.exists():
                 undone.callback(path.unlink, missing_ok=True)
             write_atomically(path, text.encode())
         undone.pop_all()
@@ -148,7 +150,7 @@ def _output_bias(guessed: InferredRoles) -> float:
     if guessed.is_rating:
         return float(f"{mean:.3g}")
     # The mean is of the raw values; a label of two values becomes 0 and 1.
-    if guessed.threshold is not None:  # of two values, not 0 and 1
+    if guessed.threshold is not None:
         mean = (mean - guessed.label.least) / (guessed.label.most - guessed.label.least)
     if guessed.is_positives:
         mean = 1 / (1 + NEGATIVES)

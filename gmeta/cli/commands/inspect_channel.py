@@ -9,7 +9,8 @@ from gmeta.serving.channel.channel import Channel
 from gmeta.serving.channel.model_version import check_version
 from metaio.quantities import format_count
 
-_SHOWN = 20  # of the versions and of the verdicts: one screen
+# Versions and verdicts that are shown: one screen.
+_SHOWN = 20
 
 
 def inspect_channel(
@@ -37,7 +38,7 @@ def inspect_channel(
             version, entry = channel.version(number), verdicts.get(number, {})
         except GMetaError as error:
             # The version that serves may be complete all the same.
-            broken.append(str(error))  # the one that serves may be whole
+            broken.append(str(error))
             continue
         touched = version.delta.touched.values() if version.delta else ()
         table.add_row(

@@ -36,7 +36,8 @@ def inspect_run(root: Path, verify: bool) -> None:
         try:
             summaries.append(summarise_checkpoint(path, verify))
         except GMetaError as error:
-            unreadable.append(str(error))  # the others may be what is looked for
+            # The other checkpoints may be what the caller wants to see.
+            unreadable.append(str(error))
     if summaries:
         _print_list(console, summaries, digest)
         _print_checkpoint(console, summaries[-1])

@@ -34,7 +34,8 @@ def inspect_stream(path: str, verify: bool) -> None:
         console.print(f"{path} is intact: {num}, every checksum matches.")
         return
     records = stream.records
-    refused = [] if is_url(path) else list_quarantine(Path(path))  # which is not published
+    # The quarantine is not published.
+    refused = [] if is_url(path) else list_quarantine(Path(path))
     print_result(
         {
             "kind": "stream",

@@ -103,4 +103,5 @@ def parse_amount(option: str, text: str, per: str) -> float:
         )
     power = " KMGT".index(match.group(2).upper() or " ")
     amount = float(match.group(1)) * float(1024 if match.group(3) else 1000) ** power
-    return amount / 8 if per and match.group(4) != "B" else amount  # no memory is sold in bits
+    # No memory is sold in bits: only rates are divided.
+    return amount / 8 if per and match.group(4) != "B" else amount

@@ -46,7 +46,7 @@ def runs(
             summaries.append(summarise_run(run))
         except GMetaError as error:
             # The other runs may be what the caller wants to see.
-            broken.append(str(error))  # the others may be what is looked for
+            broken.append(str(error))
     # Only runs that are named one by one are compared: those of a folder are many.
     compared = len(run_folders) > 1 and [run.root for run in run_folders] == chosen_folders
     differing = find_differing_keys([run.read_config() for run in run_folders]) if compared else []

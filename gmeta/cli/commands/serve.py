@@ -13,7 +13,8 @@ from gmeta.platform.files.local_paths import is_url
 from gmeta.serving.server.serve_config import ServeConfig
 from gmeta.serving.server.server_limits import BatchLimits, RequestLimits
 
-_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")  # it stands in paths and in metrics
+# The name stands in paths and in metrics.
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
 
 
 def serve(

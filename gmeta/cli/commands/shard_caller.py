@@ -9,7 +9,8 @@ import typer
 from gmeta.antdt.client.connection import ConnectionConfig, ServiceConnection
 from gmeta.antdt.errors import ServiceUnavailableError
 
-OPERATOR_BUDGET_S = 5.0  # a person waits: say quickly that the service is away
+# A person waits for the answer: it is reported soon that the service is away.
+OPERATOR_BUDGET_S = 5.0
 
 Address = Annotated[
     str, typer.Option("--service", envvar="GMETA_SHARD_SERVICE", help="HOST:PORT of the service")
@@ -56,7 +57,8 @@ def make_caller(
             return connection.call(rpc, lambda: request)
         except ServiceUnavailableError as error:
             if getattr(error.__cause__, "reason", ""):
-                raise  # it answered, and said why it cannot
+                # The service answered, and said why it cannot.
+                raise
             raise ServiceUnavailableError(
                 f"no shard service answered at {address}: {error.__cause__}. Start it, or name "
                 "another by --service HOST:PORT or GMETA_SHARD_SERVICE; a job's own stands in "

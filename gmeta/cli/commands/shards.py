@@ -62,7 +62,8 @@ def status(
     rows = [
         (
             d.spec.name,
-            d.epoch + 1,  # as the trainers' lines and the live page count
+            # Counted from 1, as in the trainers' lines and on the live page.
+            d.epoch + 1,
             d.num_shards,
             d.todo,
             d.doing,

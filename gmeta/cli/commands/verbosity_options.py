@@ -26,7 +26,8 @@ def with_options(command: Any, name: str) -> Any:
         for option in options:
             # The command's function has no parameters for them.
             option.expose_value = False
-            option.is_eager = True  # set before another option of the command is looked at
+            # Set before any other option is looked at, whose errors follow it.
+            option.is_eager = True
         command.params += options
     return command
 

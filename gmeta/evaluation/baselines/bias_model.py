@@ -29,7 +29,8 @@ from metaio.ragged import Int64
 
 # In rows: from "a single row is believed" to "hundreds are needed".
 PRIORS = (0.5, 1.0, 2.0, 4.0, 8.0, 16.0, 32.0, 64.0)
-COARSE_PRIORS = (2.0, 8.0, 32.0)  # enough to tell which column is the item
+# Fewer priors are enough to find out which column is the item.
+COARSE_PRIORS = (2.0, 8.0, 32.0)
 # Newton's method stops earlier, where the gradient is 0: this many steps are far more than it
 # takes.
 NEWTON_STEPS = 60

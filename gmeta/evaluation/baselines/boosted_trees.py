@@ -44,7 +44,8 @@ FRACTIONS = {"objective": "cross_entropy", "metric": "cross_entropy"}
 GRID = {"leaves": (7, 15, 31, 63), "leaf_rows": (50, 20, 200), "rate": (0.1, 0.03)}
 MAX_TREES = 1_000
 PATIENCE_TREES = 30
-TRIED_TREES = 5  # to choose the number of threads
+# Trees that are grown to choose the number of threads.
+TRIED_TREES = 5
 # Query rows to grow trees on: the support of each task is drawn again until there are so many.
 WANTED_ROWS, MAX_DRAWS = 100_000, 10
 # Share of training rows whose item is treated as a new one, as the items of cold splits are.
@@ -95,7 +96,8 @@ def is_available() -> bool:
     """Return whether LightGBM can be imported."""
     try:
         importlib.import_module("lightgbm")
-    except (ImportError, OSError):  # OSError: its library finds no OpenMP
+    # OSError: LightGBM's library finds no OpenMP.
+    except (ImportError, OSError):
         return False
     return True
 
@@ -135,7 +137,8 @@ def grow_trees(
     )
     is_fraction = loss == "bce" and bool((training_set.label_N % 1 != 0).any())
     objective = FRACTIONS if is_fraction else OBJECTIVES[loss]
-    objective = objective | {"alpha": huber_delta}  # read by "huber" alone
+    # "huber" alone reads alpha.
+    objective = objective | {"alpha": huber_delta}
     objective = objective | {"num_threads": _choose_threads(library, objective, data)}
     found: dict[TreeSetting, tuple[float, int]] = {}
     best = TreeSetting()
@@ -199,7 +202,8 @@ def redraw_support(rows: EpisodeRows, draw: int, support_is_past: bool, seed: in
     # Where support is the past it ends earlier, after a random row, and as many rows follow as
     # before: a draw may not look ahead.
     support_T = (share_T * rows.support_lengths_T).astype(np.int64)
-    support_T += rows.support_lengths_T > 0  # at least 1 where there is one
+    # At least one support row where there was one.
+    support_T += rows.support_lengths_T > 0
     query_T = np.diff(rows.row_offsets_T1) - rows.support_lengths_T
     return rows.select_first_rows(support_T + query_T, support_T)
 

@@ -17,7 +17,8 @@ from gmeta.evaluation.baselines.episode_rows import (
 from metaio.format.features import Features
 from metaio.ragged import Int64
 
-NO_FOLD = -1  # of rows that the sums know nothing of: nothing is left out
+# The fold of rows that the sums do not contain: nothing is left out for them.
+NO_FOLD = -1
 # Above this size values of a large table share a place, by their remainder.
 MAX_BYTES = 1 << 30
 

@@ -107,7 +107,8 @@ def _make_task_columns(rows: EpisodeRows) -> dict[str, Floats]:
         return sums_T.astype(np.float64)
 
     count_T = total(np.ones(rows.num_rows))
-    with np.errstate(invalid="ignore"):  # 0 / 0 is NaN: nothing is known
+    # 0 / 0 is NaN: of a task without support rows nothing is known.
+    with np.errstate(invalid="ignore"):
         mean_T = total(rows.label_N) / count_T
         variance_T = total(np.square(rows.label_N - mean_T[episode_N])) / count_T
     return {

@@ -134,9 +134,11 @@ def _make_plot_settings(salt: str) -> dict[str, Any]:
     return {
         "svg.fonttype": "none",
         "svg.hashsalt": salt,
-        "font.family": "DejaVu Sans",  # comes with matplotlib: the same picture everywhere
+        # This font comes with matplotlib: a picture is the same everywhere.
+        "font.family": "DejaVu Sans",
         "font.size": 10.5,
-        "text.parse_math": False,  # names of runs and columns may have dollar signs
+        # Names of runs and columns may have dollar signs.
+        "text.parse_math": False,
         "text.color": light_color("ink"),
         "axes.labelcolor": light_color("muted"),
         "axes.edgecolor": light_color("line"),

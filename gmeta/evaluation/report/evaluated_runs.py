@@ -205,7 +205,8 @@ def select_split(predictions: pa.Table, split: str) -> SplitRows:
     """Return the rows of one split; none if the table has none."""
     rows = predictions.filter(pc.equal(predictions["split"], split))
     names = ["task", "support_rows", "label", "before", "after"]
-    if "prediction" in rows.column_names:  # a yardstick has one, whatever the stage
+    # A baseline has one prediction, whatever the stage.
+    if "prediction" in rows.column_names:
         names[-2:] = ["prediction", "prediction"]
     places = [
         rows[name].to_numpy() if name in rows.column_names else np.full(rows.num_rows, -1)
@@ -293,7 +294,8 @@ def _check_table(run: EvaluatedRun) -> None:
 
 def _check_probabilities(run: EvaluatedRun) -> None:
     labels = run.predictions["label"].to_numpy()
-    wrong_N = ~((labels >= 0) & (labels <= 1))  # fractions are allowed, and trained as such
+    # Fractions are allowed, and trained as such.
+    wrong_N = ~((labels >= 0) & (labels <= 1))
     if wrong_N.any():
         raise UserError(
             f"run '{run.name}' was trained with bce but has a label of "

@@ -229,7 +229,7 @@ class Caution:
     metrics: tuple[str, ...]
     text: str
     # `buy|click` is conditional: its rows are those where click is 1.
-    label: str = ""  # as Evaluation.label
+    label: str = ""
 
 
 @dataclass(frozen=True)

@@ -18,7 +18,8 @@ LEVEL_PERCENT = 95.0
 MIN_TASKS = 10
 # More tasks are pooled at random: a standard error from U units is itself off by 1/sqrt(2U), 0.7 %.
 MAX_UNITS = 10_000
-CHUNK = 1_000_000  # draw counts multiplied at a time: 8 MB as float64
+# Draw counts that are multiplied at a time: 8 MB as float64.
+CHUNK = 1_000_000
 
 
 @dataclass(frozen=True)
@@ -89,7 +90,8 @@ def _pool_tasks(columns: Floats, seed: int) -> Floats:
 def _draw_counts(num_units: int, resamples: int, seed: int) -> npt.NDArray[np.uint8]:
     """Return how often each unit is drawn in each resample, with replacement."""
     rng = np.random.default_rng(seed)
-    counts = np.empty((resamples, num_units), np.uint8)  # 256 draws of a unit: p < 1e-500
+    # uint8 holds up to 255 draws of a unit: more have a probability below 1e-500.
+    counts = np.empty((resamples, num_units), np.uint8)
     for row in counts:
         row[:] = np.bincount(rng.integers(0, num_units, num_units), minlength=num_units)
     return counts

@@ -12,9 +12,12 @@ from gmeta.metrics.terms import Floats
 
 # P points
 
-MAX_POINTS = 400  # about one a pixel of a panel
-SMOOTH_SHARE = 0.05  # the running mean spans this share of the curve
-MIN_POINTS_TO_SMOOTH = 40  # below that it would span less than two neighbours
+# About one point for each pixel of a panel.
+MAX_POINTS = 400
+# The running mean spans this share of the curve.
+SMOOTH_SHARE = 0.05
+# With fewer points it would span less than two neighbours.
+MIN_POINTS_TO_SMOOTH = 40
 LOSS_NAMES = {
     "bce": "cross-entropy, nats",
     "mse": "squared error",

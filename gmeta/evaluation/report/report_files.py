@@ -69,7 +69,7 @@ def write_report(
     write_atomically(folder / "predictions.parquet", rows)
     write_atomically(html_path, html.encode())
     write_atomically(json_path, f"{text}\n".encode())
-    for name in CHART_NAMES:  # a picture of an earlier evaluation must not pass for one of this
+    for name in CHART_NAMES:
         if (path := chart_folder / f"{name}.png") not in pictures:
             # A picture of an earlier evaluation must not pass for one of this.
             path.unlink(missing_ok=True)

@@ -40,7 +40,8 @@ from metaio.ragged import find_run_starts
 # N rows, T tasks, E episodes, B resamples
 
 SUPPORT_BINS = 6
-CALIBRATION_BINS = 10  # deciles, as in Niculescu-Mizil & Caruana 2005
+# Deciles, as in Niculescu-Mizil & Caruana 2005.
+CALIBRATION_BINS = 10
 
 
 def summarise_evaluation(

@@ -76,7 +76,8 @@ def evaluate_on_rank(
         chosen = with_judged_label(label, overridden(config, options.overrides), dataset)
         if chosen.evaluation.candidates:
             _check_same_items(own_data, chosen.evaluation.candidates)
-        if options.item_column:  # an error is reported before minutes are spent
+        # An unknown column is reported before minutes are spent.
+        if options.item_column:
             find_item_index(dataset, options.item_column)
         # Rank 0 decides: a stream may get an increment meanwhile, and all ranks and runs must score
         # one.

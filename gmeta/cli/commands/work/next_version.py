@@ -60,7 +60,8 @@ def temporary_beside(out: Path, name: str) -> Iterator[Path]:
     path.parent.mkdir(parents=True, exist_ok=True)
     # Two processes that write `name` would remove each other's files.
     with lock_writer(path.with_name(f"{path.name}.lock"), name, remedy="Wait for it"):
-        shutil.rmtree(path, ignore_errors=True)  # what a killed process left
+        # A killed process leaves its folder.
+        shutil.rmtree(path, ignore_errors=True)
         try:
             yield path
         finally:

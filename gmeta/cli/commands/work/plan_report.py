@@ -111,7 +111,8 @@ def _print_step(planned: Capacity, config: TrainConfig, cluster: Cluster) -> Non
     )
     table = make_table("Time of a step", "part", "bytes", "ms", text=("part",))
     for name, (num_bytes, seconds) in estimate.parts.items():
-        if num_bytes >= 1 or (seconds and not num_bytes):  # sums of floats are not quite 0
+        # Sums of floats are not exactly 0.
+        if num_bytes >= 1 or (seconds and not num_bytes):
             table.add_row(
                 name, _format_bytes(num_bytes) if num_bytes else "", f"{seconds * 1e3:.3f}"
             )

@@ -47,7 +47,8 @@ def _share_line(store: Store, line: str, num_others: int, patience_s: float) -> 
         # The store may end with rank 0.
         _wait_until(lambda: store.add("heard", 0) == num_others, patience_s)
     except RuntimeError:
-        return  # the store is gone, and with it whoever would have asked
+        # The store ended with the job: no rank is left to read the line.
+        return
 
 
 def _was_printed_by_first(store: Store, line: str, patience_s: float) -> bool:
@@ -57,7 +58,8 @@ def _was_printed_by_first(store: Store, line: str, patience_s: float) -> bool:
         first_line = store.get("line").decode()
         store.add("heard", 1)
     except RuntimeError:
-        return False  # rank 0 is gone
+        # Rank 0, which holds the store, is gone.
+        return False
     return bool(first_line == line)
 
 

@@ -28,8 +28,9 @@ def train_on_rank(config: TrainConfig, is_new: bool) -> None:
         try:
             folder = train(config, ranks)
         # A full disk, mostly: with some space the run goes on from its checkpoint.
-        except OSError as error:  # as of a full disk
-            if (Path(config.run.dir) / CONFIG_FILE).exists():  # the run has begun
+        except OSError as error:
+            # Only a run that has begun can be resumed.
+            if (Path(config.run.dir) / CONFIG_FILE).exists():
                 error.add_note("go on with --resume")
             raise
         if ranks.rank == 0:
