@@ -103,12 +103,9 @@ def _build_model(
         features, statistics = _with_table_rows(dataset.features, overrides.rows), built.statistics
     # Without a dataset each stated table is one single-id column.
     elif overrides.rows and overrides.rows_per_task:
-        features = Features(
-            tables=tuple(TableSpec(name, rows) for name, rows in overrides.rows.items()),
-            single=tuple(FeatureSpec(name, name) for name in overrides.rows),
-            multi=(),
-            dense=(),
-        )
+        tables = tuple(TableSpec(name, rows) for name, rows in overrides.rows.items())
+        single = tuple(FeatureSpec(name, name) for name in overrides.rows)
+        features = Features(tables=tables, single=single, multi=(), dense=())
     else:
         raise UserError(
             f"data.path = {config.data.path!r} holds no dataset: name every table and the rows of "

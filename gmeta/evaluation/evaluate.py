@@ -248,10 +248,8 @@ def describe_trained_splits(
     """Return a line for each split of `scored_dataset` that the run was trained or chosen on."""
     data, lineage = folder.read_config().data, read_lineage(read_about(checkpoint_of(folder)))
     # The increments that a run was trained on, from its first on, are in its lineage.
-    if scored_dataset.fingerprint not in {
-        trained_dataset.fingerprint,
-        *(one.fingerprint for one in lineage),
-    }:
+    trained_on = {trained_dataset.fingerprint, *(one.fingerprint for one in lineage)}
+    if scored_dataset.fingerprint not in trained_on:
         return []
     trained = find_overlapping_splits(data.train_split, scored_dataset)
     return [

@@ -214,11 +214,8 @@ def describe_adaptation(
             why = f"fewer than {FEWEST_TASKS} tasks in {few}" if few else "no data.valid_split"
             halves = f"; {why}, so each half of the tasks has what is best for the other half"
         is_plain = run_algorithm.name == PLAIN
-        trained = (
-            ""
-            if is_plain
-            else f" (its config: {run_algorithm.inner_lr:g} x {run_algorithm.inner_steps})"
-        )
+        own = f"{run_algorithm.inner_lr:g} x {run_algorithm.inner_steps}"
+        trained = "" if is_plain else f" (its config: {own})"
         return (
             f"{'fine-tuned' if is_plain else 'adapts'} with the inner_lr x inner_steps of the best "
             f"{tunings[0].metric} of {format_count(len(tunings[0].tried), 'setting')}: "

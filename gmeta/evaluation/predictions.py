@@ -191,10 +191,7 @@ def _make_columns(
     support_T = prediction.support_lengths_T.cpu().numpy().astype(np.int32)
     # The loss works on logits, a reader on probabilities.
     to_predictions = objectives.outer.predictions
-    outputs = (
-        to_predictions(prediction.before_N).float(),
-        to_predictions(prediction.after_N).float(),
-    )
+    outputs = [to_predictions(one).float() for one in (prediction.before_N, prediction.after_N)]
     label_NL, before_NL, after_NL = (
         values.cpu().numpy().reshape(len(task_N), objectives.num_labels)
         for values in (prediction.label_N, *outputs)

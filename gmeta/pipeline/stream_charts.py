@@ -160,13 +160,8 @@ def _line_panel(
     def draw(axes: Axes) -> None:
         for label, known, (color, marker, dashes) in drawn_lines:
             shape = {"marker": marker, "markersize": 5, "linestyle": dashes or "none"}
-            axes.plot(
-                *zip(*known, strict=True),
-                color=light_color(color),
-                linewidth=1.6,
-                label=label,
-                **shape,
-            )
+            shape |= {"color": light_color(color), "linewidth": 1.6, "label": label}
+            axes.plot(*zip(*known, strict=True), **shape)
         _frame_axes(axes, days, format_axis_label(info), has_legend=True, counts=False)
 
     summary = ", ".join(f"{label} {known[-1][1]:.4f}" for label, known, _ in drawn_lines)

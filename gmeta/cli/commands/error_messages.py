@@ -58,16 +58,11 @@ def _line_and_code(error: Exception) -> tuple[str, int]:
     if isinstance(error, OSError):
         where = f": {error.filename}" if error.filename else ""
         if error.errno == errno.ENOSPC:
-            return (
-                f"no space left on device{where}. "
-                "Free some and run again; nothing half-written was kept",
-                1,
-            )
+            remedy = "Free some and run again; nothing half-written was kept"
+            return f"no space left on device{where}. {remedy}", 1
         if error.errno == errno.EROFS:
-            return (
-                f"read-only file system{where}. Name a place that can be written, or mount it so",
-                2,
-            )
+            remedy = "Name a place that can be written, or mount it so"
+            return f"read-only file system{where}. {remedy}", 2
         return f"{error.strerror or error}{where}", 2 if isinstance(error, WRONG_PATHS) else 1
     if isinstance(error.__cause__, OSError) and error.__cause__.errno in FULL:
         # A full disk is a failure, whichever package met it.

@@ -104,15 +104,12 @@ def tune(
     if with_plain:
         plain = make_plain_config(base)
         of_plain = make_plain_space(chosen, plain) if space else make_default_space(plain, labels)
-        plain_folder = folder.with_name(f"{folder.name}-plain")
-        sides["plain"] = (
-            plain_folder,
-            StudyPlan(plain, of_plain, ends_early, seed, dataset.fingerprint),
-        )
+        plan = StudyPlan(plain, of_plain, ends_early, seed, dataset.fingerprint)
+        sides["plain"] = (folder.with_name(f"{folder.name}-plain"), plan)
+    # Both studies are checked before either starts: the second would fail hours later.
     for place, plan in sides.values():
         check_metric(plan.space, plan.base)
         _check_folder(place)
-    # Both studies are checked before either starts: the second would fail hours later.
     results = {}
     # One context for both studies: the fork server imports torch once.
     with trial_processes(at_a_time, WORK) as context:

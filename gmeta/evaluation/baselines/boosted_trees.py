@@ -118,10 +118,8 @@ def grow_trees(
     training_set, is_held_back_N = make_training_statistics(known, train, support_is_past, seed)
     if not valid:
         # Without validation tasks one fold of the training tasks judges.
-        fitted, judges = (
-            _filter_statistics(training_set, ~is_held_back_N),
-            [_filter_statistics(training_set, is_held_back_N)],
-        )
+        fitted = _filter_statistics(training_set, ~is_held_back_N)
+        judges = [_filter_statistics(training_set, is_held_back_N)]
     else:
         folds = [assign_folds(rows.task_T, seed)[rows.episode_N] for rows in valid]
         fitted = training_set
@@ -132,9 +130,8 @@ def grow_trees(
     data = _make_dataset(library, fitted)
     # Every group has the same weight, however many rows it has.
     sizes = np.array([len(rows.label_N) for rows in judges])
-    validation_set = _make_dataset(
-        library, _concatenate_statistics(judges), data, np.repeat(1.0 / sizes, sizes)
-    )
+    weight_N = np.repeat(1.0 / sizes, sizes)
+    validation_set = _make_dataset(library, _concatenate_statistics(judges), data, weight_N)
     is_fraction = loss == "bce" and bool((training_set.label_N % 1 != 0).any())
     objective = FRACTIONS if is_fraction else OBJECTIVES[loss]
     # "huber" alone reads alpha.

@@ -119,14 +119,8 @@ def _draw_groups(
         rows, estimates = list_points(one, found, name)
         if rows:
             values = [estimate.value for estimate in estimates]
-            axes.errorbar(
-                values,
-                rows,
-                xerr=measure_whiskers(estimates),
-                linestyle="none",
-                linewidth=1.5,
-                **one.style,
-            )
+            style = {"linestyle": "none", "linewidth": 1.5, **one.style}
+            axes.errorbar(values, rows, xerr=measure_whiskers(estimates), **style)
     # Wrapped: a long name would take the room of the axes.
     axes.set_yticks(range(len(groups)), [fill(group.name, 16) for group in groups])
     # Upside down: the first group is on top, as in the tables.
@@ -169,31 +163,16 @@ def _draw_calibration(
                 predicted = [bin_.mean_probability for bin_ in found.bins]
                 observed = [bin_.positive_share for bin_ in found.bins]
                 shares = [estimate.value for estimate in observed]
-                axes.errorbar(
-                    predicted, shares, yerr=measure_whiskers(observed), linewidth=1.3, **one.style
-                )
-                top = max(
-                    top,
-                    *predicted,
-                    *shares,
-                    *(zero_if_undefined(estimate.high) for estimate in observed),
-                )
+                style = {"linewidth": 1.3, **one.style}
+                axes.errorbar(predicted, shares, yerr=measure_whiskers(observed), **style)
+                highs = [zero_if_undefined(estimate.high) for estimate in observed]
+                top = max(top, *predicted, *shares, *highs)
     # Where clicks are rare, axes up to 1 would press all bins into a corner.
     limit = min(1.0, 1.05 * top) or 1.0
-    axes.plot(
-        [0, limit],
-        [0, limit],
-        color=light_color("muted"),
-        linewidth=1,
-        linestyle=(0, (4, 3)),
-        zorder=0,
-    )
-    axes.set(
-        xlim=(0, limit),
-        ylim=(0, limit),
-        xlabel="mean predicted probability",
-        ylabel="share of positives",
-    )
+    diagonal, color = ([0, limit], [0, limit]), light_color("muted")
+    axes.plot(*diagonal, color=color, linewidth=1, linestyle=(0, (4, 3)), zorder=0)
+    axes.set(xlim=(0, limit), ylim=(0, limit))
+    axes.set(xlabel="mean predicted probability", ylabel="share of positives")
     axes.grid(axis="both")
 
 

@@ -304,9 +304,8 @@ def _check_probabilities(run: EvaluatedRun) -> None:
         )
     for stage in STAGES:
         values = run.predictions[stage].to_numpy()
-        outside = values[
-            (values < 0) | (values > 1)
-        ]  # NaN passes: a diverged model is reported as such
+        # NaN passes: a diverged model is reported as such.
+        outside = values[(values < 0) | (values > 1)]
         if outside.size:
             raise UserError(
                 f"column '{stage}' in the predictions of run '{run.name}' holds "

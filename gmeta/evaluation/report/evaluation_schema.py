@@ -150,14 +150,10 @@ class GroupEvaluation:
     ) -> Comparison | None:
         """Return (run, stage) minus (minus_run, minus_stage); None if that was not compared."""
         wanted = (run, stage, minus_run, minus_stage)
-        return next(
-            (
-                one
-                for one in self.comparisons
-                if (one.run, one.stage, one.minus_run, one.minus_stage) == wanted
-            ),
-            None,
-        )
+        for one in self.comparisons:
+            if (one.run, one.stage, one.minus_run, one.minus_stage) == wanted:
+                return one
+        return None
 
 
 @dataclass(frozen=True)

@@ -46,17 +46,13 @@ class HeadlineRow:
 def make_headline(evaluation: Evaluation, group: GroupEvaluation, metric: str) -> HeadlineRow:
     """Return the first line of a report for a group and a metric."""
     run = evaluation.runs[0].name
+    rivals = [_make_run_rival(evaluation, group, metric, one) for one in evaluation.runs[1:]]
+    rivals += [_make_baseline_rival(group, run, metric, one) for one in evaluation.yardsticks]
     return HeadlineRow(
         find_estimate(group, run, "before", metric),
         find_estimate(group, run, "after", metric),
         _find_difference(group, (run, "after", run, "before"), metric),
-        (
-            *(
-                _make_run_rival(evaluation, group, metric, baseline)
-                for baseline in evaluation.runs[1:]
-            ),
-            *(_make_baseline_rival(group, run, metric, one) for one in evaluation.yardsticks),
-        ),
+        tuple(rivals),
     )
 
 

@@ -47,16 +47,9 @@ def make_learning_curves(
     curves = []
     if points := _drop_short_end(_read_points(history, "loss")):
         steps, values = _thin(points)
-        curves.append(
-            LearningCurve(
-                "Training loss",
-                f"loss ({LOSS_NAMES[scoring.loss] if num_labels == 1 else 'of all labels'})",
-                "series-0",
-                steps,
-                values,
-                _smooth(values),
-            )
-        )
+        title, smooth = "Training loss", _smooth(values)
+        unit = LOSS_NAMES[scoring.loss] if num_labels == 1 else "of all labels"
+        curves += [LearningCurve(title, f"loss ({unit})", "series-0", steps, values, smooth)]
     valid = [
         {"step": line.get("step"), **line["valid"]}
         for line in history

@@ -67,16 +67,8 @@ def measure_metrics(
     tasks_T = np.unique(np.concatenate([rows.task_N for rows in draws]))
     # One draw after the other: of a million tasks the sums of all draws would take gigabytes.
     for rows in draws:
-        places_N2 = rows.places_N2(stage)
-        terms = split_terms(
-            rows.label_N,
-            rows.prediction_N(stage),
-            rows.task_N,
-            scoring,
-            names,
-            places_N2,
-            tasks=tasks_T,
-        )
+        columns_N = rows.label_N, rows.prediction_N(stage), rows.task_N
+        terms = split_terms(*columns_N, scoring, names, rows.places_N2(stage), tasks=tasks_T)
         # Equal seeds and numbers of tasks give equal resamples: the results of two calls pair up.
         drawn = bootstrap(list(terms.values()), RESAMPLES, SEED) / len(draws)
         resampled = resampled + drawn if made else drawn

@@ -28,18 +28,13 @@ def draw_lines(
     """Draw a metric of each series over a labelled axis; `results` has one entry for each tick."""
     # Side by side: whiskers upon each other could not be read.
     for one, offset in zip(series, spread_series(len(series), 0.36), strict=True):
-        places, estimates = list_points(
-            one, ((at + offset, found) for at, found in enumerate(results)), name
-        )
+        placed = ((at + offset, found) for at, found in enumerate(results))
+        places, estimates = list_points(one, placed, name)
         if places:
-            axes.errorbar(
-                places,
-                [estimate.value for estimate in estimates],
-                yerr=measure_whiskers(estimates),
-                linestyle="-" if one.stage == "after" else (0, (2, 2)),
-                linewidth=1.3,
-                **one.style,
-            )
+            values = [estimate.value for estimate in estimates]
+            dashes = "-" if one.stage == "after" else (0, (2, 2))
+            style = {"linestyle": dashes, "linewidth": 1.3, **one.style}
+            axes.errorbar(places, values, yerr=measure_whiskers(estimates), **style)
     axes.set_xticks(range(len(ticks)), list(ticks))
     axes.set_xlabel(label)
     axes.set_ylabel(format_axis_label(info))

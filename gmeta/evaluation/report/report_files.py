@@ -48,12 +48,9 @@ def write_report(
     evaluation = summarise_evaluation(runs, baselines, notes)
     # Shown before anything is written: a full disk must not cost an hour of scoring.
     show_progress(evaluation)
-    charts = make_charts(
-        evaluation,
-        make_learning_curves(
-            runs[0].history, runs[0].scoring, runs[0].label_logged, len(runs[0].labels)
-        ),
-    )
+    run = runs[0]
+    curves = make_learning_curves(run.history, run.scoring, run.label_logged, len(run.labels))
+    charts = make_charts(evaluation, curves)
     chart_folder = folder / "charts"
     pictures = {chart_folder / f"{chart.name}.png": render_png(chart) for chart in charts}
     json_path, html_path = folder / "evaluation.json", folder / "report.html"
