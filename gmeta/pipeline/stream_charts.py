@@ -26,28 +26,19 @@ def stream_chart(days: Sequence[Day]) -> Chart:
     """Return the panels of a stream; none without an increment."""
     if not days:
         return Chart("stream", "Stream", "", [])
+    rows = [("rows", [day.record.num_rows for day in days])]
+    ids = [("new", [day.new for day in days]), ("freed", [-day.freed for day in days])]
+    seconds = [
+        (name, [sum(day.took_s.get(stage, 0.0) for stage in stages) for day in days])
+        for name, stages in _STAGES.items()
+    ]
     panels = [
-        _bar_panel(
-            days, "Training rows", "rows", [("rows", [day.record.num_rows for day in days])]
-        ),
-        _bar_panel(
-            days,
-            "Ids that came (up) and went (down)",
-            "ids",
-            [("new", [day.new for day in days]), ("freed", [-day.freed for day in days])],
-        ),
+        _bar_panel(days, "Training rows", "rows", rows),
+        _bar_panel(days, "Ids that came (up) and went (down)", "ids", ids),
         *_forecast_panels(days),
         *_gate_panels(days),
         _delivery_panel(days),
-        _bar_panel(
-            days,
-            "Where the time goes",
-            "seconds",
-            [
-                (name, [sum(day.took_s.get(stage, 0.0) for stage in stages) for day in days])
-                for name, stages in _STAGES.items()
-            ],
-        ),
+        _bar_panel(days, "Where the time goes", "seconds", seconds),
     ]
     return Chart("stream", "Stream", "", [panel for panel in panels if panel is not None])
 

@@ -82,7 +82,7 @@ def antdt_sim(
             progress_text = f"{result.scenario}: {result.method} {result.slowdown:.2f}"
             # Cut to 28 characters: a bar of 80 columns has no more for it.
             progress.update(bar, advance=1, description=f"{progress_text:.28}")
-    print_result(_to_document(job, results))
+    print_result(**_to_document(job, results))
     show_table(make_console(), _results_table(job, results))
     if out is not None:
         text = f"{json.dumps(_to_document(job, results), indent=1)}\n"

@@ -40,7 +40,7 @@ def make_console(*, stderr: bool = False) -> Console:
     )
 
 
-def print_result(result: Mapping[str, Any]) -> None:
+def print_result(**result: Any) -> None:
     """Print a command's result as one line of JSON on standard output, if --json is given."""
     if is_json():
         stream = result_stream()

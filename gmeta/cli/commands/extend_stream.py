@@ -42,13 +42,11 @@ def extend_stream(
         make_console(stderr=True).print(notice)
     _print_increment(stream, record)
     print_result(
-        {
-            "stream": stream,
-            "increment": record.number,
-            "window": record.window,
-            "fingerprint": record.fingerprint,
-            "report": record.report,
-        }
+        stream=stream,
+        increment=record.number,
+        window=record.window,
+        fingerprint=record.fingerprint,
+        report=record.report,
     )
 
 

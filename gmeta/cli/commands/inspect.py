@@ -77,7 +77,7 @@ def inspect(
             messages = find_damage(dataset, advance, known)
         for message in messages:
             console.print(message)
-        consoles.print_result({"kind": "dataset", "path": dataset.url, "problems": messages})
+        consoles.print_result(kind="dataset", path=dataset.url, problems=messages)
         if messages:
             raise typer.Exit(1)
         num_files = 1 + sum(1 for _ in dataset.files())
@@ -139,7 +139,7 @@ def _print_summary(console: Console, dataset: Dataset, summaries: list[SplitSumm
     for name, split in dataset.splits.items():
         if number := split.blocks.bundle_tasks:
             console.print(f"{name}: in bundles of {number:,} episodes that train together")
-    consoles.print_result(_to_document(dataset, summaries))
+    consoles.print_result(**_to_document(dataset, summaries))
     if summaries:
         consoles.show_table(console, _tables_table(summaries[0]))
         console.print(_unknown_id_lines(summaries))

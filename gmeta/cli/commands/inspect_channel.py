@@ -60,13 +60,11 @@ def inspect_channel(
             f"refused {str(entry.get('at'))[:19]}: {'; '.join(verdict.get('reasons', []))}"
         )
     print_result(
-        {
-            "kind": "channel",
-            "path": place,
-            "versions": numbers,
-            "serves": None if current is None else current.number,
-            "decisions": promotions,
-        }
+        kind="channel",
+        path=place,
+        versions=numbers,
+        serves=None if current is None else current.number,
+        decisions=promotions,
     )
     if current is None:
         return

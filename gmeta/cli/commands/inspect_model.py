@@ -53,18 +53,16 @@ def inspect_model(folder: Path, verify: bool) -> None:
     show_table(console, tables)
     exported_folder.check_files(folder, config, checksums=verify)
     print_result(
-        {
-            "kind": "model",
-            "path": folder,
-            "algorithm": config.algorithm.name,
-            "model": config.model.name,
-            "loss": config.judged_loss,
-            "losses": dict(zip(config.features.labels, config.losses, strict=False)),
-            "source": config.source,
-            "columns": [dict(zip(heads, row, strict=True)) for row in _list_columns(config)],
-            "tables": {table.name: table.num_rows for table in config.features.tables},
-            "table_format": config.table_format,
-        }
+        kind="model",
+        path=folder,
+        algorithm=config.algorithm.name,
+        model=config.model.name,
+        loss=config.judged_loss,
+        losses=dict(zip(config.features.labels, config.losses, strict=False)),
+        source=config.source,
+        columns=[dict(zip(heads, row, strict=True)) for row in _list_columns(config)],
+        tables={table.name: table.num_rows for table in config.features.tables},
+        table_format=config.table_format,
     )
     make_console().print(
         "complete: every file is there, and as its checksum says"

@@ -29,7 +29,7 @@ def inspect_run(root: Path, verify: bool) -> None:
     paths = list_checkpoints(folder.checkpoints)
     if not paths:
         console.print("no checkpoint yet")
-        print_result({"kind": "run", "checkpoints": [], "problems": []})
+        print_result(kind="run", checkpoints=[], problems=[])
         return
     summaries, unreadable = [], []
     for path in paths:
@@ -114,22 +114,20 @@ def _finish(
 ) -> None:
     problems = [*unreadable, *(problem for summary in summaries for problem in summary.problems)]
     print_result(
-        {
-            "kind": "run",
-            "checkpoints": [
-                {
-                    "path": summary.path,
-                    "bytes": summary.disk_bytes,
-                    "tables": {
-                        one.name: {"rows": one.num_rows, "width": one.width, "type": one.dtype}
-                        for one in summary.tables
-                    },
-                    **{key: summary.about.get(key) for key in ABOUT},
-                }
-                for summary in summaries
-            ],
-            "problems": problems,
-        }
+        kind="run",
+        checkpoints=[
+            {
+                "path": summary.path,
+                "bytes": summary.disk_bytes,
+                "tables": {
+                    one.name: {"rows": one.num_rows, "width": one.width, "type": one.dtype}
+                    for one in summary.tables
+                },
+                **{key: summary.about.get(key) for key in ABOUT},
+            }
+            for summary in summaries
+        ],
+        problems=problems,
     )
     for problem in problems:
         make_console().print(problem)

@@ -27,7 +27,7 @@ def inspect_stream(path: str, verify: bool) -> None:
         problems = _find_problems(stream)
         for line in problems:
             console.print(line)
-        print_result({"kind": "stream", "path": path, "problems": problems})
+        print_result(kind="stream", path=path, problems=problems)
         if problems:
             raise typer.Exit(1)
         num = format_count(len(stream.records), "increment")
@@ -37,16 +37,13 @@ def inspect_stream(path: str, verify: bool) -> None:
     # The quarantine is not published.
     refused = [] if is_url(path) else list_quarantine(Path(path))
     print_result(
-        {
-            "kind": "stream",
-            "path": path,
-            "id": stream.id,
-            "increments": [
-                {"number": one.number, "window": one.window, "report": one.report}
-                for one in records
-            ],
-            "quarantined": refused,
-        }
+        kind="stream",
+        path=path,
+        id=stream.id,
+        increments=[
+            {"number": one.number, "window": one.window, "report": one.report} for one in records
+        ],
+        quarantined=refused,
     )
     schema = parse_schema(stream.description["schema"])
     gate = schema.stream.gate if schema.stream else 0.0

@@ -196,7 +196,7 @@ def prepare(
             rows if rows_source is not None and rows_source.name == "COMMANDLINE" else DAILY_ROWS
         )
         write_days(out, DaysConfig(days, tasks, items, *sizes, seed), overwrite)
-        consoles.print_result({"days": days, "logs": out, "schema": f"{out}/schema.toml"})
+        consoles.print_result(days=days, logs=out, schema=f"{out}/schema.toml")
         consoles.make_console(stderr=True).print(
             f"written: {format_count(days, 'day')} of logs below {out}, and {out}/schema.toml  "
             "(run: "
@@ -316,19 +316,17 @@ def _print_report(out: str) -> None:
                 f"{use['values_estimated']:,} values share one of {use['rows']:,} rows"
             )
     consoles.print_result(
-        {
-            "dataset": out,
-            "fingerprint": dataset.fingerprint,
-            "splits": {
-                name: {
-                    "episodes": split.num_episodes,
-                    "rows": split.num_rows,
-                    "shards": len(split.shards),
-                    "blocks": split.num_blocks,
-                }
-                for name, split in dataset.splits.items()
-            },
-            "report": dataset.manifest.report,
-        }
+        dataset=out,
+        fingerprint=dataset.fingerprint,
+        splits={
+            name: {
+                "episodes": split.num_episodes,
+                "rows": split.num_rows,
+                "shards": len(split.shards),
+                "blocks": split.num_blocks,
+            }
+            for name, split in dataset.splits.items()
+        },
+        report=dataset.manifest.report,
     )
     console.print(f"prepared: {out}  (look inside: gmeta inspect {out})")

@@ -124,7 +124,7 @@ def tune(
                 _run_trials(opened, runner, plan.space, decides, trials, at_a_time)
                 results[side] = _print_results(opened, runner, place, plan, decides)
     first = results.pop("")
-    print_result({**first, **results})
+    print_result(**first, **results)
 
 
 def _run_trial(

@@ -1,7 +1,7 @@
 """Predicts the query rows of an evaluation with the bias model and the trees."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -219,9 +219,7 @@ def _describe_trees(
     )
     chosen: dict[str, str | float] = {
         "num_trees": model.num_trees,
-        "leaves": setting.leaves,
-        "leaf_rows": setting.leaf_rows,
-        "rate": setting.rate,
+        **asdict(setting),
         "settings_tried": model.num_tried,
         "num_rows": model.num_rows,
         "num_statistics": model.num_statistics,

@@ -64,25 +64,16 @@ def make_support_limit_chart(
     """Return these metrics after adapting on limited numbers of support rows, group by group."""
     adapted = [one for one in series if one.stage == "after"]
     axis_title = "support rows shown; below, the tasks that have as many"
-    panels = [
-        Panel(
-            f"{group.name}: {evaluation.metrics[name].label}",
-            f"{evaluation.metrics[name].label} of {group.name} against the number of support rows "
-            "that are shown",
-            partial(
-                draw_lines,
-                [one.results for one in limits],
-                [f"{one.max_support_rows}\n{format_count(one.num_tasks_full)}" for one in limits],
-                axis_title,
-                adapted,
-                name,
-                evaluation.metrics[name],
-            ),
-        )
-        for group in evaluation.groups
-        if (limits := group.by_support_limit)
-        for name in names
-    ]
+    panels = []
+    for group in evaluation.groups:
+        limits = group.by_support_limit
+        results = [one.results for one in limits]
+        ticks = [f"{one.max_support_rows}\n{format_count(one.num_tasks_full)}" for one in limits]
+        for name in names if limits else ():
+            info = evaluation.metrics[name]
+            draw = partial(draw_lines, results, ticks, axis_title, adapted, name, info)
+            text = f"{info.label} of {group.name} against the number of support rows that are shown"
+            panels.append(Panel(f"{group.name}: {info.label}", text, draw))
     caption = (
         "The same tasks and query rows throughout; of each task's support rows no more than so "
         "many are shown, chosen by chance. A task with fewer shows all it has. "

@@ -41,11 +41,8 @@ class TableRow:
 def render_page(evaluation: Evaluation, charts: Sequence[Chart]) -> str:
     """Return the page as HTML."""
     # Names are the user's words, so they are escaped; a name that the template misspells fails.
-    environment = Environment(
-        loader=PackageLoader("gmeta.evaluation.report", "."),
-        autoescape=True,
-        undefined=StrictUndefined,
-    )
+    loader = PackageLoader("gmeta.evaluation.report", ".")
+    environment = Environment(loader=loader, autoescape=True, undefined=StrictUndefined)
     environment.filters.update(number=headlines.format_number, signed=headlines.format_signed)
     return environment.get_template("page.html").render(
         evaluation=evaluation,

@@ -18,12 +18,8 @@ from gmeta.evaluation.report.summarise import summarise_evaluation
 from gmeta.platform.files.atomic_write import write_atomically
 
 CHART_NAMES = (
-    "groups",
-    "support_size",
-    "few_support_rows",
-    "activity",
-    "calibration",
-    "learning_curve",
+    *("groups", "support_size", "few_support_rows"),
+    *("activity", "calibration", "learning_curve"),
 )
 
 

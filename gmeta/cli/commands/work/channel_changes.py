@@ -80,7 +80,7 @@ def promote_candidate(
         is_own = packed != candidate
         current = channel.promote(packed, kept, is_own=is_own, named_in_messages=candidate)
     version = channel.version(current.number)
-    print_result({"channel": root, "serves": version.number, "checksum": version.checksum})
+    print_result(channel=root, serves=version.number, checksum=version.checksum)
     make_console(stderr=True).print(
         f"served: version {version.name} of {root}  ({describe_version(version)})"
     )
@@ -148,7 +148,7 @@ def judge_model(
 
 def show_verdict(verdict: Verdict) -> None:
     """Print a verdict on one screen."""
-    print_result(verdict.to_json())
+    print_result(**verdict.to_json())
     console = make_console()
     heads = ("model", *verdict.candidate)
     table = make_table("Gate", *heads, text=("model",))
@@ -199,7 +199,7 @@ def roll_back(root: Path, to: int | None) -> None:
             "promote` wrote"
         )
     current = Channel(root).rollback(to)
-    print_result({"channel": root, "serves": current.number, "checksum": current.checksum})
+    print_result(channel=root, serves=current.number, checksum=current.checksum)
     make_console(stderr=True).print(f"served: version {current.parent.name} of {root} again")
 
 
@@ -219,7 +219,7 @@ def publish_to(root: Path, url: str) -> None:
             f"{root} is no channel and no stream: there is neither {CURRENT_FILE} nor "
             f"{STREAM_FILE}. Give a folder that `gmeta promote` or `gmeta prepare --extend` wrote"
         )
-    print_result({"path": root, "url": url, "copied": copied})
+    print_result(path=root, url=url, copied=copied)
     make_console(stderr=True).print(
         f"published: {newest} of {root} at {url}  ({format_count(len(copied), noun)} copied)"
     )

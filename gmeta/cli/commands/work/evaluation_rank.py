@@ -98,24 +98,15 @@ def evaluate_on_rank(
         candidates = _sample_candidates(scored, on or dataset, splits, options.item_column, ranks)
         overrides_adapting = any(each.startswith("algorithm.") for each in options.overrides)
         runs = []
+        shown, judged_by = (protocol, increment_name, candidates), (label, chosen.evaluation)
         for root, name in names.items():
+            # The others adapt as their own configs and validation say.
+            adapting = chosen.algorithm if overrides_adapting and root == roots[0] else None
             with show_progress(f"scoring {name:.16}", ranks.rank) as advance:
-                runs.append(
-                    evaluate_run(
-                        root,
-                        name,
-                        options.splits,
-                        ranks,
-                        # The others adapt as their own configs and validation say.
-                        chosen.algorithm if overrides_adapting and root == roots[0] else None,
-                        protocol,
-                        increment_name,
-                        candidates,
-                        advance,
-                        label,
-                        chosen.evaluation,
-                    )
+                run = evaluate_run(
+                    root, name, options.splits, ranks, adapting, *shown, advance, *judged_by
                 )
+            runs.append(run)
         if ranks.rank == 0:
             evaluated = [each for each in runs if each is not None]
             console = make_console()
@@ -139,7 +130,7 @@ def evaluate_on_rank(
             for root, each in zip(roots, evaluated, strict=True):
                 _save_choice(root, each)
             evaluation = json.loads(Path(paths.evaluation_json).read_text())
-            print_result({"report": paths.html, "evaluation": evaluation})
+            print_result(report=paths.html, evaluation=evaluation)
             for line in filter(None, (best_not_kept(RunFolder(root)) for root in roots)):
                 make_console(stderr=True).print(line)
             console.print(f"report: {paths.html}   figures: {paths.evaluation_json}")

@@ -34,13 +34,11 @@ def export_full(
             f"({run / CHOSEN_ADAPTATION_FILE})"
         )
     print_result(
-        {
-            "model": out,
-            "step": written.step,
-            "bytes": written.num_bytes,
-            "table_bytes": written.table_bytes,
-            "tables": tables,
-        }
+        model=out,
+        step=written.step,
+        bytes=written.num_bytes,
+        table_bytes=written.table_bytes,
+        tables=tables,
     )
     console.print(
         f"exported: {out}  (step {written.step}, {size_text(written.num_bytes)}; tables "
@@ -70,7 +68,7 @@ def export_changes(
 ) -> None:
     """Export what changed since the version that a channel serves, and print its size."""
     version, why = export_since(run, out, since, tables, step, overwrite)
-    print_result({"model": out, "kind": version.kind, "bytes": version.num_bytes, "whole": why})
+    print_result(model=out, kind=version.kind, bytes=version.num_bytes, whole=why)
     make_console(stderr=True).print(
         f"exported: {out}  ({describe_version(version)}{f'; whole, since {why}' if why else ''})\n"
         f"serve it: gmeta promote {out} {since}"

@@ -23,26 +23,24 @@ def show_plan(
 def _print_result(planned: Capacity, cluster: Cluster) -> None:
     estimate, step = planned.estimate, planned.step
     print_result(
-        {
-            "gpus": cluster.world_size,
-            "gpus_per_host": cluster.ranks_per_host,
-            "gpu_memory": cluster.device_bytes,
-            "tables": estimate.tables,
-            "gpu_bytes": estimate.device_bytes_W.tolist(),
-            "host_bytes_per_gpu": estimate.host_bytes_W.tolist(),
-            "checkpoint_copy_bytes_per_gpu": estimate.copied_bytes_W.tolist(),
-            "step": {
-                "tasks_per_gpu": step.tasks,
-                "rows_per_gpu": step.rows,
-                "ids_measured": planned.measured,
-                "flop_per_gpu": step.flops,
-                "seconds": estimate.step_s,
-                "parts": {
-                    name: {"bytes": num_bytes, "seconds": seconds}
-                    for name, (num_bytes, seconds) in estimate.parts.items()
-                },
+        gpus=cluster.world_size,
+        gpus_per_host=cluster.ranks_per_host,
+        gpu_memory=cluster.device_bytes,
+        tables=estimate.tables,
+        gpu_bytes=estimate.device_bytes_W.tolist(),
+        host_bytes_per_gpu=estimate.host_bytes_W.tolist(),
+        checkpoint_copy_bytes_per_gpu=estimate.copied_bytes_W.tolist(),
+        step={
+            "tasks_per_gpu": step.tasks,
+            "rows_per_gpu": step.rows,
+            "ids_measured": planned.measured,
+            "flop_per_gpu": step.flops,
+            "seconds": estimate.step_s,
+            "parts": {
+                name: {"bytes": num_bytes, "seconds": seconds}
+                for name, (num_bytes, seconds) in estimate.parts.items()
             },
-        }
+        },
     )
 
 

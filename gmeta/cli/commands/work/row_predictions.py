@@ -32,12 +32,7 @@ def predict_rows(
     without = summary.rows_without_support
     note = f", {without:,} of them without support rows and so not adapted" if without else ""
     print_result(
-        {
-            "out": out,
-            "rows": summary.num_rows,
-            "rows_without_support": without,
-            "seconds": summary.seconds,
-        }
+        out=out, rows=summary.num_rows, rows_without_support=without, seconds=summary.seconds
     )
     make_console(stderr=True).print(
         f"predicted: {out}  ({format_count(summary.num_rows, 'row')}{note}, in "

@@ -50,14 +50,12 @@ def _print_outcome(folder: RunFolder) -> None:
     speed = statistics.median(speeds) if speeds else None
     wait = statistics.mean(waits) if waits else None
     print_result(
-        {
-            "run": folder.root,
-            "step": max((line["step"] for line in history), default=0),
-            "loss": next((one["loss"] for one in reversed(history) if "loss" in one), None),
-            "valid": next((one["valid"] for one in reversed(history) if "valid" in one), None),
-            "samples_per_s": speed,
-            "data_wait_share": wait,
-        }
+        run=folder.root,
+        step=max((line["step"] for line in history), default=0),
+        loss=next((one["loss"] for one in reversed(history) if "loss" in one), None),
+        valid=next((one["valid"] for one in reversed(history) if "valid" in one), None),
+        samples_per_s=speed,
+        data_wait_share=wait,
     )
     parts = ("metrics.jsonl", "tensorboard/", "checkpoints/")
     folders = ", ".join(part for part in parts if (folder.root / part).exists())
