@@ -84,12 +84,14 @@ def plan_capacity(
             f"{cluster.host_bytes / 1e9:,.1f} GB for each"
         )
     if misfit:
+        # fbgemm's kernels take widths that are multiples of this.
         narrower = range(WIDTH_MULTIPLE, config.model.embedding_dim, WIDTH_MULTIPLE)
         suggestions = suggest_fits(found, narrower, config.outer, config.sharding, cluster)
         raise ConfigError(
             f"the tables do not fit on {cluster.world_size} GPUs: {misfit}. What would fit: "
             f"{', or '.join(suggestions) or 'GPUs with more memory (--gpu-memory)'}"
         )
+    # A stated share of distinct ids replaces the counted one.
     return Capacity(found, step, dataset is not None and not overrides.unique_share)
 
 
@@ -98,6 +100,7 @@ def _build_model(
 ) -> tuple[Features, MetaLearner, Dataset | None]:
     """Return the columns with the stated numbers of rows, a model of them, and any dataset."""
     dataset, statistics = None, NO_STATISTICS
+    # A URL is opened without a look: exists() knows local paths only.
     if Path(config.data.path).exists() or "://" in config.data.path:
         dataset, built = build(settled(config))
         features, statistics = _with_table_rows(dataset.features, overrides.rows), built.statistics
@@ -122,6 +125,7 @@ def _build_model(
             config.outer.loss,
             config.outer.huber_delta,
             statistics,
+            # Item features and labels of the config name columns of a dataset.
             config.item_features if dataset is not None else None,
             config.labels if dataset is not None else LabelsConfig(),
         )
@@ -153,6 +157,7 @@ def _describe_step(
     tasks: float = -(-config.data.tasks_per_step // world_size)
     ids: dict[str, float] = {}
     measured: dict[str, float] = {}
+    # Without a dataset half of a task's rows are support.
     support = query = overrides.rows_per_task / 2
     if dataset is not None:
         tasks, support, query, measured = _measure_step(config, dataset, world_size)
@@ -215,11 +220,13 @@ def count_flops(
     rows_T = torch.full((COUNTED_TASKS,), support_rows + query_rows)
     num_rows = int(rows_T.sum())
     num_single, num_multi = len(features.single), len(features.multi)
+    # At least one id for each table.
     num_ids = max(num_rows, len(features.tables))
     batch = TaskBatch(
         task_T=torch.arange(COUNTED_TASKS),
         row_offsets_T1=torch.cat([torch.zeros(1, dtype=torch.int64), rows_T.cumsum(0)]),
         support_lengths_T=torch.full((COUNTED_TASKS,), support_rows),
+        # One label is [N], several are [N, L].
         label_N=torch.zeros(num_rows, *[features.num_labels][: features.num_labels > 1]),
         dense_NK=torch.zeros(num_rows, len(features.dense)),
         unique_ids_U=torch.zeros(num_ids, dtype=torch.int64),  # which row it is costs the same

@@ -97,6 +97,7 @@ class _LazyCommand(typer.core.TyperCommand):
     def make_context(
         self, info_name: str | None, args: list[str], parent: Any = None, **extra: Any
     ) -> Any:
+        # Click makes the context of the command that runs alone, so only its module is imported.
         return load_command(str(self.name)).make_context(info_name, args, parent, **extra)
 
 
@@ -185,14 +186,17 @@ def _run(work: Callable[[], object]) -> None:
         work()
         _exit_now(0)
     except SystemExit as done:
+        # A text in place of a code, as of sys.exit("..."), counts as 1.
         _exit_now(done.code if isinstance(done.code, int) else int(done.code is not None))
     except error_messages.reportable_errors() as error:
+        # main shows the error with its traceback.
         if os.environ.get("GMETA_TRACEBACK"):
             raise
         error_messages.wait_for_other_ranks(error)
         # Exit codes: 2, the user can correct it; 1, a failure; 3, `prepare --extend` does not trust
         # the rows.
         _exit_with_error(*error_messages.format_error(error))
+    # torch raises a RuntimeError where a GPU's memory runs out.
     except (MemoryError, RuntimeError) as error:
         if os.environ.get("GMETA_TRACEBACK") or not is_of_memory(error):
             raise

@@ -28,4 +28,5 @@ def run_node(arguments: Sequence[str]) -> None:
 
 
 if __name__ == "__main__":
+    # Behind `-m gmeta` stand the arguments of gmeta; those before are torchrun's.
     main(partial(run_node, sys.argv[sys.argv.index("-m") + 2 :]))

@@ -145,10 +145,12 @@ def predict_views(
     advance: Callable[[int, int], None],
 ) -> tuple[list[pa.Table], dict[int, pa.Table]]:
     """Return the rows of all splits by draw and by support limit, on rank 0 alone. Collective."""
+    # Each setting that was chosen is one more pass over the split.
     passes = (protocol.draws + len(protocol.support_sizes)) * max(
         [len(tuning.chosen) for tuning in tunings], default=1
     )
     num_tasks = sum(context.dataset.splits[split].num_episodes for split in splits) * passes
+    # The ranks' shares differ by a task at most: this rank's total is a guess.
     total, done = -(-num_tasks // context.ranks.world_size), 0
 
     def count_tasks(num_tasks: int) -> None:
@@ -160,6 +162,7 @@ def predict_views(
         tables: list[pa.Table | None] = []
         for index, split in enumerate(splits):
             if tunings:
+                # One tuning for all splits, or one for each.
                 tuning = tunings[index % len(tunings)]
                 of_split = predict_tuned(context, split, tuning, view, candidates, count_tasks)
             else:

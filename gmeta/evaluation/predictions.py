@@ -171,6 +171,7 @@ def gather_columns(columns: list[Columns], ranks: Ranks) -> Columns | None:
     # A task may have several episodes, on several ranks: its rows are the sum of its query rows'
     # shares.
     rows_T = np.bincount(code_N, table["task_rows"], minlength=tasks.size)
+    # A sum of shares is not exactly a whole number.
     table["task_rows"] = np.rint(rows_T)[code_N].astype(np.int32)
     return table
 

@@ -73,6 +73,7 @@ class StreamPageServer:
         except (GMetaError, MetaIOError) as error:
             request.send(500, f"the page cannot be drawn: {error}\n")
             return
+        # The page changes with each stage.
         headers = {"Cache-Control": "no-store"}
         request.send(200, text, headers, "text/html; charset=utf-8")
 
@@ -82,5 +83,6 @@ class StreamPageServer:
 
 
 def _wrap_defect(error: Exception) -> GMetaError:
+    # An error that was not expected is answered too: the server goes on.
     reason = format_foreign_error(error).rstrip(".")
     return GMetaError(f"{reason}. That is a defect; report it with its traceback")

@@ -250,7 +250,9 @@ class Pipeline:
         along = [] if partition.is_begun else [one for one in held if one not in partition.files]
         arguments += [one for name in along for one in ("--along", name)]
         if not list_increment_numbers(self._stream):
+            # Later increments are prepared by the stream's own schema.
             arguments += ["--schema", self.config.follow.schema]
+        # The increment, whose folder has the logs of its other stages, does not exist yet.
         log = self._runs / "logs" / f"prepare-{Path(partition.name).name}.log"
         code, took_s = self._run(0, arguments, partition.name, log, (0, SET_ASIDE))
         if code == SET_ASIDE:
@@ -280,6 +282,7 @@ class Pipeline:
         if follow.nproc_per_node > 1:
             arguments += ["--nproc-per-node", str(follow.nproc_per_node)]
         _, took_s = self._run(number, arguments)
+        # Written last, as it marks the stage as done.
         write_json(root / "trained.json", {"increment": number, "at_s": time.time()})
         suffix = f", without increment {', '.join(map(str, skipped))}" if skipped else ""
         return StageOutcome("train", number, took_s, f"{root / 'run'}{suffix}")
@@ -389,6 +392,7 @@ class Pipeline:
         finally:
             self.under_way = None
         if code not in allowed:
+            # The exit code says whether the user can correct it.
             kind = UserError if code == UserError.exit_code else GMetaError
             why = self._last_line(log).removeprefix("error: ")
             # A signal.

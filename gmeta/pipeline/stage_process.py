@@ -154,4 +154,5 @@ def _end_with(parent: Connection) -> None:
     with suppress(EOFError, OSError):
         # Nothing is sent: the pipe only ends, with the parent.
         parent.recv()
+    # Not os._exit: on SIGTERM training writes a checkpoint and its ranks end.
     os.kill(os.getpid(), signal.SIGTERM)

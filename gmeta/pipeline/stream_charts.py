@@ -185,6 +185,7 @@ def _frame_axes(
 
 def _metric_infos(names: Iterable[str]) -> list[tuple[MetricInfo, str]]:
     known = {name: label_of(name) for name in names}
+    # A label with an RMSE is a rating, and its metrics read so.
     rated = {label for own, label in known.values() if own == "rmse"}
     infos = []
     for name, (metric_info, label) in known.items():

@@ -70,6 +70,7 @@ def describe_edges(space: Space, best: Trial) -> list[str]:
         (dimension.key, dimension.find_edge(best.values[dimension.key])) for dimension in space
     ]
     return [
+        # A better value may lie beyond the end.
         f"{key} = {best.values[key]:g} is at the {edge} end of its range: widen it with --space"
         for key, edge in edges
         if edge

@@ -307,6 +307,7 @@ RATING_LOSSES = tuple(loss for loss in LOSSES if predicted_by(loss) == "rating")
 
 
 def _are_equal(one: Any, other: Any) -> bool:
+    # True equals 1 in Python, but not in a config.
     return isinstance(one, bool) == isinstance(other, bool) and bool(one == other)
 
 

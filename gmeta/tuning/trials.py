@@ -145,6 +145,7 @@ def start_process(
     """Start a process that does `work`; return it and the pipe that it reports to."""
     receiver, sender = context.Pipe(duplex=False)
     arguments = config.to_json(), str(log), place, sender
+    # A daemon: a trial must not outlive `gmeta tune`.
     process = context.Process(target=work, args=arguments, daemon=True)
     start(process)
     # With this end closed the pipe ends when the process does, however that happens.

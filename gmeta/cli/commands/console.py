@@ -36,6 +36,7 @@ def make_console(*, stderr: bool = False) -> Console:
         width=None if is_known else COLUMNS_OF_A_FILE,
         highlight=False,
         markup=False,
+        # No folding: a script finds a line as it was printed.
         soft_wrap=True,
     )
 

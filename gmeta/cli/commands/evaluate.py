@@ -107,6 +107,7 @@ def evaluate(
     _check_comparable(roots, configs, label)
     if out.exists() and not out.is_dir():
         raise UserError(f"--out = {str(out)!r} is a file: a folder is needed. Choose another")
+    # The folder may not exist yet: the nearest folder above it must be writable.
     place = next(each for each in (out, *out.parents) if each.exists())
     if not os.access(place, os.W_OK):  # reported before minutes are spent
         raise UserError(f"{place} cannot be written: name another folder for the report by --out")

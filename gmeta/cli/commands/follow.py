@@ -129,6 +129,7 @@ def _run_stages(
                 draw()
                 is_drawn, drawn_s = True, time.monotonic()
         except (GMetaError, MetaIOError, OSError) as error:
+            # A single pass ends with its failure; a service tries again.
             if once:
                 raise
             # The stage failed because the signal ended it.

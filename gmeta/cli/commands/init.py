@@ -69,6 +69,7 @@ def init(
             if not path.exists():
                 undone.callback(path.unlink, missing_ok=True)
             write_atomically(path, text.encode())
+        # Both files are written: neither is removed any more.
         undone.pop_all()
     console = make_console()
     (used_task,), (used_label,) = guessed.select("task"), guessed.select("label")
@@ -91,6 +92,7 @@ def init(
             f"{dealt.num_tasks:,} tasks are few to learn from, and to tell settings apart: "
             "look at the intervals of an evaluation before anything else"
         )
+    # The lines are for a shell, and a path may have spaces.
     schema, config, data, runs = (
         shlex.quote(str(out / name)) for name in (SCHEMA_FILE, CONFIG_FILE, "data", "runs")
     )

@@ -70,6 +70,7 @@ def inspect(
                 "--picture has no effect with --verify, which draws none. Leave one out"
             )
     known: list[str] = []
+    # With --verify a split without its block table is reported beside other damage, not raised.
     dataset = open_dataset(path, known if verify else None)
     console = consoles.make_console()
     if verify:
@@ -98,6 +99,8 @@ def _find_inspector(place: str) -> Callable[[bool], None] | None:
     if is_stream(place):
         return partial(inspect_stream, place)
     if is_url(place):
+        # Runs, checkpoints and exports are local: at a URL there is a stream, a channel or a
+        # dataset.
         if not is_channel_at(place):
             return None
         return partial(inspect_channel, place, channel_at(place), promotions_at(place))

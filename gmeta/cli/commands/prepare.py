@@ -182,6 +182,7 @@ def prepare(
             raise UserError(
                 "--overwrite has no effect with --extend: increments do not change. Leave it out"
             )
+        # With --extend all paths are tables: there is no OUT.
         extend_stream(paths, along or [], extend, schema, options, accept, spark)
         return
     if (left := find_unfinished(out)) is not None:

@@ -92,6 +92,7 @@ def serve(
 
 
 def _check(name: str) -> None:
+    # Looked for before torch is loaded, which takes seconds.
     for package in ("fastapi", "uvicorn", "httptools"):
         if find_spec(package) is None:
             raise UserError(f"gmeta serve needs the extra: pip install 'gmeta[serve]' ({package})")

@@ -49,6 +49,7 @@ def train(
             )
     resolved = load_config(config, overrides or [])
     root = Path(resolved.run.dir)
+    # run.dir may not exist yet, but nothing above it may be a file.
     nearest = next(path for path in (root, *root.absolute().parents) if path.exists())
     if not nearest.is_dir():
         what = "is" if nearest == root else f"lies below {str(nearest)!r}, which is"

@@ -88,6 +88,7 @@ def tune(
     Each trial is a run in the study's folder; the same command goes on where it was stopped. Writes
     best.toml, a config for `gmeta train`.
     """
+    # Before the config is read: without the extra no study can begin.
     import_optuna()
     base = load_config(config, overrides or [])
     at_a_time = _num_parallel(parallel)
@@ -266,6 +267,7 @@ def _trials_table(study: Study, space: Space, decides: EarlyStop) -> Table:
     )
     table.title = None
     for trial in study.rank_trials():
+        # Its values were tried again under another number.
         if trial.state == "interrupted":
             continue
         values = [outcome.format_value(trial.values.get(dimension.key)) for dimension in space]

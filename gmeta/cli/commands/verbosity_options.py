@@ -34,6 +34,7 @@ def with_options(command: Any, name: str) -> Any:
 
 def _set_verbosity(context: Any, variable: str, value: str) -> None:
     """Set how much the command prints. Fails for -q together with -v."""
+    # The options of a call share context.meta: another value of the variable contradicts the first.
     if context.meta.setdefault(variable, value) != value:
         context.fail("--quiet and --verbose are given, which say the opposite: leave one out")
     # In the environment, so that ranks and other processes of the command have it too.

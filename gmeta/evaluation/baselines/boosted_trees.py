@@ -50,6 +50,8 @@ TRIED_TREES = 5
 WANTED_ROWS, MAX_DRAWS = 100_000, 10
 # Share of training rows whose item is treated as a new one, as the items of cold splits are.
 UNSEEN_SHARE = 0.2
+# deterministic, force_row_wise: the same trees with any number of threads. boost_from_average: they
+# start from the bias model's output.
 FIXED = {
     "verbosity": -1,
     "deterministic": True,

@@ -161,6 +161,7 @@ def make_candidates(
             kept_N = np.isin(task_N, scored) & (id_N != 0)
             pairs.append(np.unique(np.stack([task_N[kept_N], id_N[kept_N]], axis=1), axis=0))
     items = concatenate_episodes(parts)
+    # By id, as searchsorted below needs it, and whichever splits are scored.
     by_id = np.argsort(items.ids_of(item), kind="stable")
     items = items.select_episodes(by_id)
     pair = np.unique(np.concatenate(pairs), axis=0)

@@ -67,6 +67,7 @@ def predict_baselines(
     item = find_item_index(dataset, item_column)
     loss, train_split = config.loss_of(label.name), config.data.train_split
     valid_splits = config.data.valid_splits
+    # No split of another dataset was trained on.
     is_own = on is None or on.fingerprint == dataset.fingerprint
     trained = find_overlapping_splits(train_split, dataset) if is_own else ()
     scored_splits = [split for split in splits if split not in trained]

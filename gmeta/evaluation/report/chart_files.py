@@ -88,6 +88,7 @@ def light_color(name: str) -> str:
 
 def render_png(chart: Chart) -> bytes:
     """Return all panels in one PNG on white, at most three a row, with a title and a legend."""
+    # Four panels make two full rows.
     columns = 2 if len(chart.panels) == 4 else min(3, len(chart.panels))
     rows = math.ceil(len(chart.panels) / columns)
     legend_columns = 2 * columns
@@ -133,6 +134,7 @@ def render_svg(chart: Chart, index: int) -> str:
 def _make_plot_settings(salt: str) -> dict[str, Any]:
     return {
         "svg.fonttype": "none",
+        # Ids in the SVG are hashes: with a fixed salt the same picture has the same bytes.
         "svg.hashsalt": salt,
         # This font comes with matplotlib: a picture is the same everywhere.
         "font.family": "DejaVu Sans",

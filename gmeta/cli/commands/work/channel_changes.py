@@ -77,6 +77,7 @@ def promote_candidate(
                 # channel.
                 copy_version(offered, model, shutil.copyfile)
                 pack(channel, model, packed, overwrite=True)
+        # A folder of its own is linked by the channel; the caller's is copied, as it may change.
         is_own = packed != candidate
         current = channel.promote(packed, kept, is_own=is_own, named_in_messages=candidate)
     version = channel.version(current.number)

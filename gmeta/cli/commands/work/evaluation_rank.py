@@ -113,6 +113,7 @@ def evaluate_on_rank(
             make_console(stderr=True).print(
                 "the runs are scored; now the baselines, from training rows"
             )
+            # Candidates are ranked by the judged label alone.
             common = chosen, dataset, splits, options.item_column, options.trees, protocol, on
             baselines = [
                 predict_baselines(*common, candidates if one.is_judged else None, one)
@@ -129,6 +130,7 @@ def evaluate_on_rank(
             )
             for root, each in zip(roots, evaluated, strict=True):
                 _save_choice(root, each)
+            # As in the file, where an undefined number is null.
             evaluation = json.loads(Path(paths.evaluation_json).read_text())
             print_result(report=paths.html, evaluation=evaluation)
             for line in filter(None, (best_not_kept(RunFolder(root)) for root in roots)):
@@ -146,6 +148,7 @@ def _save_choice(root: Path, run: EvaluatedRun) -> None:
     if run.algorithm == PLAIN or not run.fine_tuning:
         return
     tuning = run.fine_tuning[0]
+    # One setting: only a plain run chooses one for each half of the tasks.
     (best,) = tuning.chosen
     choice = {"metric": tuning.metric, "value": best.value, "chosen_on": tuning.split}
     try:

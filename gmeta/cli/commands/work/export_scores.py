@@ -15,6 +15,7 @@ def score_export(model: Path, on: str, splits: Sequence[str], out: Path | None) 
     if out is not None:
         out.parent.mkdir(parents=True, exist_ok=True)
         write_json(out, document)
+    # All splits have the same metrics.
     names = next(iter(document["splits"].values()))["scores"]
     table = make_table(str(model), "split", "tasks", *names, text=("split",))
     for name, split in document["splits"].items():

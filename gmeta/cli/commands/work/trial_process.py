@@ -74,6 +74,7 @@ def _train(config: TrainConfig, says: Connection) -> None:
         # At the rate and steps that validation chooses, not at the trial's: a plain run, which
         # never took an inner step, would be ranked by its luck with them.
         run = evaluate_run(root, root.name, splits, ranks)
+        # A trial is one rank, which gets the rows.
         assert run is not None
         rows, dataset = run.predictions, open_data(config.data)
         of_split = {split: rows.filter(pc.equal(rows["split"], split)) for split in splits}
