@@ -229,7 +229,8 @@ def count_flops(
         # One label is [N], several are [N, L].
         label_N=torch.zeros(num_rows, *[features.num_labels][: features.num_labels > 1]),
         dense_NK=torch.zeros(num_rows, len(features.dense)),
-        unique_ids_U=torch.zeros(num_ids, dtype=torch.int64),  # which row it is costs the same
+        # Which row is looked up costs the same.
+        unique_ids_U=torch.zeros(num_ids, dtype=torch.int64),
         unique_lengths_B=torch.tensor(
             [len(part) for part in np.array_split(np.arange(num_ids), len(features.tables))]
         ),

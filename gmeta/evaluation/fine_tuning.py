@@ -96,7 +96,8 @@ def choose_fine_tuning(context: EvalContext, splits: Sequence[str]) -> FineTunin
     # A half of the tasks judges as many as a validation split would.
     most = config.evaluation.tuning_tasks * (1 + is_halved)
     batches_by_split = [read_tuning_batches(context, split, most) for split in splits]
-    errors: dict[tuple[float, int], list[float]] = {}  # of all tasks, then of each half
+    # By rate and steps: of all tasks, then of each half.
+    errors: dict[tuple[float, int], list[float]] = {}
 
     def measure_errors(columns: list[Columns]) -> list[float]:
         """Return the error of all tasks, then of each half; nothing except on rank 0."""

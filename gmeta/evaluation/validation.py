@@ -1,4 +1,4 @@
-"""Scores of whole splits while a run trains: for early stopping, tuning, and before training."""
+"""Scores of splits while a run trains: for early stopping, tuning, and before training."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace

@@ -13,7 +13,8 @@ class Day:
     """One increment and its outcome."""
 
     record: IncrementRecord
-    window_s: tuple[float, float]  # since 1970
+    # In seconds since 1970.
+    window_s: tuple[float, float]
     verdict: Mapping[str, Any] = field(default_factory=dict)
     version: Version | None = None
     # Scores of the increment: by the model that goes on, before it is trained on it, and by the

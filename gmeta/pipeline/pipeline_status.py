@@ -27,7 +27,8 @@ class PipelineStatus:
     waiting: int = 0
     held: int = 0
     refused: int = 0
-    refused_files: Mapping[str, str] = field(default_factory=dict)  # the quarantined, and why
+    # Files of the quarantine, and why.
+    refused_files: Mapping[str, str] = field(default_factory=dict)
     failure: str = ""
     newest_alarms: tuple[str, ...] = ()
     fresh_s: float = 0.0

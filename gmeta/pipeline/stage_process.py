@@ -70,9 +70,12 @@ class _StageProcess:
         return _StageProcess(process, own_side)
 
 
-_waiting: list[_StageProcess] = []  # at most one, for the next stage
-_under_way: list[BaseProcess] = []  # at most one
-_ending = StopFlag()  # no stage is begun any more
+# At most one process, for the next stage.
+_waiting: list[_StageProcess] = []
+# At most one: stages run one after the other.
+_under_way: list[BaseProcess] = []
+# Set by a signal: no other stage begins.
+_ending = StopFlag()
 
 
 def run_stage(arguments: Sequence[str], log: Path) -> int:

@@ -44,5 +44,6 @@ def format_toml_value(value: Any) -> str:
         )
         return f"{{ {', '.join(pairs)} }}"
     if isinstance(value, bool | int | float):
-        return json.dumps(value)  # 1e-05 is TOML too
+        # 1e-05 is TOML too.
+        return json.dumps(value)
     raise TypeError(f"TOML has no value for {value!r}")

@@ -245,6 +245,7 @@ def _make_pruner(optuna: Any, name: PrunerName) -> Any:
     if name == "median":
         return optuna.pruners.MedianPruner(STARTUP_TRIALS, WARM_UP)
     if name == "hyperband":
+        # Its resource is the number of validations.
         return optuna.pruners.HyperbandPruner(min_resource=1, max_resource=VALIDATIONS)
     return optuna.pruners.NopPruner()
 

@@ -55,7 +55,8 @@ def antdt_sim(
     """
     if out is not None:
         check_local("--out", out)
-        out.mkdir(parents=True, exist_ok=True)  # first: at the end a wrong place would cost minutes
+        # Made first: at the end a wrong place would cost minutes.
+        out.mkdir(parents=True, exist_ok=True)
     # A recording says itself how many workers it has: --workers is for drawn ones.
     if trace is not None:
         workers = recorded_trace(trace, seed)[1]

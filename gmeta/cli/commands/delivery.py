@@ -10,7 +10,8 @@ from gmeta.errors import UserError
 from gmeta.platform.files.local_paths import check_local
 from gmeta.serving.table_format import TableFormat
 
-REFUSED = 3  # the exit code of a refusal, which is no failure
+# The exit code of a refusal, which is no failure.
+REFUSED = 3
 
 ChannelAt = Annotated[Path, typer.Argument(metavar="CHANNEL", help="folder of the versions")]
 Candidate = Annotated[

@@ -109,7 +109,8 @@ def evaluate(
         raise UserError(f"--out = {str(out)!r} is a file: a folder is needed. Choose another")
     # The folder may not exist yet: the nearest folder above it must be writable.
     place = next(each for each in (out, *out.parents) if each.exists())
-    if not os.access(place, os.W_OK):  # reported before minutes are spent
+    # Reported now, not after minutes of scoring.
+    if not os.access(place, os.W_OK):
         raise UserError(f"{place} cannot be written: name another folder for the report by --out")
     config, overrides = configs[0], overrides or []
     _check_overrides(run, config, overrides, label)
@@ -147,7 +148,7 @@ def _support_sizes(text: str) -> tuple[int, ...]:
 def _check_overrides(run: Path, config: TrainConfig, overrides: list[str], label: str) -> None:
     """Raise UserError for keys that an evaluation cannot change, before torch is loaded."""
     keys: tuple[str, ...] = FREE_KEYS
-    if config.algorithm.name == "anil":  # what adapts is its head
+    if config.algorithm.name == "anil":
         # ANIL adapts its head alone: which layers adapt is not free.
         keys = FREE_KEYS[:3]
     if config.algorithm.name == "metasgd":

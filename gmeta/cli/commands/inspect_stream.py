@@ -76,7 +76,8 @@ def _find_problems(stream: Stream) -> list[str]:
         try:
             known: list[str] = []
             messages += find_damage(stream.dataset(number, known), known_problems=known)
-        except FormatError as error:  # its manifest: others may be whole
+        # The manifest is damaged: those of other increments may be intact.
+        except FormatError as error:
             messages.append(str(error))
     if not is_url(stream.url):
         try:

@@ -62,6 +62,7 @@ def plan(
             "multiple, or another --gpus-per-host"
         )
     of_tables = dict(_parse_table_rows(entry) for entry in rows or [])
+    # A cluster smaller than a host is one host. Its ranks share the host's memory equally.
     per_host = min(gpus_per_host, gpus)
     device_bytes = parse_amount("--gpu-memory", gpu_memory, "")
     host_bytes = parse_amount("--host-memory", host_memory, "") / per_host

@@ -75,6 +75,7 @@ def _read_frame(session: "SparkSession", inputs: list[str], schema: Schema) -> A
         # Without the columns of folders such as day=1, whose values would replace those of the
         # files.
         frame = session.read.option("recursiveFileLookup", "true").parquet(*paths)
+        # The schema may name a column of the folders: then the files are read with them.
         lacks = set(schema.columns) - set(frame.columns)
         return session.read.parquet(*paths) if lacks else frame
     except AnalysisException as error:

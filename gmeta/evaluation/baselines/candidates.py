@@ -48,10 +48,12 @@ class Candidates:
 
     per_positive: int
     label: ScoredLabel
-    threshold: float  # the least label of a positive row
+    # The least label of a positive row.
+    threshold: float
     item: int
-    sparse: tuple[bool, ...]  # which sparse columns change with the item
-    dense: tuple[int, ...]  # and which dense ones
+    # Which sparse and which dense columns change with the item.
+    sparse: tuple[bool, ...]
+    dense: tuple[int, ...]
     items: EpisodeRows
     # The places in `items` of each task's items.
     of_task: dict[int, Int64]

@@ -45,7 +45,7 @@ class IdLists:
 
 @dataclass(frozen=True)
 class EpisodeRows:
-    """Whole episodes, the rows of each together, support rows first."""
+    """Complete episodes, the rows of each together, support rows first."""
 
     task_T: Int64
     row_offsets_T1: Int64

@@ -111,7 +111,8 @@ def predict_baselines(
 
 class _PredictionRequest(NamedTuple):
     dataset: Dataset
-    trained_dataset: Dataset  # says what the items are called
+    # Its vocabularies say what the items are called.
+    trained_dataset: Dataset
     splits: Sequence[str]
     protocol: EvalProtocol
     candidates: Candidates | None

@@ -62,6 +62,7 @@ def sum_training_rows(
 ) -> TrainingSums:
     """Return the sums over all rows, support and query, read a part at a time."""
     sizes = {table.name: table.num_rows for table in features.tables}
+    # 16 bytes a value: rows and label sum as float64.
     most = max(1, max_bytes // (16 * NUM_FOLDS * max(len(features.sparse), 1)))
     shapes = [(NUM_FOLDS, min(sizes[feature.table], most), 2) for feature in features.sparse]
     columns = tuple(ColumnSums(np.zeros(shape)) for shape in shapes)

@@ -27,7 +27,8 @@ from gmeta.metrics.metric_info import MetricInfo
 
 Item = TypeVar("Item")
 
-STYLES: dict[Verdict, str] = {"better": "green", "worse": "red"}  # others are dim
+# Other verdicts are dim.
+STYLES: dict[Verdict, str] = {"better": "green", "worse": "red"}
 UP, DOWN = "\N{UPWARDS ARROW}", "\N{DOWNWARDS ARROW}"
 # Fixed widths, so that the tables of all groups line up; four differences fill 80 columns.
 METRIC_WIDTH, VALUE_WIDTH, NAMED_WIDTH, VERDICT_WIDTH = 19, 7, 10, 14

@@ -28,7 +28,8 @@ class Rival:
 
     run: str
     short_name: str
-    stage_label: str  # "" of a yardstick
+    # "" of a baseline that is no run.
+    stage_label: str
     estimate: MetricEstimate
     difference: Difference
 

@@ -145,6 +145,7 @@ class _GroupSummariser:
         }
         self._first = runs[0].name
         first = self._draws[self._first]
+        # Only models with the same rows in every draw compare.
         self._comparable = {
             model
             for model, draws in self._draws.items()
