@@ -116,18 +116,15 @@ def _build_model(
         )
     names = [table.name for table in features.tables]
     check_sharding(config.sharding, names, config.outer.sparse_optimizer)
+    # Item features and labels of the config name columns of a dataset.
+    items, labels = None, LabelsConfig()
+    if dataset is not None:
+        items, labels = config.item_features, config.labels
+    losses = config.outer.loss, config.outer.huber_delta
     try:
         features.check()
         learner = build_learner(
-            features,
-            config.model,
-            config.algorithm,
-            config.outer.loss,
-            config.outer.huber_delta,
-            statistics,
-            # Item features and labels of the config name columns of a dataset.
-            config.item_features if dataset is not None else None,
-            config.labels if dataset is not None else LabelsConfig(),
+            features, config.model, config.algorithm, *losses, statistics, items, labels
         )
     except ValueError as error:
         raise ConfigError(str(error)) from error

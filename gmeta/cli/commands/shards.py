@@ -121,16 +121,10 @@ def list_shards(
     listed: list[Any] = []
     page_token = ""
     while len(listed) < limit:
-        answer = call(
-            "ListShards",
-            pb.ListShardsRequest(
-                dataset=name,
-                state=numbers.get(state.lower(), 0),
-                # The service's pages have at most 1000 shards.
-                page_size=min(1000, limit - len(listed)),
-                page_token=page_token,
-            ),
-        )
+        # The service's pages have at most 1000 shards.
+        page = {"page_size": min(1000, limit - len(listed)), "page_token": page_token}
+        number = numbers.get(state.lower(), 0)
+        answer = call("ListShards", pb.ListShardsRequest(dataset=name, state=number, **page))
         listed.extend(answer.shards)
         page_token = answer.next_page_token
         if not page_token:

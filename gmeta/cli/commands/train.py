@@ -58,8 +58,12 @@ def train(
         )
     # torchrun repeats the command as it was: a restarted rank finds what its first life wrote.
     is_new = not (resume or restarts()[0])
-    if is_new:
-        _check_is_free(root)
+    # A run that was killed before it began leaves a lock alone: its folder is free.
+    if is_new and root.is_dir() and any(path.name != LOCK_FILE for path in root.iterdir()):
+        raise UserError(
+            f"run.dir = {str(root)!r} is not empty: a new run needs a new folder. "
+            "Choose another run.dir, or add --resume to go on from its newest checkpoint"
+        )
     with ExitStack() as stack:
         if not (root / service.SHARDS_FOLDER).exists():
             # A run that is refused leaves no store: else the corrected command would find its
@@ -90,13 +94,3 @@ def _remove_unused_store(root: Path) -> None:
     """Remove the store of a run that was refused before it began."""
     if not (root / CONFIG_FILE).exists() and os.environ.get("RANK", "0") == "0":
         shutil.rmtree(root / service.SHARDS_FOLDER, ignore_errors=True)
-
-
-def _check_is_free(root: Path) -> None:
-    """Raise UserError for a folder that a new run cannot have."""
-    # A run that was killed before it began leaves a lock alone.
-    if root.is_dir() and any(path.name != LOCK_FILE for path in root.iterdir()):
-        raise UserError(
-            f"run.dir = {str(root)!r} is not empty: a new run needs a new folder. "
-            "Choose another run.dir, or add --resume to go on from its newest checkpoint"
-        )
