@@ -72,10 +72,9 @@ def predict_split(
         else:
             with_candidates = _with_candidates(candidates, dataset, batches, view)
         columns = _predict_batches(with_candidates, context, stop)
+        # A rank whose data failed took part with empty batches: now its error is raised on all.
         if stop.is_agreed:
             raise_first_problem(stop, ranks)
-    # A rank whose data failed takes part with empty batches: only now the error may be raised on
-    # all.
     table = gather_columns(columns, ranks)
     if table is None:
         return None

@@ -87,4 +87,5 @@ def _best_by_partition(path: str) -> dict[str, float]:
 def _best_of(record: IncrementRecord, best: Mapping[str, float]) -> float | None:
     names = [PurePosixPath(one["name"]).parts for one in record.report.get("inputs", ())]
     known = {part for parts in names for part in parts if part in best}
+    # Of several partitions together no best is known.
     return best[known.pop()] if len(known) == 1 else None

@@ -329,6 +329,7 @@ class Pipeline:
         except GMetaError as error:
             self.unpublished, self._is_put_off = str(error), True
             raise
+        # By its time, not its number: a rollback serves an older version again.
         self._published, self.unpublished = current.at, ""
         return StageOutcome("publish", 0, took_s, f"version {name} is at {mirror}")
 

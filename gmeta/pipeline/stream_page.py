@@ -52,6 +52,7 @@ def draw_stream(pipeline: Pipeline) -> StreamPicture:
         channel=str(pipeline.channel.root),
         days=days,
         panels=panels,
+        # The newest first.
         moves=pipeline.channel.promotions()[: -_SHOWN - 1 : -1],
     )
 

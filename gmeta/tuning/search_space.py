@@ -296,7 +296,7 @@ def make_default_space(config: TrainConfig, labels: tuple[str, ...] = ()) -> Spa
 
 # Algorithms that take no inner step.
 FORWARD_ONLY = ("encoder",)
-# Nor does a plain run; what it is fine-tuned with is chosen as each is scored.
+# A plain run takes no inner step either: how it is fine-tuned is chosen as it is scored.
 _INNER_STEPS_REASON = ("algorithm.inner_lr", "algorithm.inner_steps")
 # By which keys an algorithm does not train.
 UNUSED_KEYS = {

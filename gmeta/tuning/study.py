@@ -139,6 +139,7 @@ class Study:
         normalised = {}
         for dimension in self._plan.space:
             value = dimension.normalise(self._plan.base.by_key()[dimension.key])
+            # A value outside its range cannot be tried: Optuna draws one.
             if value is not None:
                 normalised[dimension.key] = value
         if normalised:
@@ -256,7 +257,7 @@ def _repair_journal(journal: Path) -> None:
     for lock in journal.parent.glob(f"{journal.name}.lock*"):
         lock.unlink()
     if journal.exists():
-        # Behind the beginning of a line Optuna reads no other line.
+        # Optuna reads nothing after an incomplete line.
         content = journal.read_bytes()
         os.truncate(journal, content.rfind(b"\n") + 1)
 

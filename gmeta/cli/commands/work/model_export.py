@@ -23,6 +23,7 @@ def export_full(
 ) -> None:
     """Export the run's checkpoint, and print its size and how to use it."""
     written = export_run(run, out, tables, step, overwrite)
+    # A model without tables has 0 bytes of them.
     share = written.table_bytes / max(written.float32_table_bytes, 1)
     console = make_console(stderr=True)
     if step is None and (line := best_not_kept(RunFolder(run))):
