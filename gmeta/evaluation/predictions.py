@@ -158,11 +158,11 @@ def _with_candidates(
 
 def gather_columns(columns: list[Columns], ranks: Ranks) -> Columns | None:
     """Return the columns of all ranks' batches as one on rank 0, None elsewhere."""
-    gather_columns = gather_values(columns, ranks)
-    if gather_columns is None:
+    by_rank = gather_values(columns, ranks)
+    if by_rank is None:
         return None
     # Empty batches exist for the collectives of other ranks, and hold no row.
-    parts = [part for of_rank in gather_columns for part in of_rank if len(part["task"])]
+    parts = [part for of_rank in by_rank for part in of_rank if len(part["task"])]
     if not parts:
         return {"task": np.zeros(0, np.int64)}
     table = {name: np.concatenate([part[name] for part in parts]) for name in parts[0]}

@@ -297,11 +297,11 @@ def make_default_space(config: TrainConfig, labels: tuple[str, ...] = ()) -> Spa
 # Algorithms that take no inner step.
 FORWARD_ONLY = ("encoder",)
 # A plain run takes no inner step either: how it is fine-tuned is chosen as it is scored.
-_INNER_STEPS_REASON = ("algorithm.inner_lr", "algorithm.inner_steps")
+_INNER_STEP_KEYS = ("algorithm.inner_lr", "algorithm.inner_steps")
 # By which keys an algorithm does not train.
 UNUSED_KEYS = {
-    PLAIN: ("algorithm.plain_epochs", *_INNER_STEPS_REASON),
-    **dict.fromkeys(FORWARD_ONLY, _INNER_STEPS_REASON),
+    PLAIN: ("algorithm.plain_epochs", *_INNER_STEP_KEYS),
+    **dict.fromkeys(FORWARD_ONLY, _INNER_STEP_KEYS),
 }
 RATING_LOSSES = tuple(loss for loss in LOSSES if predicted_by(loss) == "rating")
 

@@ -76,10 +76,10 @@ class Trial:
 class Study:
     """Proposes trials and stores them; one process at a time may have a study open."""
 
-    def __init__(self, folder: Path, plan: StudyPlan, best_trial: EarlyStop) -> None:
-        """Open or begin the study in `folder`, which exists; `best_trial` names the metric."""
+    def __init__(self, folder: Path, plan: StudyPlan, early_stop: EarlyStop) -> None:
+        """Open or begin the study in `folder`, which exists; `early_stop` names the metric."""
         optuna = import_optuna()
-        self._plan, self._metric = plan, best_trial
+        self._plan, self._metric = plan, early_stop
         self._states = optuna.trial.TrialState
         _check_same(folder, plan)
         with warnings.catch_warnings():
@@ -94,7 +94,7 @@ class Study:
                     storage=storage,
                     study_name="tune",
                     load_if_exists=True,
-                    direction="maximize" if best_trial.higher_is_better else "minimize",
+                    direction="maximize" if early_stop.higher_is_better else "minimize",
                     pruner=_make_pruner(optuna, plan.pruner),
                 )
             except (LookupError, TypeError, ValueError) as error:
@@ -206,8 +206,8 @@ class Study:
 
     def count_tried(self) -> int:
         """Return how many trials ended or run, without interrupted ones, which are tried anew."""
-        finish_trial = sum(trial.state != "interrupted" for trial in self.trials())
-        return finish_trial + len(self._running)
+        num_ended = sum(trial.state != "interrupted" for trial in self.trials())
+        return num_ended + len(self._running)
 
     def rank_trials(self) -> list[Trial]:
         """Return the trials, the best first: complete ones, then pruned, then failed."""

@@ -139,8 +139,8 @@ def make_candidates(
     listed = rule.features if rule is not None and rule.column == name else (name,)
     sparse = tuple(feature.name in listed for feature in features.sparse)
     if len(listed) == 1:
-        store_items = sample_rows(dataset, next(iter(dataset.splits)), SAMPLE_ROWS, 0)
-        sparse = find_item_columns(store_items, features, item)
+        sample = sample_rows(dataset, next(iter(dataset.splits)), SAMPLE_ROWS, 0)
+        sparse = find_item_columns(sample, features, item)
     dense = tuple(
         at for at, name in enumerate(features.dense) if find_vector_column(name) in listed
     )
