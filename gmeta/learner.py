@@ -5,8 +5,7 @@ support -> adapt -> query loss, for all tasks of a rank's batch at once (meta-gr
 2401.04338, algorithm 1; the outer loss is the mean over all tasks of all ranks).
 
 Shape suffixes: T tasks, N rows, K dense columns, B tables, U unique ids, D embedding width, P
-task-row pairs.
-"""
+task-row pairs"""
 
 import sys
 from collections.abc import Sequence
@@ -29,7 +28,7 @@ from gmeta.adaptation.layout.padded_layout import PaddedTasks, kind_of_device
 from gmeta.adaptation.layout.ragged import RowLayout
 from gmeta.adaptation.layout.sides import Side, Sides, TaskGroups, WorkingRows
 from gmeta.adaptation.learned_parts import NOTHING_LEARNED
-from gmeta.config.algorithm import AlgorithmConfig
+from gmeta.config.algorithm import ALGORITHM_OPTIONS, AlgorithmConfig
 from gmeta.data.collate import CollateOptions
 from gmeta.data.cuda_graphs import Capture, LossGraphs
 from gmeta.data.episodes import Episodes, collate_support_query
@@ -47,9 +46,7 @@ from metaio.read.batch import TaskBatch
 
 @dataclass(frozen=True)
 class QueryPrediction:
-    """Outputs on the query rows of a batch, task by task, before and after adaptation (logits for
-    BCE).
-    """
+    """Outputs on query rows, task by task, before and after adaptation; logits for bce."""
 
     before_N: Tensor  # of several labels [N, labels], as the next two
     after_N: Tensor
@@ -62,14 +59,8 @@ class MetaLearner(nn.Module):
     """A model and the way it adapts; knows nothing of ranks, tables or optimizers.
 
     `loss` is that of its one label, or the objectives of several, each of which has an output of
-    the model. `tables` tells how many rates to learn for embedding rows; other algorithms do
-    without. Behind the dense columns the model takes what training rows say of a row's values, if
-    `items` are given, and last the `statistics` of the task's support rows; `arrange` adds both.
-    Rows of narrow tables come to it through `projections`, and adapt as what these make of them.
-
-    Raises:
-        ValueError: the algorithm is unknown, or does not fit the model or the rest of its config.
-    """
+    the model. `tables` are needed where rates of embedding rows are learned. Raises ValueError: the
+    algorithm is unknown, or does not fit the model or the rest of its config."""
 
     def __init__(
         self,
@@ -84,12 +75,16 @@ class MetaLearner(nn.Module):
         super().__init__()
         self.model = model
         self.tables = tables
+        # Rows of narrow tables come to the model through projections, and adapt as their outputs.
         self.projections = projections or TableProjections({}, tables.width)
+        # Behind the dense columns stand the statistics of items, then those of support rows.
         self.statistics = statistics
         self.items = items
         objectives = Objectives.of(loss) if isinstance(loss, str) else loss
         self.objectives = objectives
         self._algorithm = find_algorithm(config.name)
+        if config.name not in ALGORITHM_OPTIONS:
+            config = config.with_options_of(self._algorithm.options)
         self._config = self._algorithm.preset(model, config)
         algorithm = self._algorithm
         if algorithm.solves:
@@ -97,22 +92,23 @@ class MetaLearner(nn.Module):
         self._plan = AdaptationPlan.of(model, self._config, algorithm.takes_steps, algorithm.solves)
         self.rates = self._algorithm.rates(self._plan, tables)
         self._parts = self._algorithm.parts(model, self._config, tables)
-        # As modules of their own: the optimizer, checkpoints and exports take them.
+        # As attributes of this module: the optimizer, checkpoints and exports find them so.
         self.encoder, self.generator = self._parts.encoder, self._parts.generator
         if not self._config.train_base:
             if self._parts == NOTHING_LEARNED:
                 raise ValueError(
-                    f'algorithm.train_base = false with algorithm.name = "{config.name}": nothing '
+                    "algorithm.options.train_base = false with algorithm.name = "
+                    f'"{config.name}": nothing '
                     "would learn. Set it to true, or choose encoder or metaemb, which learn a part "
                     "of their own"
                 )
             model.requires_grad_(False)
             self.projections.requires_grad_(False)
         self.general_loop = GeneralLoop(model, self._plan, objectives, self.rates, self._parts)
-        self.in_buckets = False  # whether batches are arranged in few shapes: batches/buckets.py
+        self.in_buckets = False  # whether batches have few shapes: data/buckets.py
         self._graphs: LossGraphs | None = None
         outer_loss = self._algorithm.loss_sum
-        # One of somebody's own may have parameters that it does not use.
+        # A part of another package may have parameters that it does not use.
         self._is_all_ours = all(map(is_ours, (*self.modules(), outer_loss)))
         asks_inner_loop_alone = isinstance(outer_loss, QueryLoss) and self._parts == NOTHING_LEARNED
         # Of its training batches, those of plain epochs and without a support row aside.
@@ -126,21 +122,21 @@ class MetaLearner(nn.Module):
 
     @property
     def generated_table(self) -> int:
-        """Return the place of the table whose embeddings the generator makes; -1 without one."""
+        """Return the place of the table whose embeddings the generator makes; -1: none."""
         return self._parts.generated_table
 
     @property
     def inner_steps(self) -> int:
-        """Return how many steps it takes on a task's support rows."""
+        """Return the number of inner steps on a task's support rows."""
         return self._config.inner_steps
 
     def use_general_loop(self) -> None:
-        """Give up the fused inner loop: what it computes, the general one does step by step."""
+        """Take the general inner loop, which computes the same as the fused one, step by step."""
         if self.route == "fused":
             self.route, self._fused = "general", None
 
     def use_graphs(self, capture: Capture) -> str:
-        """Take steps as graphs from now on (batches/graphs.py); return why not, "" if it does."""
+        """Run steps as CUDA graphs from now on; return why not, "" if it does."""
         own = [part for part in (*self.model.modules(), self.rates) if not is_ours(part)]
         if self.route != "fused":
             return f"{self._config.name} adapts this model in the general loop"
@@ -152,13 +148,12 @@ class MetaLearner(nn.Module):
         return ""
 
     def collate(self, batch: TaskBatch, epoch: int = sys.maxsize) -> Episodes:
-        """Return what `forward` takes in this epoch of a run, from a batch on the host: see
-        Arranging. Without an epoch no batch is of the plain ones.
-        """
+        """Return the input of `forward` in this epoch of a run, from a batch on the host."""
+        # Without an epoch none of the plain epochs is meant: those come first.
         return self.collate_options().collate(batch, epoch)
 
     def collate_options(self) -> CollateOptions:
-        """Return how it takes batches, without its weights."""
+        """Return how batches are collated, without the weights: see CollateOptions."""
         layout, device = None, kind_of_device(self.model)
         if self._fused is not None:
             query_loss, loop = self._fused
@@ -176,11 +171,11 @@ class MetaLearner(nn.Module):
         )
 
     def with_items(self, batch: TaskBatch) -> TaskBatch:
-        """Return a batch to predict, with what training rows say of its rows' values added."""
+        """Return a batch to predict with the statistics of its rows' items."""
         return batch if self.items is None else self.items.with_features(batch)
 
     def collate_to_predict(self, batch: TaskBatch) -> Episodes:
-        """Return what `predict` takes, from a batch on the host."""
+        """Return the input of `predict`, from a batch on the host."""
         return collate_support_query(
             self.statistics.with_features(self.with_items(batch)),
             rows_per_task=self._plan.adapts_rows,
@@ -188,15 +183,12 @@ class MetaLearner(nn.Module):
         )
 
     def forward(self, rows_UD: Tensor, episodes: Episodes, weight: float) -> Tensor:
-        """Return `weight` times the sum of the loss terms, whose gradient is the meta-gradient.
-
-        With weight = world_size / terms of all ranks, data-parallel averaging turns the sum of
-        local terms into the mean over all ranks' terms, however unevenly the ranks are filled.
-        """
+        """Return `weight` times the sum of the loss terms, whose gradient is the meta-gradient."""
+        # With weight = world_size / terms of all ranks, data-parallel averaging turns the sums of
+        # local terms into the mean over all ranks' terms, however unevenly the ranks are filled.
         if episodes.num_terms == 0:
             return self._zero(rows_UD)
-        # Warming up a plain run (Meta-Embedding): the tables stand still, and only what is learnt
-        # beside the model moves.
+        # A generator alone learns (Meta-Embedding on a plain run): the tables stay as they are.
         trained_UD = rows_UD if self._config.train_base else rows_UD.detach()
         take = self._loss_sum if self._graphs is None else self._graphs.loss_sum
         started_UD = self.starting_rows_UD(trained_UD, episodes.rows_of_tables)
@@ -209,7 +201,6 @@ class MetaLearner(nn.Module):
         return loss_sum * weight
 
     def _loss_sum(self, started_UD: Tensor, episodes: Episodes) -> Tensor:
-        """Return the sum of the loss terms: a scalar."""
         rows, general = self._working_rows(started_UD, episodes), self.general_loop
         match episodes.rows:
             case Side() as query:
@@ -229,7 +220,6 @@ class MetaLearner(nn.Module):
                 return query_loss(loop, rows, tasks)
 
     def _general_loss_sum(self, rows: WorkingRows, groups: Sequence[Sides]) -> Tensor:
-        """Return the algorithm's loss terms of all groups, added up: a scalar."""
         loss_sum = self._algorithm.loss_sum
         problem = translate_errors(self._loss_error, GMetaError)
         with nullcontext() if is_ours(loss_sum) else problem:
@@ -259,20 +249,16 @@ class MetaLearner(nn.Module):
         )
 
     def predict(self, rows_UD: Tensor, episodes: Episodes) -> QueryPrediction:
-        """Return the outputs on the query rows with the meta-parameters, and after adapting on the
-        support rows.
-        """
+        """Return the outputs on the query rows, before and after adapting on the support rows."""
         return self.predict_along(rows_UD, episodes, (self.inner_steps,))[0]
 
     def predict_along(
         self, rows_UD: Tensor, episodes: Episodes, steps: Sequence[int]
     ) -> list[QueryPrediction]:
-        """Return what `predict` does after each of these ascending numbers of inner steps, for the
-        price of the last: all lie on one path.
-        """
+        """Return what `predict` does after each of these ascending numbers of inner steps."""
         if not isinstance(episodes.rows, Sides):
             raise ValueError(
-                "episodes arranged for training have no sides of all tasks: use arrange_to_predict"
+                "episodes arranged for training have no sides of all tasks: use collate_to_predict"
             )
         inner, (support, query) = self.general_loop, episodes.rows
         started_UD = self.starting_rows_UD(rows_UD.detach(), episodes.rows_of_tables)
@@ -283,6 +269,7 @@ class MetaLearner(nn.Module):
         # Adapting takes gradients, also where the caller has turned them off.
         with torch.enable_grad():
             adapted = inner.start(rows, episodes.rows, second_order=False)
+        # All numbers of steps lie on one path: they cost no more than the last of them.
         found, lengths_T = [], support.layout.lengths_T
         for steps_taken, num_steps in pairwise((0, *steps)):
             with torch.enable_grad():
@@ -294,29 +281,26 @@ class MetaLearner(nn.Module):
         return found
 
     def starting_rows_UD(self, rows_UD: Tensor, rows_of_tables: Sequence[int]) -> Tensor:
-        """Return the fetched rows, `rows_of_tables` of each table, as the inner loop takes them:
-        all of the model's width. Where a generator makes a table's embeddings, its rows hold what
-        steps have moved these by, 0 at the start.
-        """
+        """Return the fetched rows, `rows_of_tables` of each table, as the inner loop takes them."""
         if self.projections.narrow:
             rows_UD = self.projections(rows_UD, rows_of_tables)
         if self.generator is None:
             return rows_UD
         table = self._parts.generated_table
+        # Where a generator makes a table's embeddings, its rows hold their moves: 0 at the start.
         kept_U1 = rows_UD.new_ones(len(rows_UD), 1)
         kept_U1.narrow(0, sum(rows_of_tables[:table]), rows_of_tables[table]).zero_()
         return rows_UD * kept_U1
 
     def _without_support(self, query: Side) -> Side:
-        """Return query rows as they look where no support row is known: all statistics are 0."""
         if not self.statistics.width:
             return query
         dense_NK = query.dense_NK.clone()
+        # Statistics of no support rows are all 0; they are the last of the dense columns.
         dense_NK[:, -self.statistics.width :] = 0.0
         return replace(query, dense_NK=dense_NK)
 
     def _working_rows(self, started_UD: Tensor, episodes: Episodes) -> WorkingRows:
-        """Return the rows that the sides index, with their rates where they adapt."""
         lengths_B, fetched_row_P, _, _ = episodes.inputs
         if fetched_row_P is None:
             return WorkingRows(started_UD, 0.0)
@@ -324,8 +308,8 @@ class MetaLearner(nn.Module):
         return WorkingRows(episodes.working_rows_PD(started_UD), rate)
 
     def _zero(self, rows_UD: Tensor) -> Tensor:
-        """Return a loss of 0 that reaches every parameter that trains: a rank without work still
-        joins every collective. Others may be masks of -inf, of which 0 times the sum is no number.
-        """
+        """Return a loss of 0 that reaches every parameter that trains."""
+        # A rank without work still joins every collective. Frozen parameters may be masks of -inf,
+        # and 0 times their sum would be NaN.
         trained = (parameter for parameter in self.parameters() if parameter.requires_grad)
         return sum((parameter.sum() * 0.0 for parameter in trained), rows_UD.sum() * 0.0)

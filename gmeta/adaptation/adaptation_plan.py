@@ -1,6 +1,4 @@
-"""What of a model adapts to a task, in which loop, and how each layer's update is held: decided
-once, when a learner is made.
-"""
+"""What of a model adapts to a task, in which loop, and how each layer's update is held."""
 
 from __future__ import annotations
 
@@ -19,6 +17,7 @@ from gmeta_models.gated import head_layers, row_layers
 if TYPE_CHECKING:
     from gmeta.adaptation.rates import InnerRates
 
+# Decided once, when a learner is made: no step asks again.
 Path = Literal["low_rank", "materialised"]
 # Of a training batch: no inner loop, that of fused/, or general_loop.py.
 Route = Literal["plain", "fused", "general"]
@@ -33,7 +32,7 @@ class TaskSize(NamedTuple):
 
 @dataclass(frozen=True)
 class AdaptationPlan:
-    """The answer to "what adapts, and how?", for a model and the config of its algorithm."""
+    """What adapts, and how, for a model and the config of its algorithm."""
 
     config: AlgorithmConfig
     layers: Mapping[str, nn.Linear]  # those that adapt, by name
@@ -49,12 +48,8 @@ class AdaptationPlan:
         takes_steps: bool = True,
         solves: bool = False,
     ) -> AdaptationPlan:
-        """Make the plan of a model; without `takes_steps` nothing adapts.
-
-        Raises:
-            ValueError: the config names a layer that the model does not have, or a path that does
-                not exist, or nothing would adapt.
-        """
+        """Return the plan of a model; without `takes_steps` nothing adapts. Raises ValueError: a
+        layer or a path does not exist, or nothing would adapt."""
         layers = adaptable_layers(model, config.adapt_layers) if takes_steps else {}
         if takes_steps and not layers and not config.adapt_embeddings:
             raise ValueError(
@@ -73,17 +68,14 @@ class AdaptationPlan:
         return cls(config, layers, paths, heads, solves)
 
     def route(self, model: nn.Module, rates: InnerRates, asks_inner_loop_alone: bool) -> Route:
-        """Return which loop a learner's training batches take: the fused one where only decision
-        layers, layers over the dense columns and embedding rows adapt, by steps that are taken and
-        not solved, no weight has a rate of its own, all those layers have a bias, and the model is
-        nothing else.
-
-        `asks_inner_loop_alone`: the outer loss is a QueryLoss, and no encoder or generator learns.
-        """
+        """Return the loop of a learner's training batches; `asks_inner_loop_alone`: the outer loss
+        is a QueryLoss, and no encoder or generator learns."""
         if self.config.name == PLAIN:
             return "plain"
         if not asks_inner_loop_alone or self.solves or not isinstance(model, DecisionModel):
             return "general"
+        # The fused loop knows decision layers, layers over the dense columns and embedding rows,
+        # each layer with a bias and one rate for its weights, in a model that is nothing else.
         decision = linear_layers(model.decision_layers)
         inside = (*decision, *linear_layers(model.dense_layers))
         is_fused = (
@@ -101,7 +93,7 @@ class AdaptationPlan:
         return self.adapts_rows or any(layer in dense for layer in self.layers.values())
 
     def bias_rate(self, name: str) -> float:
-        """Return by how much faster than its weights the bias of this layer adapts."""
+        """Return the factor from the rate of this layer's weights to that of its bias."""
         return self.config.bias_rate if name in self.heads else 1.0
 
     @property
@@ -111,8 +103,7 @@ class AdaptationPlan:
 
     @property
     def adapts_rows(self) -> bool:
-        """Tell whether inner steps move a task's copies of embedding rows, of all or some
-        tables."""
+        """Tell whether inner steps move a task's copies of embedding rows."""
         return bool(self.config.adapt_embeddings)
 
     @property
@@ -121,9 +112,8 @@ class AdaptationPlan:
         return sum(layer.weight.numel() for layer in self.layers.values())
 
     def path(self, name: str, width_in: int, width_out: int, size: TaskSize, uses: int = 1) -> Path:
-        """Return how the update of a layer is held: as the config says, or whichever needs fewer
-        multiply-adds for a layer that works `uses` times on each row of tasks of this size.
-        """
+        """Return how the update of a layer is held: as the config says, or whichever costs less for
+        a layer that is used `uses` times on each row."""
         path = self.paths[name]
         if path != "auto":
             return path
@@ -133,7 +123,7 @@ class AdaptationPlan:
 
 
 class PathCosts(NamedTuple):
-    """Multiply-adds a task over one meta-step's forward passes, for each way to hold an update."""
+    """Multiply-adds a task in one meta-step's forward passes, for each way to hold an update."""
 
     size: TaskSize
     steps: int
@@ -143,17 +133,17 @@ class PathCosts(NamedTuple):
 
     @property
     def low_rank(self) -> int:
-        """Count them with factors: pass j on the support rows applies those of j - 1 steps, the
-        query pass those of all.
-        """
+        """Return the cost of factors."""
         support, query = self.size.support_rows * self.uses, self.size.query_rows * self.uses
+        # Pass j on the support rows applies the factors of j - 1 steps, the query pass all of them.
         support_passes = support * self.steps * (self.steps - 1) // 2
         return (self.width_in + self.width_out) * support * (support_passes + query * self.steps)
 
     @property
     def materialised(self) -> int:
-        """Count them with matrices: each step forms one, and each pass but the first applies it."""
+        """Return the cost of matrices."""
         support, query = self.size.support_rows * self.uses, self.size.query_rows * self.uses
+        # Each step forms a matrix, and each pass but the first applies it.
         return self.width_in * self.width_out * (support * (2 * self.steps - 1) + query)
 
 
@@ -163,11 +153,8 @@ def linear_layers(layers: nn.Sequential | None) -> tuple[nn.Linear, ...]:
 
 
 def adaptable_layers(model: nn.Module, patterns: Sequence[str]) -> dict[str, nn.Linear]:
-    """Return the row layers of `model` whose names match any of the glob patterns, by name.
-
-    Raises:
-        ValueError: a pattern matches no such layer.
-    """
+    """Return the row layers that match a pattern, by name. Raises ValueError: a pattern matches
+    none."""
     linears = row_layers(model)
     for pattern in patterns:
         if not any(fnmatchcase(name, pattern) for name in linears):
@@ -184,12 +171,9 @@ def adaptable_layers(model: nn.Module, patterns: Sequence[str]) -> dict[str, nn.
 
 
 def resolve_paths(config: AlgorithmConfig, layers: Sequence[str]) -> dict[str, InnerPath]:
-    """Return what the config says of each adapted layer, by name.
-
-    Raises:
-        ValueError: an entry of `layer_paths` matches none of them, or names no path.
-    """
-    paths = dict.fromkeys(layers, config.inner_path)
+    """Return the config's path of each adapted layer, by name. Raises ValueError: an entry of
+    `layer_paths` matches no layer, or names no path."""
+    paths: dict[str, InnerPath] = dict.fromkeys(layers, "auto")
     for entry in config.layer_paths:
         pattern, _, path = entry.partition("=")
         if path not in get_args(InnerPath):
@@ -198,7 +182,7 @@ def resolve_paths(config: AlgorithmConfig, layers: Sequence[str]) -> dict[str, I
                 f"{', '.join(get_args(InnerPath))}"
             )
         matched = [name for name in layers if fnmatchcase(name, pattern)]
-        if not matched:
+        if not matched and pattern != "*":
             raise ValueError(
                 f"algorithm.layer_paths: {pattern!r} matches no layer that adapts; those are "
                 f"{', '.join(layers) or 'none'}. Name one of them, or remove the entry"

@@ -1,12 +1,8 @@
 """Linear layers of any model adapted to many tasks at once: hooks on the model's own layers, one
-GEMM for all tasks and the change inside each task (layer_change.py).
-
-A task's gate multiplies x W + b, not the change inside the task; it may also shift the product,
-like a bias of the task's own.
+GEMM for all tasks and the change inside each task (plain_update.py).
 
 Shape suffixes: T tasks, S support rows, H longest list or task, I inputs, O outputs, J parts of a
-gate.
-"""
+gate"""
 
 from __future__ import annotations
 
@@ -28,14 +24,14 @@ if TYPE_CHECKING:
     from gmeta.adaptation.layout.ragged import RowLayout
     from gmeta.adaptation.rates import InnerRates
 
-# By layer name: the layer, and what its outputs are multiplied by, then shifted by if J is 2:
-# [T, J, O].
+# By layer name: the layer, and the factor of its outputs, then their shift if J is 2: [T, J, O].
 Gates = Mapping[str, tuple[nn.Linear, Tensor]]
 
 
 @dataclass
 class Tape:
-    """Inputs and outputs of the layers that adapt in a pass, in order; `called` names all."""
+    """Inputs and outputs of the layers that adapt, in order of a pass; `called` has gated layers
+    too."""
 
     layout: RowLayout
     called: set[str] = field(default_factory=set)
@@ -44,29 +40,23 @@ class Tape:
     outputs: list[Tensor] = field(default_factory=list)
 
     def record_rows(self, name: str, args: tuple[Tensor, ...]) -> Tensor:
-        """Return the rows that a layer was called on, and take note of the call.
-
-        Raises:
-            ConfigError: it is called in a way in which no layer can adapt.
-        """
+        """Return the rows that a layer was called on, and note the call. Raises ConfigError: no
+        layer that is called so can adapt."""
         if len(args) != 1:
             raise _uncalled_layer_error(name)
-        (record_rows,) = args
-        if record_rows.shape[0] != self.layout.num_rows:
+        (rows,) = args
+        if rows.shape[0] != self.layout.num_rows:
             raise ConfigError(
-                f"layer {name!r} works on {record_rows.shape[0]} rows, the tasks have "
+                f"layer {name!r} works on {rows.shape[0]} rows, the tasks have "
                 f"{self.layout.num_rows}: only layers applied row by row can adapt. Leave it out "
                 "of algorithm.adapt_layers"
             )
         self.called.add(name)
-        return record_rows
+        return rows
 
 
 class AdaptedLayers:
-    """How far some linear layers of a model have adapted to T tasks; not at all at the start.
-
-    A layer may have a gate and not adapt.
-    """
+    """How far some layers have adapted to T tasks; a layer may have a gate and not adapt."""
 
     def __init__(
         self, plan: AdaptationPlan, rates: InnerRates, size: TaskSize, gates: Gates
@@ -95,15 +85,11 @@ class AdaptedLayers:
 
     @contextmanager
     def apply(self, layout: RowLayout) -> Iterator[Tape]:
-        """Have the model's layers act, inside, on each row with the weights of its task.
-
-        Yields the tape that `step` takes; it fills while the model runs on rows of this layout.
-
-        Raises:
-            ConfigError: one of these layers is not called, or is called on other rows.
-        """
+        """Have the model's layers use, inside, the weights of each row's task; yield the tape that
+        `step` takes. Raises ConfigError: a layer is not called, or on other rows."""
         tape = Tape(layout)
         # Hooks run in the order of registration: the gate is part of the output that adapts.
+        # A task's gate multiplies (and may shift) x W + b, not the change inside the task.
         handles = [
             layer.register_forward_hook(_gate_hook(name, tape, gate_TJO))
             for name, (layer, gate_TJO) in self._gates.items()
@@ -122,9 +108,7 @@ class AdaptedLayers:
             raise _uncalled_layer_error(min(idle))
 
     def step(self, tape: Tape, output_grads: Sequence[Tensor], second_order: bool) -> None:
-        """Take one inner SGD step, from the gradients of the summed support losses at
-        `tape.outputs`.
-        """
+        """Take one inner SGD step, from the gradients of the support losses at `tape.outputs`."""
         for name, rows, grad in zip(tape.names, tape.inputs, output_grads, strict=True):
             if not second_order:  # the A of a step are constants, as its G are
                 rows = rows.detach()
@@ -141,8 +125,7 @@ class AdaptedLayers:
 
     def gradients_of(self, tape: Tape, jacobians: Sequence[Tensor]) -> list[LayerGradients]:
         """Return the gradients of the support rows' outputs by each layer, as factors, task by
-        task; `jacobians` are the outputs' gradients at `tape.outputs`.
-        """
+        task; `jacobians` are the outputs' gradients at `tape.outputs`."""
         gradients = []
         for name, rows, jacobian in zip(tape.names, tape.inputs, jacobians, strict=True):
             has_bias = self._plan.layers[name].bias is not None
@@ -196,5 +179,5 @@ def _uncalled_layer_error(name: str) -> ConfigError:
 
 
 def _group_by_task(layout: RowLayout, rows: Tensor) -> Tensor:
-    """Return [N, ..., I] as [T, S, I]: extra dimensions of a row count as more rows of its task."""
+    # [N, ..., I] as [T, S, I]: extra dimensions of a row count as more rows of its task.
     return layout.pad(rows).flatten(1, -2)

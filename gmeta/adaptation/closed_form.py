@@ -1,17 +1,16 @@
-"""One inner step that is solved in place of taken: the minimum of
+"""One inner step that is solved instead of taken: the minimum of
 
     sum_n (g_n d_n + h_n d_n^2 / 2) + |w|^2 / (2 a),    d = J w
 
 over all changes w of what adapts, where J are the Jacobians of the support rows' outputs, g and h
-slope and curvature of each row's loss there, a the inner rate. It is ridge regression of what the
-outputs lack, in the space of their gradients, and has as many unknowns as support rows:
+gradient and Hessian of each row's loss there, a the inner rate. It is ridge regression of the
+outputs' errors in the space of their gradients, with as many unknowns as support rows:
 
     w = -a J^T s,    (I + a H K) s = g,    K = J J^T,    H = diag(h)
 
-So a row's gradient counts s_n in place of g_n; for a small, s is g and w a gradient step.
+So a row's gradient counts s_n instead of g_n; for a small, s is g and w a gradient step.
 
-Shape suffixes: T tasks, N rows, S support rows, I inputs, O outputs.
-"""
+Shape suffixes: T tasks, N rows, S support rows, I inputs, O outputs"""
 
 from __future__ import annotations
 
@@ -35,8 +34,7 @@ MOST_SERVED_ROWS = 2_048
 
 
 def check_solvable(name: str, objectives: Objectives) -> None:
-    """Raise ValueError unless the inner loss is of one output, and of each row alone; `name` is the
-    algorithm's."""
+    """Raise ValueError unless the inner loss is of one output and of each row alone."""
     losses = objectives.inner.losses
     if len(losses) > 1 or losses[0].ranks:
         problem = f"{len(losses)} labels" if len(losses) > 1 else f"the loss {losses[0].kind}"
@@ -50,26 +48,23 @@ def check_solvable(name: str, objectives: Objectives) -> None:
 def grad_and_hessian_N(
     loss: LossFunction, output_N: Tensor, label_N: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Return slope and curvature of each row's loss by its output.
-
-    Huber's loss is taken to bend everywhere as it does around 0, so that the step never is too
-    long; mae, which bends nowhere, is taken for half the squared error.
-    """
+    """Return gradient and Hessian of each row's loss by its output."""
     output_N = in_float32(output_N)
     label_N = label_N.to(output_N.dtype)
     if loss.kind == "bce":
         predicted_N = output_N.sigmoid()
         return predicted_N - label_N, predicted_N * (1.0 - predicted_N)
     if loss.kind == "mae":
+        # MAE has no curvature: half the squared error takes its place.
         return output_N - label_N, torch.ones_like(output_N)
     grad_N = row_grads_N(loss, output_N, label_N)
+    # Huber's curvature around 0 everywhere: no step then is too long.
     return grad_N, torch.full_like(output_N, 2.0 if loss.kind == "mse" else 1.0)
 
 
 class LayerGradients(NamedTuple):
-    """The gradients of the outputs of a task's support rows by the weights of one layer, as
-    factors; a row that uses the layer several times has as many rows here.
-    """
+    """The gradients of the outputs of a task's support rows by one layer's weights, as factors; a
+    row that uses the layer several times has as many rows here."""
 
     activations_TSI: Tensor
     jacobians_TSO: Tensor
@@ -99,14 +94,11 @@ class LayerGradients(NamedTuple):
 def solve_TS(
     layers: Sequence[LayerGradients], grad_TS: Tensor, hessian_TS: Tensor, rate: float
 ) -> Tensor:
-    """Return s of every task; it is 0 for padding rows, whose slope is 0.
-
-    Tasks are solved in chunks of at most MOST_ENTRIES numbers, or a single task, so that one long
-    task among short ones does not multiply its memory by theirs.
-    """
+    """Return s of every task; it is 0 for padding rows, whose gradient is 0."""
     tasks, rows = grad_TS.shape
     if tasks <= 1:
         return _solve_block_TS(layers, grad_TS, hessian_TS, rate)
+    # In chunks: one long task among short ones must not multiply its memory by theirs.
     at_a_time = max(1, MOST_ENTRIES // max(rows * rows, 1))
     found = []
     for first in range(0, tasks, at_a_time):

@@ -1,13 +1,12 @@
 """The inner loop for any model: from support rows to adapted parameters, and the model's outputs
-with them. fused/loop.py does the same for models that end in an MLP, in a fraction of the time.
+with them. fused/fused_loop.py does the same for models that end in an MLP, in less time.
 
-theta_t <- theta_t - a grad L_support(theta_t), k times, for the chosen linear layers and, if asked,
-for the task's copy of the embedding rows it uses. All tasks at once: they share no adapted value,
-so the gradient of the summed loss is every task's own gradient.
+    theta_t <- theta_t - a grad L_support(theta_t), k times,
+
+for the chosen linear layers and, if the config says so, for the task's copies of embedding rows.
 
 Shape suffixes: T tasks, N rows, S support rows, D embedding width, P task-row pairs, O outputs, X
-all inputs side by side, J parts of a gate.
-"""
+all inputs side by side, J parts of a gate"""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -39,13 +38,12 @@ class AdaptedModel:
     rows_PD: Tensor
     rate: float | Tensor = 0.0  # of these rows
     support: Side | None = None  # that further steps go by; None: there are none
-    # Before each step, the sum over the tasks of the (shrunken) mean support loss; none without
-    # support rows.
+    # Before each step, the sum of the tasks' (smoothed) mean support losses, if they have rows.
     support_loss_sums: tuple[Tensor, ...] = ()
 
 
 class GeneralLoop:
-    """k SGD steps on every support set by `plan` and `rates`, for any model; owns no parameters."""
+    """Takes k SGD steps on every support set by `plan` and `rates`; owns no parameters."""
 
     def __init__(
         self,
@@ -63,11 +61,7 @@ class GeneralLoop:
         self.rates = rates
 
     def adapt(self, rows: WorkingRows, tasks: Sides, second_order: bool) -> AdaptedModel:
-        """Return theta_t of every task, after k inner steps from the meta-parameters.
-
-        With `second_order` it is differentiable through the inner gradients, else they are
-        constants.
-        """
+        """Return theta_t of every task, after k inner steps; see FusedLoop.start."""
         return self.take_steps(rows, tasks.support, tasks.query.layout.longest, second_order)
 
     def start(self, rows: WorkingRows, tasks: Sides, second_order: bool) -> AdaptedModel:
@@ -75,10 +69,7 @@ class GeneralLoop:
         return self._started(rows, tasks.support, tasks.query.layout.longest)
 
     def query_loss_sum(self, adapted: AdaptedModel, tasks: Sides) -> Tensor:
-        """Return the sum over the tasks of the mean loss of their query rows: a scalar.
-
-        A task without query rows counts 0.
-        """
+        """Return the sum over the tasks of the mean query loss; a task without rows counts 0."""
         losses_N = self.losses_N(adapted, tasks.query)
         return weighted_sum(losses_N, tasks.query.layout.mean_weights_N(losses_N.dtype))
 
@@ -90,18 +81,15 @@ class GeneralLoop:
         second_order: bool,
         keep_path: bool = False,
     ) -> AdaptedModel:
-        """Return the parameters after k inner steps on the support rows.
-
-        `keep_path` keeps the support losses differentiable in first order too, at the price of
-        their graphs. `query_rows` (of the longest task) only helps to choose the cheaper path.
-        """
+        """Return the parameters after k inner steps on the support rows; `keep_path` keeps the
+        support losses differentiable in first order too, at the price of their graphs."""
+        # `query_rows`, of the longest task, only helps to choose the cheaper path of a layer.
         adapted = self._started(rows, support, query_rows)
         for _ in range(self.config.inner_steps):
             adapted = self.step(adapted, second_order, keep_path)
         return adapted
 
     def _started(self, rows: WorkingRows, support: Side, query_rows: int) -> AdaptedModel:
-        """Return the parameters before the first step: gates, and the meta-parameters."""
         size = TaskSize(support.layout.longest, query_rows)
         layers = AdaptedLayers(self.plan, self.rates, size, self._gates(rows, support))
         return AdaptedModel(layers, rows.values_PD, rows.rate, support)
@@ -115,10 +103,7 @@ class GeneralLoop:
         )
 
     def restore_adapted(
-        self,
-        changes: Mapping[str, PlainUpdate],
-        gates_TJO: Mapping[str, Tensor],
-        rows_PD: Tensor,
+        self, changes: Mapping[str, PlainUpdate], gates_TJO: Mapping[str, Tensor], rows_PD: Tensor
     ) -> AdaptedModel:
         """Return tasks that adapted earlier, from the changes and gates of their layers."""
         layers = row_layers(self._model)
@@ -127,9 +112,7 @@ class GeneralLoop:
         return AdaptedModel(unmoved.with_changes(changes), rows_PD)
 
     def output_N(self, adapted: AdaptedModel, side: Side) -> Tensor:
-        """Return the model's outputs on the rows of a side, at the adapted parameters: logits of
-        labels that are 0 or 1; [N, labels] of several.
-        """
+        """Return the outputs on a side's rows, as logits for bce; [N, labels] of several labels."""
         with adapted.layers.apply(side.layout):
             output: Tensor = self._model(self._inputs(side, adapted.rows_PD))
         return self._objectives.outer.logits(output)
@@ -139,12 +122,11 @@ class GeneralLoop:
         return _losses_N(self._objectives.outer, self.output_N(adapted, side), side)
 
     def _inputs(self, side: Side, rows_PD: Tensor) -> RowInputs:
-        """Return what the model sees of a side when the embedding rows have these values."""
         inputs, generator = side.inputs(rows_PD), self._learned.generator
         return inputs if generator is None else generator(inputs)
 
     def _gates(self, rows: WorkingRows, side: Side, known: bool = True) -> Gates:
-        """Return the gates that the rows of a side ask for; those of no rows if not `known`."""
+        """Return the gates of each layer for a side's tasks; without `known` as of no rows."""
         model, encoder = self._model, self._learned.encoder
         if not isinstance(model, GatedModel) and encoder is None:
             return {}
@@ -160,8 +142,7 @@ class GeneralLoop:
             return {name: (layers[name], gate_TJO) for name, gate_TJO in gates_TJO.items()}
         error_N = label_N
         if known:
-            # The encoder is told how wrong the model is before it knows anything of the task: what
-            # it has to make up for.
+            # The encoder also reads the error of the unadapted model: what adapting has to mend.
             cold_N = self.output_N(self.unadapted(rows, side), side)
             error_N = self._objectives.outer.errors(cold_N, label_N, side.weight, layout)
             label_N = known_labels(label_N, side.weight)
@@ -178,9 +159,8 @@ class GeneralLoop:
     def step(
         self, adapted: AdaptedModel, second_order: bool, keep_path: bool = False
     ) -> AdaptedModel:
-        """Return the parameters after one more inner step, w - a g; those of layers as LayerChange.
-        What is handed in changes too, and is not to be used again.
-        """
+        """Return the parameters after one more inner step, w - a g; layers as PlainUpdate. The
+        model that is passed in changes too: do not use it again."""
         support, rate = adapted.support, adapted.rate
         if support is None or not (self.plan.adapts and support.layout.num_rows):
             return adapted
@@ -199,6 +179,7 @@ class GeneralLoop:
         prior = self.config.support_prior
         loss_sum = weighted_sum(losses_N, support.layout.mean_weights_N(losses_N.dtype, prior))
         wanted = [*tape.outputs, rows_PD] if adapts_rows else tape.outputs
+        # All tasks at once: they share no adapted value, so the sum's gradient is each task's own.
         grads = torch.autograd.grad(
             loss_sum, wanted, create_graph=second_order, retain_graph=second_order or keep_path
         )
@@ -210,7 +191,7 @@ class GeneralLoop:
         )
 
     def _solve_step(self, adapted: AdaptedModel, support: Side, second_order: bool) -> AdaptedModel:
-        """Return the parameters after one step that is solved (closed_form.py)."""
+        """Return the parameters after one step in closed form (closed_form.py)."""
         layout, rate = support.layout, self.config.inner_lr
         with adapted.layers.apply(layout) as tape:
             output_N = self._model(self._inputs(support, adapted.rows_PD))
@@ -238,10 +219,8 @@ class GeneralLoop:
 
 
 def _broadcast_rows(values_N: Tensor, rows: Tensor) -> Tensor:
-    """Return a value for each row, to multiply rows of any shape with."""
     return values_N.to(rows.dtype).view(-1, *[1] * (rows.dim() - 1))
 
 
 def _losses_N(losses: LabelLosses, logits: Tensor, side: Side) -> Tensor:
-    """Return the loss of each row of a side."""
     return losses.row_losses_N(logits, side.label_N, side.weight, side.layout)

@@ -2,18 +2,15 @@
 
 After k inner steps a task's weight is W - sum_j A_j^T (a G_j): A_j are the activations that entered
 the layer on the support rows in step j, G_j the gradients of the support loss at the layer's
-outputs, a the inner rate. So rows x of the task pass the layer, and gradients g at its outputs come
+outputs, a the inner rate. Rows x of the task pass the layer, and gradients g at its outputs come
 back through it, as
 
     x W + b - sum_j (x A_j^T + c) (a G_j)          g W^T - sum_j (g (a G_j)^T) A_j
 
-where c a is the rate of the bias: c is 1, or algorithm.bias_rate in the last layer. This
-is exact in any order of differentiation: the second order flows through A and G. The sums are
-kept as factors, one step's support rows below another's (low rank), or added up to one matrix a
-task (materialised).
+where c a is the rate of the bias: c is 1, or algorithm.bias_rate in the last layer. This is exact
+in any order of differentiation: the second order flows through A and G.
 
-Shape suffixes: T tasks, S support rows, H longest list or task, I inputs, O outputs.
-"""
+Shape suffixes: T tasks, S support rows, H longest list or task, I inputs, O outputs"""
 
 from __future__ import annotations
 
@@ -39,10 +36,9 @@ class LowRankUpdate:
     bias_rate: float = 1.0  # c
 
     def with_step(self, step: LowRankUpdate) -> LowRankUpdate:
-        """Return this change and one more step."""
+        """Return this update and one more step."""
         return LowRankUpdate(
-            # The sum over steps is a product with longer factors: one GEMM however many steps there
-            # were.
+            # The sum over steps is a product with longer factors: one GEMM for any number of steps.
             torch.cat([self.activations_TSI, step.activations_TSI], dim=1),
             torch.cat([self.scaled_grads_TSO, step.scaled_grads_TSO], dim=1),
             self.bias_rate,
@@ -60,15 +56,13 @@ class LowRankUpdate:
 
 @dataclass(frozen=True)
 class MaterialisedUpdate:
-    """sum_j a A_j^T G_j as a matrix: I O numbers a task, however many rows and steps; and of the
-    bias, with its own rate.
-    """
+    """sum_j a A_j^T G_j as a matrix: I O numbers a task, for any number of rows and steps."""
 
     weight_TIO: Tensor
     bias_T1O: Tensor
 
     def with_step(self, step: MaterialisedUpdate) -> MaterialisedUpdate:
-        """Return this change and one more step."""
+        """Return this update and one more step."""
         return MaterialisedUpdate(self.weight_TIO + step.weight_TIO, self.bias_T1O + step.bias_T1O)
 
     def output_change_THO(self, rows_THI: Tensor, has_bias: bool = True) -> Tensor:
@@ -86,16 +80,9 @@ PlainUpdate = LowRankUpdate | MaterialisedUpdate
 
 
 def step_update(
-    path: Path,
-    activations_TSI: Tensor,
-    grads_TSO: Tensor,
-    rate: LayerRate,
-    bias_rate: float = 1.0,
+    path: Path, activations_TSI: Tensor, grads_TSO: Tensor, rate: LayerRate, bias_rate: float = 1.0
 ) -> PlainUpdate:
-    """Return the change of one inner step: W_t -= a A_t^T G_t and b_t -= c a sum_s G_ts.
-
-    A rate for each weight leaves no low rank: the change is then a matrix, whatever the path.
-    """
+    """Return the update of one inner step: W_t -= a A_t^T G_t and b_t -= c a sum_s G_ts."""
     if not isinstance(rate, WeightRates):
         scaled_TSO = scale_grads(grads_TSO, rate)
         if path == "low_rank":
@@ -103,7 +90,7 @@ def step_update(
         bias_T1O = scaled_TSO.sum(dim=1, keepdim=True) * bias_rate
         return MaterialisedUpdate(activations_TSI.mT @ scaled_TSO, bias_T1O)
     # Meta-SGD, a rate a weight (arXiv 1707.09835): the outer product times a matrix of rates has
-    # any rank.
+    # any rank, so it is a matrix whatever the path.
     weight_TIO = activations_TSI.mT @ grads_TSO * rate.weight_OI.mT
     bias_T1O = grads_TSO.sum(dim=1, keepdim=True) * bias_rate
     return MaterialisedUpdate(
@@ -112,7 +99,7 @@ def step_update(
 
 
 def add_step(before: PlainUpdate | None, step: PlainUpdate) -> PlainUpdate:
-    """Return a change, if there is one, with one more step, held in the same way."""
+    """Return an update, if there is one, with one more step, held in the same way."""
     if isinstance(before, LowRankUpdate) and isinstance(step, LowRankUpdate):
         return before.with_step(step)
     if isinstance(before, MaterialisedUpdate) and isinstance(step, MaterialisedUpdate):

@@ -1,7 +1,6 @@
 """Inner rates: what multiplies the inner gradients of a layer, and of an embedding row.
 
-Shape suffixes: B tables, D embedding width, P task-row pairs, I inputs, O outputs.
-"""
+Shape suffixes: B tables, D embedding width, P task-row pairs, I inputs, O outputs"""
 
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
@@ -36,16 +35,13 @@ class InnerRates(Protocol):
         """Return the rate of the adapted layer of this name."""
 
     def of_rows(self, unique_lengths_B: Tensor, fetched_row_P: Tensor) -> float | Tensor:
-        """Return the rate of the tasks' embedding rows, which broadcasts against [P, D].
-
-        `unique_lengths_B` counts the fetched rows of each table, `fetched_row_P` tells which of
-        them a task's row is a copy of.
-        """
+        """Return the rate of the tasks' embedding rows, to multiply [P, D] with; `fetched_row_P`
+        says which fetched row each copies, `unique_lengths_B` how many each table has."""
 
 
 @dataclass(frozen=True)
 class FixedRates:
-    """One rate for all that adapts, from the config."""
+    """One rate from the config for all that adapts."""
 
     rate: float
     tables: tuple[int, ...] | None = None  # those whose rows adapt; None: all
@@ -55,7 +51,7 @@ class FixedRates:
         return self.rate
 
     def of_rows(self, unique_lengths_B: Tensor, fetched_row_P: Tensor) -> float | Tensor:
-        """Return the one rate; where only some tables adapt, each row's own, which may be 0."""
+        """Return the one rate; where only some tables adapt, each row's own."""
         if self.tables is None:
             return self.rate
         # In float64, as the rate of all tables is: the gradient's own precision is taken last.

@@ -12,9 +12,9 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from gmeta.config.labels import LabelsConfig
-from gmeta.config.sharding import check_sharding
+from gmeta.config.sharding import ShardingConfig, check_sharding
 from gmeta.config.table_widths import WIDTH_MULTIPLE, widths_of_tables
-from gmeta.config.train_config import TrainConfig
+from gmeta.config.train_config import DataConfig, TrainConfig
 from gmeta.data.features.support_statistics import NO_STATISTICS
 from gmeta.data.reader import open_reader
 from gmeta.distributed.cluster_spec import CapacityOverrides, Cluster, Speeds
@@ -25,7 +25,7 @@ from gmeta.distributed.unsharded import make_unsharded_tables
 from gmeta.errors import ConfigError, UserError
 from gmeta.learner import MetaLearner
 from gmeta.runs.build import build, build_learner
-from gmeta.runs.checkpoints.settled import settled
+from gmeta.runs.resolve import resolve
 from gmeta_models.internals import ONEDNN_LINEAR
 from metaio.format.dataset import Dataset
 from metaio.format.features import Features, FeatureSpec, TableSpec
@@ -49,27 +49,30 @@ def plan_capacity(
 ) -> Capacity:
     """Return the plan and the cost of a step. Raises ConfigError where the tables do not fit."""
     features, learner, dataset = _build_model(config, overrides)
-    step = _describe_step(config, overrides, features, learner, dataset, cluster.world_size)
+    width, seed = config.model.embedding_dim, config.run.seed
+    step = _describe_step(
+        config.data, seed, width, overrides, features, learner, dataset, cluster.world_size
+    )
     widths = widths_of_tables(features, config.model)
     sizes = {table.name: (table.num_rows, widths[table.name]) for table in features.tables}
 
-    def estimate_for(chosen: TrainConfig) -> ShardingEstimate:
+    def estimate_for(chosen: ShardingConfig) -> ShardingEstimate:
         # Without values: a table of any number of rows takes no memory here.
-        tables = make_unsharded_tables(features, chosen)
-        sharded_tables = plan_on(tables, chosen.sharding, chosen.data.tasks_per_step, cluster)
+        tables = make_unsharded_tables(features, config.model, config.outer)
+        sharded_tables = plan_on(tables, chosen, config.data.tasks_per_step, cluster)
         plan = merge_plans(sharded_tables)
-        check_clipping(plan, chosen.outer.clip_norm)
+        check_clipping(plan, config.outer.clip_norm)
         description = describe_plan(plan, cluster.world_size)
-        return estimate(description, sizes, chosen.sharding, chosen.outer, step, cluster, speeds)
+        return estimate(description, sizes, chosen, config.outer, step, cluster, speeds)
 
     misfit = ""
     try:
-        found = estimate_for(config)
+        found = estimate_for(config.sharding)
     except NoPlaceError:
         misfit = "TorchRec's planner finds no place for the tables"
         # Row-wise on the GPUs is the estimate from which the message says what would fit.
         by_rows = replace(config.sharding, default="row_wise", tables=(), placement="device")
-        found = estimate_for(replace(config, sharding=replace(by_rows, placements=())))
+        found = estimate_for(replace(by_rows, placements=()))
     device, host = found.device_bytes_W.max(), found.host_bytes_W.max()
     usable = cluster.device_bytes * (1 - RESERVED)
     # RESERVED is for activations and for what libraries keep.
@@ -102,7 +105,7 @@ def _build_model(
     dataset, statistics = None, NO_STATISTICS
     # A URL is opened without a look: exists() knows local paths only.
     if Path(config.data.path).exists() or "://" in config.data.path:
-        dataset, built = build(settled(config))
+        dataset, built = build(resolve(config))
         features, statistics = _with_table_rows(dataset.features, overrides.rows), built.statistics
     # Without a dataset each stated table is one single-id column.
     elif overrides.rows and overrides.rows_per_task:
@@ -143,7 +146,9 @@ def _with_table_rows(features: Features, rows: Mapping[str, int]) -> Features:
 
 
 def _describe_step(
-    config: TrainConfig,
+    data: DataConfig,
+    seed: int,
+    width: int,
     overrides: CapacityOverrides,
     features: Features,
     learner: MetaLearner,
@@ -151,13 +156,13 @@ def _describe_step(
     world_size: int,
 ) -> StepWork:
     """Return the work of one rank in a step."""
-    tasks: float = -(-config.data.tasks_per_step // world_size)
+    tasks: float = -(-data.tasks_per_step // world_size)
     ids: dict[str, float] = {}
     measured: dict[str, float] = {}
     # Without a dataset half of a task's rows are support.
     support = query = overrides.rows_per_task / 2
     if dataset is not None:
-        tasks, support, query, measured = _measure_step(config, dataset, world_size)
+        tasks, support, query, measured = _measure_step(data, seed, dataset, world_size)
         ids = measured
         # The ids grow with the rows: what is counted is scaled, not replaced.
         if overrides.rows_per_task:
@@ -176,18 +181,18 @@ def _describe_step(
     ids = {name: min(ids[name], most[name]) for name in most}
     # Matrix products are counted for one task of the mean size, then scaled to the rows of a step.
     sides = max(round(support), 1), max(round(query), 1)
-    flops = count_flops(learner, features, config.model.embedding_dim, *sides)
+    flops = count_flops(learner, features, width, *sides)
     num_weights = sum(weight.numel() for weight in learner.parameters())
     return StepWork(tasks, rows, ids, flops * rows / sum(sides), num_weights)
 
 
 def _measure_step(
-    config: TrainConfig, dataset: Dataset, world_size: int
+    data: DataConfig, seed: int, dataset: Dataset, world_size: int
 ) -> tuple[float, float, float, dict[str, float]]:
     """Return a rank's tasks in a step, their support and query rows, and the ids of each table."""
     # Measured in the first batches: the rest of the split is not read.
     names = [table.name for table in dataset.features.tables]
-    split, data = config.data.train_split, config.data
+    split = data.train_split
     tasks = -(-data.tasks_per_step // world_size)
     if not data.blocks_per_step:
         # A split smaller than a step would give no batch: as many ranks as it has tasks for.
@@ -195,8 +200,7 @@ def _measure_step(
         data = replace(data, tasks_per_step=tasks * world_size)
     support = rows = num_tasks = 0
     id_counts: list[list[int]] = []
-    config, last = replace(config, data=data), world_size - 1
-    with open_reader(config, dataset, split, last, world_size) as reader:
+    with open_reader(data, seed, dataset, split, world_size - 1, world_size) as reader:
         # An epoch's last step is smaller: it would lower the mean.
         for batch in itertools.islice(
             reader.batches(0), min(MEASURED_BATCHES, max(1, reader.num_steps() - 1))

@@ -1,14 +1,6 @@
 """Gradient accumulation: a step's tasks in parts, one after the other, and still one exact step.
 
-The tables' update is fused into backward, so a backward per part would update them once per part:
-with Adagrad that is another algorithm. Instead the rows of all parts are fetched at once; each part
-is taken forward and backward on its own, down to the fetched rows and the layers; and only the sums
-of the parts' gradients go on into the step's one backward: one AllReduce of layers, one AlltoAll of
-rows, one update of the tables. The outer gradient is a sum over tasks, so this is the step itself,
-to rounding. Only one part's activations are alive at a time.
-
-Shape suffixes: T tasks, B tables, U unique ids, D embedding width.
-"""
+Shape suffixes: T tasks, B tables, U unique ids, D embedding width"""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -20,6 +12,10 @@ from torch import Tensor, nn
 from gmeta.data.episodes import Episodes, RowFetch, RowPlan, move_episodes, pack_episodes
 
 
+# The tables' update is fused into backward: a backward per part would update them once per part,
+# which is another algorithm with Adagrad. So the rows of all parts are fetched at once, each part
+# goes forward and backward down to the fetched rows, and the sums of the parts' gradients go on
+# into the step's one backward. Only one part's activations are alive at a time.
 @dataclass(frozen=True)
 class MicroBatches:
     """A rank's share of a step in at least one part; all index the same fetched rows."""
@@ -33,42 +29,41 @@ class MicroBatches:
 
     @property
     def unique_lengths_B(self) -> Tensor:
-        """Count the ids of each table."""
+        """Return the number of ids of each table."""
         return self.parts[0].unique_lengths_B
 
     @property
     def task_T(self) -> Tensor:
-        """Return the task that each episode is of."""
+        """Return the task of each episode."""
         return torch.cat([part.task_T for part in self.parts])
 
     @property
     def num_terms(self) -> int:
-        """Count the terms of the outer loss."""
+        """Return the number of terms of the outer loss."""
         return sum(part.num_terms for part in self.parts)
 
     @property
     def num_reported(self) -> int:
-        """Count the terms that the value of the loss is the mean of."""
+        """Return the number of terms in the mean that is reported."""
         return sum(part.num_reported for part in self.parts)
 
     @property
     def num_rows(self) -> int:
-        """Count support and query rows."""
+        """Return the number of support and query rows."""
         return sum(part.num_rows for part in self.parts)
 
     @property
     def fetch(self) -> RowFetch | None:
-        """Return the rows of all parts on their way; None: nobody was asked for them yet."""
+        """Return the fetch of all parts' rows; None: not begun."""
         return self.parts[0].fetch
 
     @property
     def plan(self) -> RowPlan | None:
-        """Return which rows to ask for, for all parts; None: no exchange has looked at the ids
-        yet."""
+        """Return the plan of all parts' rows; None: not made yet."""
         return self.parts[0].plan
 
     def with_plan(self, plan: RowPlan) -> "MicroBatches":
-        """Return these parts with the rows to ask for known."""
+        """Return these parts with this plan."""
         first, *rest = self.parts
         return MicroBatches((first.with_plan(plan), *rest))
 
@@ -77,11 +72,11 @@ class MicroBatches:
         return MicroBatches(tuple(part.with_fetch(fetch) for part in self.parts))
 
     def to(self, device: torch.device) -> "MicroBatches":
-        """Copy the parts to a device."""
+        """Return copies of the parts on a device."""
         return MicroBatches(move_episodes(self.parts, device))
 
     def pack(self) -> "MicroBatches":
-        """Return the parts in the memory that `to` copies to a GPU at once."""
+        """Return the parts in one block of memory, which `to` copies to a GPU at once."""
         return MicroBatches(pack_episodes(self.parts))
 
 
@@ -91,11 +86,8 @@ Collated = TypeVar("Collated", Episodes, Episodes | MicroBatches)
 def accumulate_loss(
     learner: nn.Module, rows_UD: Tensor, micro_batches: MicroBatches, weight: float
 ) -> Tensor:
-    """Return `learner(rows_UD, episodes, weight)` for all parts together, in value and gradient.
-
-    The gradient is worked out now and only scaled in backward, so it cannot be differentiated
-    again.
-    """
+    """Return `learner(rows_UD, episodes, weight)` for all parts together, in value and gradient."""
+    # The gradient is computed here and only scaled in backward: it has no derivative of its own.
     layers = [parameter for parameter in learner.parameters() if parameter.requires_grad]
     total: Tensor = _AccumulatedLoss.apply(
         lambda rows, part: learner(rows, part, weight), micro_batches.parts, rows_UD, *layers
@@ -112,8 +104,7 @@ class _AccumulatedLoss(torch.autograd.Function):
         rows_UD: Tensor,
         *layers: Tensor,
     ) -> Tensor:
-        # A leaf of its own: the parts' graphs end at the fetched rows, and do not run into the
-        # fetch.
+        # A leaf of its own: the parts' graphs end at the fetched rows, and never reach the fetch.
         wanted = [rows_UD.detach().requires_grad_(), *layers]
         total = torch.zeros((), device=rows_UD.device)
         sums: tuple[Tensor, ...] = ()

@@ -1,11 +1,8 @@
-"""What training changes about its batches so that cold tasks and cold ids hold no surprise.
+"""Augmentation: what training changes about its batches, so that cold tasks and ids are no
+surprise.
 
-Every choice is a pure function of the seed and of what it is about (epoch, task, row; step, table,
-id), so it is the same at any number of ranks and after a resume. Evaluation sees the data as
-stored.
-
-Shape suffixes: T tasks, N rows, F single-id or pooled features, V values, B tables, U unique ids.
-"""
+Shape suffixes: T tasks, N rows, F single-id or pooled features, V values, B tables, U unique
+ids"""
 
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
@@ -30,6 +27,8 @@ from metaio.ragged import owners
 from metaio.read.batch import TaskBatch
 
 
+# Every choice is a pure function of the seed and of its epoch, task and row, or step, table and id:
+# the same at any number of ranks and after a resume. Evaluation sees the data as stored.
 def augment_batches(
     batches: Iterable[TaskBatch],
     config: AugmentConfig,
@@ -38,7 +37,7 @@ def augment_batches(
     epoch: int,
     first_step: int,
 ) -> Iterator[TaskBatch]:
-    """Return the batches of an epoch's steps from `first_step` on, as training takes them."""
+    """Return the augmented batches of an epoch's steps, from `first_step` on."""
     for step, batch in enumerate(batches, start=first_step):
         yield augment_batch(batch, config, features, seed, epoch, step)
 
@@ -46,7 +45,7 @@ def augment_batches(
 def augment_batch(
     batch: TaskBatch, config: AugmentConfig, features: Features, seed: int, epoch: int, step: int
 ) -> TaskBatch:
-    """Return the batch of one step of an epoch as training takes it."""
+    """Return the augmented batch of one step of an epoch."""
     if config.resplit_support:
         shares = config.min_support_share, config.max_support_share
         batch = resplit(batch, *shares, mix_key(seed, epoch))
@@ -76,12 +75,10 @@ def check_augment(config: AugmentConfig, features: Features) -> None:
 
 
 def resplit(batch: TaskBatch, min_share: float, max_share: float, key: int) -> TaskBatch:
-    """Permute the rows of every episode and draw how many of them come first, as its support.
-
-    The share is uniform in [min_share, max_share]. An episode of two rows or more keeps at least
-    one on each side; one of a single row stays as it is. `key` and the task's id decide, so an
-    episode is split the same way whatever it shares the batch with.
-    """
+    """Return the batch with every episode's rows permuted, and a share of them, drawn uniformly
+    from [min_share, max_share], as its support."""
+    # `key` and the task's id decide: an episode is split alike whatever it shares the batch with.
+    # With two rows or more it keeps at least one on each side.
     rows_T = np.diff(batch.row_offsets_T1.numpy())
     task_T = splitmix64(batch.task_T.numpy().astype(np.uint64))
     share_T = min_share + (max_share - min_share) * draw_uniform(task_T, key, SHARE_STREAM)
@@ -97,11 +94,7 @@ def resplit(batch: TaskBatch, min_share: float, max_share: float, key: int) -> T
 def drop_ids(
     batch: TaskBatch, rate: float, dropped_B: npt.NDArray[np.bool_], key: int
 ) -> TaskBatch:
-    """Make each id of the chosen tables the unknown id with chance `rate`, in the whole batch.
-
-    `key`, the table and the id decide. All dropped ids of a table share one position with the
-    unknown id, if the batch holds it, because an episode must not see an id at two positions.
-    """
+    """Return the batch with each id of the chosen tables made the unknown id with chance `rate`."""
     table_U = owners(batch.unique_lengths_B.numpy())
     ids_U = batch.unique_ids_U.numpy()
     # Mixed before the table is added: id 7 of table 1 must not share the fate of id 8 of table 0.
@@ -109,6 +102,8 @@ def drop_ids(
     is_oov_U = dropped_B[table_U] & (
         (draw_uniform(named_U, key, ID_STREAM) < rate) | (ids_U == OOV_ROW)
     )
+    # All dropped ids of a table share one position with its unknown id: no episode sees an id at
+    # two.
     kept_U, kept_B, position_U = merge_unknown_ids(ids_U, is_oov_U, table_U, len(dropped_B))
     return replace(
         batch,

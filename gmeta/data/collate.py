@@ -1,10 +1,7 @@
-"""How a learner takes its training batches: all that arranging one asks of it, and none of its
-weights, so that another process can do it. For the fused inner loop both sides of the tasks stand
-in rectangles of padded rows, with the bags of ids behind each row.
+"""Collating: from a TaskBatch to the episodes that a learner takes, padded for the fused loop.
 
-Shape suffixes: T episodes, N rows, R rows of one side with its padding, F single-id features, M
-multi-id features, C features of both kinds, H history values of a row, V ids of all bags.
-"""
+Shape suffixes: T tasks, N rows, H longest list or task, F single-id or pooled features, M multi-id
+features, C jagged lists, V values, K dense columns, U unique ids, P task-row pairs"""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -41,16 +38,17 @@ from gmeta.losses.objectives import label_weights
 from metaio.ragged import Int64, offsets, owners, ragged_indices
 from metaio.read.batch import TaskBatch
 
-# Below this many multiply-adds in a product of rows, handling what tasks share apart, once a task,
-# costs more in calls than it saves. At 5 million it breaks even on one thread, and costs 6 % of a
-# step on two, which share the products but not the calls. On CUDA about 15 launches, estimated.
+# Below this many multiply-adds in a product of rows, splitting off what tasks share costs more in
+# calls than it saves. At 5 million it breaks even on one thread, and costs 6 % of a step on two,
+# which share the products but not the calls. On CUDA about 15 launches, estimated.
 LEAST_COMMON_WORK = {"cpu": 8_000_000, "cuda": 2_000_000_000}
 
 
 @dataclass(frozen=True)
 class CollateOptions:
-    """Integer bookkeeping on the host, from a batch to the episodes of a step."""
+    """What collating a batch needs to know of the learner, without its weights."""
 
+    # Pickled: worker processes collate with it.
     device: str  # the kind that the learner computes on
     items: FoldStatistics | None
     statistics: SupportStatistics
@@ -62,11 +60,11 @@ class CollateOptions:
     learns_from_support: bool
 
     def collator_of(self, epoch: int) -> Callable[[TaskBatch], Episodes]:
-        """Return `arranged` for the batches of one epoch."""
+        """Return `collate` for the batches of one epoch."""
         return lambda batch: self.collate(batch, epoch)
 
     def collate(self, batch: TaskBatch, epoch: int) -> Episodes:
-        """Return what the learner's `forward` takes in this epoch of a run, counted from 0."""
+        """Return the input of the learner's `forward` in this epoch of a run, counted from 0."""
         if self.items is not None:
             batch = self.items.with_features(batch)
         batch = self.statistics.with_features(batch)
@@ -74,15 +72,13 @@ class CollateOptions:
             return collate_plain_rows(batch, self.device)
         if self.layout is not None:
             groups = group_similar_tasks(batch, self.layout)
-            # Without a support row in the whole batch nothing adapts, and the fused loop has no
-            # rectangle.
+            # Without support rows nothing adapts, and the fused loop has no rectangle.
             if any(group.support_rows for group in groups):
                 return collate_padded(batch, groups, self.layout)
         episodes = collate_task_groups(batch, self.rows_per_task, self.least_gain, self.device)
         if self.learns_from_support:
             support_T, query_T = side_lengths(batch)
-            # Reptile's terms are tasks with support rows; a loss is shown of those with query rows,
-            # too.
+            # Reptile's terms are tasks with support rows; a loss to report takes query rows, too.
             num_terms, num_reported = np.count_nonzero([support_T, support_T * query_T], axis=1)
             episodes = replace(episodes, num_terms=int(num_terms), num_reported=int(num_reported))
         return episodes
@@ -91,7 +87,7 @@ class CollateOptions:
 def collate_in_parts(
     arrange: Callable[[TaskBatch], Episodes], num_parts: int
 ) -> Callable[[TaskBatch], Episodes | MicroBatches]:
-    """Return `arrange` for steps that are worked through in `num_parts` parts."""
+    """Return a function that collates the batch of a step in `num_parts` parts."""
     if num_parts == 1:
         return arrange
     return lambda batch: MicroBatches(
@@ -100,15 +96,12 @@ def collate_in_parts(
 
 
 def split_tasks(batch: TaskBatch, num_parts: int) -> list[TaskBatch]:
-    """Cut the batch between tasks into at most `num_parts` of about as many rows each.
-
-    Every part keeps the whole batch's unique ids. A batch without tasks is one part.
-    """
+    """Return at most `num_parts` batches of about as many rows each, cut between tasks."""
+    # Every part keeps the whole batch's unique ids: they are fetched once for all of them.
     offsets_T1 = batch.row_offsets_T1
     num_parts = max(1, min(num_parts, batch.num_rows))  # no cut lies between two rows twice
     targets = torch.arange(1, num_parts) * batch.num_rows / num_parts
-    # Cuts lie where the rows of a part are reached; a task longer than a part makes two of them
-    # fall together.
+    # Where the rows of a part are reached; a task longer than a part makes two cuts one.
     cuts = torch.searchsorted(offsets_T1, targets.round().to(offsets_T1.dtype))
     edges = sorted({0, *cuts.tolist(), batch.num_tasks})
     if len(edges) == 1:
@@ -117,8 +110,9 @@ def split_tasks(batch: TaskBatch, num_parts: int) -> list[TaskBatch]:
 
 
 def group_similar_tasks(batch: TaskBatch, layout: FusedLayout) -> list[TaskGroup]:
-    """Group the tasks with query rows by size; no loss depends on how the others adapt."""
+    """Return the tasks with query rows in groups of similar size."""
     support_T, query_T = side_lengths(batch)
+    # No loss depends on how a task without query rows adapts.
     with_query = np.flatnonzero(query_T)
     gain = least_gain(RECTANGLE_WORK, layout.device, layout.num_weights)
     if layout.in_buckets:
@@ -134,9 +128,7 @@ def group_similar_tasks(batch: TaskBatch, layout: FusedLayout) -> list[TaskGroup
 def _groups_in_buckets(
     support_T: Int64, query_T: Int64, with_query: Int64, layout: FusedLayout
 ) -> list[TaskGroup]:
-    """Return these tasks, the shortest first, in groups of few sizes: buckets.py. Neighbours are
-    one group where one more rectangle would cost more than it saves.
-    """
+    """Return these tasks, the shortest first, in groups of few sizes (buckets.py)."""
     tasks = with_query[np.argsort((support_T + query_T)[with_query], kind="stable")]
     number = TASKS.round_up(len(tasks))
     tasks = np.pad(tasks, (number - len(tasks), 0), constant_values=-1)
@@ -150,6 +142,7 @@ def _groups_in_buckets(
             rows.round_up(int(side_T[there].max(initial=0))) for side_T in (support_T, query_T)
         ]
         group = TaskGroup(part, *sizes)
+        # Neighbours become one group where one more rectangle costs more than it saves.
         if groups:
             merged = TaskGroup(
                 np.concatenate([groups[-1].tasks, part]),
@@ -166,10 +159,7 @@ def _groups_in_buckets(
 
 
 def collate_padded(batch: TaskBatch, groups: Sequence[TaskGroup], layout: FusedLayout) -> Episodes:
-    """Return both sides of these groups of tasks, as the fused loop takes them.
-
-    Features that all rows of a task share stand apart where that pays.
-    """
+    """Return both sides of these groups of tasks, as the fused loop takes them."""
     batch, fetched_row_P, num_rows = with_row_copies(batch, layout.rows_per_task)
     num_fetched = batch.unique_ids_U.numel()
     if not num_fetched:
@@ -184,16 +174,16 @@ def collate_padded(batch: TaskBatch, groups: Sequence[TaskGroup], layout: FusedL
     middles_T = starts_T + batch.support_lengths_T.numpy()
     tasks = [group.tasks for group in groups]
     sides = [group.support_rows for group in groups], [group.query_rows for group in groups]
-    support, support_R = _pad_rows(batch, starts_T, middles_T, tasks, sides[0], layout.dtype)
-    query, query_R = _pad_rows(batch, middles_T, ends_T, tasks, sides[1], layout.dtype)
+    support, support_N = _pad_rows(batch, starts_T, middles_T, tasks, sides[0], layout.dtype)
+    query, query_N = _pad_rows(batch, middles_T, ends_T, tasks, sides[1], layout.dtype)
     features: tuple[PaddedFeatures, ...]
     if layout.stacked:
-        both_R = np.concatenate([support_R, query_R])
-        features = (_pad_features(batch, both_R, layout, num_rows),)
+        both_N = np.concatenate([support_N, query_N])
+        features = (_pad_features(batch, both_N, layout, num_rows),)
     else:
         features = (
-            _pad_features(batch, support_R, layout, num_rows, layout.constant_support),
-            _pad_features(batch, query_R, layout, num_rows),
+            _pad_features(batch, support_N, layout, num_rows, layout.constant_support),
+            _pad_features(batch, query_N, layout, num_rows),
         )
     common = None
     if common_F is not None:
@@ -217,9 +207,8 @@ def collate_padded(batch: TaskBatch, groups: Sequence[TaskGroup], layout: FusedL
 
 
 def _common_features(batch: TaskBatch, layout: FusedLayout) -> torch.Tensor | None:
-    """Return which single-id features are the same on all rows of every task, if that saves enough
-    of the first layer's products: bool [F].
-    """
+    """Return which single-id features are equal on all rows of every task: bool [F]; None: too
+    few."""
     weights, least_work = layout.first_layer_weights, LEAST_COMMON_WORK[layout.device]
     num_features = batch.positions_NF.shape[1] + batch.multi_lengths_NM.shape[1]
     if batch.num_rows * weights < least_work:
@@ -238,7 +227,7 @@ def _common_features(batch: TaskBatch, layout: FusedLayout) -> torch.Tensor | No
 def _common_block(
     batch: TaskBatch, common_F: torch.Tensor, tasks: Int64, num_rows: int, layout: FusedLayout
 ) -> CommonFeatures:
-    """Return these features of these tasks, group by group; nothing for padding tasks."""
+    # Padding tasks have no row to read: their lists are empty.
     is_there_T = torch.from_numpy(tasks >= 0)
     first_rows = batch.row_offsets_T1[torch.from_numpy(tasks)[is_there_T]]
     positions = batch.positions_NF[first_rows][:, common_F].flatten()
@@ -259,79 +248,75 @@ def _pad_rows(
     rows_of_groups: list[int],
     dtype: torch.dtype,
 ) -> tuple[PaddedRows, Int64]:
-    """Return rows start to end of each task, group by group, and which rows of the batch they are:
-    [R], -1 for one that pads.
-    """
-    rectangles, row_R, share_R, first = [], [], [], 0
+    """Return rows start to end of each task, group by group, and their places [N]; -1: padding."""
+    rectangles, row_N, share_N, first = [], [], [], 0
     for tasks, longest in zip(groups, rows_of_groups, strict=True):
         lengths = np.where(tasks >= 0, (end_T - start_T)[tasks], 0)
         within = np.arange(longest)
         there = within < lengths[:, None]
-        row_R.append(np.where(there, start_T[tasks, None] + within, -1).ravel())
-        # A padding row has no share in any mean, so its output, its loss and its gradient count
-        # nothing.
-        share_R.append((there / np.maximum(lengths, 1)[:, None]).ravel())
+        row_N.append(np.where(there, start_T[tasks, None] + within, -1).ravel())
+        # A padding row has no share in any mean: its output, loss and gradient count nothing.
+        share_N.append((there / np.maximum(lengths, 1)[:, None]).ravel())
         rectangles.append(Rectangle(first, len(tasks), longest))
         first += len(tasks) * longest
-    rows_R = np.concatenate(row_R)
+    rows_N = np.concatenate(row_N)
     per_task = np.repeat([mine.rows for mine in rectangles], [mine.tasks for mine in rectangles])
     # Padding rows read the batch's first: any numbers but NaN do where the weight is 0.
-    stored_R = torch.from_numpy(np.maximum(rows_R, 0))
-    label_N = batch.label_N.index_select(0, stored_R)
-    weight_N = batch.weight_N[stored_R] if batch.weight_N.numel() else batch.weight_N
+    stored_N = torch.from_numpy(np.maximum(rows_N, 0))
+    label_N = batch.label_N.index_select(0, stored_N)
+    weight_N = batch.weight_N[stored_N] if batch.weight_N.numel() else batch.weight_N
     rows = PaddedRows(
         rectangles=tuple(rectangles),
         label_N=label_N,
         weight=label_weights(label_N, weight_N),
-        share_N=torch.from_numpy(np.concatenate(share_R)).to(dtype),
+        share_N=torch.from_numpy(np.concatenate(share_N)).to(dtype),
         task_N=torch.from_numpy(owners(per_task)),
     )
-    return rows, rows_R
+    return rows, rows_N
 
 
 def _pad_features(
-    batch: TaskBatch, rows_R: Int64, layout: FusedLayout, num_rows: int, constant: bool = False
+    batch: TaskBatch, rows_N: Int64, layout: FusedLayout, num_rows: int, constant: bool = False
 ) -> PaddedFeatures:
-    """Return the features of these rows; nobody asks for the gradient of `constant` ones."""
-    there_R1 = torch.from_numpy(rows_R >= 0).unsqueeze(1)
-    dense_NK = batch.dense_NK.index_select(0, torch.from_numpy(np.maximum(rows_R, 0)))
+    """Return the features of these rows; no gradient is taken of `constant` ones."""
+    there_N1 = torch.from_numpy(rows_N >= 0).unsqueeze(1)
+    dense_NK = batch.dense_NK.index_select(0, torch.from_numpy(np.maximum(rows_N, 0)))
     has_history = layout.history is not None
     return PaddedFeatures(
-        bags=_make_bags(batch, rows_R, layout, num_rows, constant),
+        bags=_make_bags(batch, rows_N, layout, num_rows, constant),
         num_features=batch.positions_NF.shape[1] + batch.multi_lengths_NM.shape[1],
-        history=_make_history(batch, rows_R, layout, num_rows, constant) if has_history else None,
-        dense_NK=dense_NK * there_R1,
+        history=_make_history(batch, rows_N, layout, num_rows, constant) if has_history else None,
+        dense_NK=dense_NK * there_N1,
     )
 
 
 def _make_bags(
-    batch: TaskBatch, rows_R: Int64, layout: FusedLayout, num_rows: int, constant: bool
+    batch: TaskBatch, rows_N: Int64, layout: FusedLayout, num_rows: int, constant: bool
 ) -> Bags:
-    """Return bags of each row's features, single then multi-id; empty ones for the history, and on
-    a CPU for a row of -1.
-    """
+    """Return bags of each row's features, single then multi-id."""
     num_single, num_multi = batch.positions_NF.shape[1], batch.multi_lengths_NM.shape[1]
     if layout.device != "cpu" and not num_multi and batch.num_rows:
         # A padding row reads another row's features, as it weighs nothing: each reads a different
         # row's, since additions to the same row of a table wait for each other.
-        read_R = np.where(rows_R >= 0, rows_R, np.arange(len(rows_R)) % batch.num_rows)
-        index_V = batch.positions_NF[torch.from_numpy(read_R)].flatten()
+        read_N = np.where(rows_N >= 0, rows_N, np.arange(len(rows_N)) % batch.num_rows)
+        index_V = batch.positions_NF[torch.from_numpy(read_N)].flatten()
         return Bags.single(index_V, num_rows, constant, layout.device)
-    there_N = np.flatnonzero(rows_R >= 0)
-    rows_N = rows_R[there_N]
+    # The history's bags and, on a CPU, those of padding rows are empty.
+    real = np.flatnonzero(rows_N >= 0)
+    real_rows = rows_N[real]
     history = -1 if layout.history is None else layout.history
     pooled_M = np.flatnonzero(np.arange(num_multi) != history)
-    values_V, lengths_NM = _values(batch, rows_N, pooled_M)
+    values_V, lengths_NM = _values(batch, real_rows, pooled_M)
     # 32 bits: summing as many numbers of 64 bits takes twice as long.
-    lengths_RC = np.zeros((len(rows_R), num_single + num_multi), np.int32)
-    lengths_RC[there_N, :num_single] = 1
-    lengths_RC[there_N[:, None], num_single + pooled_M] = lengths_NM
-    lengths = torch.from_numpy(lengths_RC.ravel())
-    single_NF = batch.positions_NF.numpy()[rows_N]
+    lengths_NC = np.zeros((len(rows_N), num_single + num_multi), np.int32)
+    lengths_NC[real, :num_single] = 1
+    lengths_NC[real[:, None], num_single + pooled_M] = lengths_NM
+    lengths = torch.from_numpy(lengths_NC.ravel())
+    single_NF = batch.positions_NF.numpy()[real_rows]
     num_entries = 0
     if layout.in_buckets:
         num_values = VALUES.round_up(max(values_V.size, 1)) if pooled_M.size else 0
-        num_entries = len(rows_R) * num_single + num_values
+        num_entries = len(rows_N) * num_single + num_values
     # Entries in the order of rows: each row's single ids, then its multi-id values.
     values_N = lengths_NM.sum(axis=1)
     # In the order of rows, as gradients are added up: a row's embeddings lie side by side.
@@ -347,35 +332,33 @@ def _make_bags(
         weights[place_V] = np.repeat(1.0 / np.maximum(bag_sizes, 1), bag_sizes)
         weight_V = torch.from_numpy(weights)
     entries_V = torch.from_numpy(entries)
-    # In few shapes: a batch none of whose bags has two values is arranged as any other.
+    # In few shapes: a batch in which no bag has two values is laid out as any other.
     multi_row = layout.in_buckets and pooled_M.size > 0
     sizes = num_rows, constant, num_entries
     return Bags.of(entries_V, lengths, weight_V, *sizes, layout.device, multi_row)
 
 
 def _make_history(
-    batch: TaskBatch, rows_R: Int64, layout: FusedLayout, num_rows: int, constant: bool
+    batch: TaskBatch, rows_N: Int64, layout: FusedLayout, num_rows: int, constant: bool
 ) -> PaddedHistory:
-    """Return the values of the layout's history, one by one; none for a row of -1."""
-    there_R = rows_R >= 0
-    values_V, lengths_N1 = _values(batch, rows_R[there_R], np.array([layout.history]))
-    lengths_R = np.zeros(len(rows_R), np.int64)
-    lengths_R[there_R] = lengths_N1[:, 0]
-    longest, num_entries = int(lengths_R.max(initial=0)), 0
+    """Return the values of the layout's history, one by one; padding rows have none."""
+    there_N = rows_N >= 0
+    values_V, lengths_N1 = _values(batch, rows_N[there_N], np.array([layout.history]))
+    lengths_N = np.zeros(len(rows_N), np.int64)
+    lengths_N[there_N] = lengths_N1[:, 0]
+    longest, num_entries = int(lengths_N.max(initial=0)), 0
     if layout.in_buckets:
         longest = ROWS_OF_LONG.round_up(max(longest, 1))
         num_entries = VALUES.round_up(max(values_V.size, 1))
-    there_RH = torch.from_numpy(np.arange(longest) < lengths_R[:, None])
-    lengths = there_RH.flatten().to(torch.int64)
+    there_NH = torch.from_numpy(np.arange(longest) < lengths_N[:, None])
+    lengths = there_NH.flatten().to(torch.int64)
     index_V = torch.from_numpy(values_V)
     bags = Bags.of(index_V, lengths, None, num_rows, constant, num_entries, layout.device)
-    return PaddedHistory(bags, there_RH)
+    return PaddedHistory(bags, there_NH)
 
 
 def _values(batch: TaskBatch, rows_N: Int64, features_M: Int64) -> tuple[Int64, Int64]:
-    """Return the positions that these multi-id features of these rows hold, row by row, feature by
-    feature in a row, and how many each has: [V], [N, M].
-    """
+    """Return these multi-id features' positions in these rows [V], and how many each has [N, M]."""
     lengths_NM = batch.multi_lengths_NM.numpy().astype(np.int64)
     starts_NM = offsets(lengths_NM.ravel())[:-1].reshape(lengths_NM.shape)
     chosen = np.ix_(rows_N, features_M)

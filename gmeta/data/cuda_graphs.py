@@ -1,16 +1,10 @@
-"""Forward and backward of a learner as one CUDA graph for each shape of its batches: launched in
-one call, where eager steps spend 5 us a kernel on the host.
+"""Forward and backward of a learner as one CUDA graph for each shape of its batches.
 
 What is captured is a pure function of tensors that stay where they are: the embedding rows of a
-step, the block of what its batch is made of, and the layers. A step copies its rows and its block
-there, replays the graph and reads loss and gradients. Exchange, averaging over ranks and optimizers
-stay outside.
+step, the block of its batch, and the layers. A step copies its rows and its block there, replays
+the graph and reads loss and gradients. Exchange, averaging and optimizers stay outside.
 
-A shape's first batch is taken eagerly, which also sets up what a capture must not; its second is
-captured. Batches must be arranged in buckets (buckets.py), or hardly a shape would come twice.
-
-Shape suffixes: U unique ids, D embedding width.
-"""
+Shape suffixes: U unique ids, D embedding width"""
 
 import gc
 import logging
@@ -29,6 +23,8 @@ from gmeta.data.episodes import Episodes, LearnerInputs
 from gmeta.data.transfer import Packed, pack
 from gmeta.errors import GMetaError
 
+# A replay is one call, where eager steps spend 5 us a kernel on the host. Batches must be laid out
+# in buckets (buckets.py), or hardly a shape would come twice.
 _log = logging.getLogger(__name__)
 
 Results = tuple[Tensor | None, ...]
@@ -40,20 +36,17 @@ MOST_GRAPHS = 32
 
 @final
 class CudaCapture:
-    """Captures on the current GPU, all graphs in one pool of memory: one replays at a time, and
-    what it found is used before the next."""
+    """Captures on the current GPU, all graphs in one pool of memory."""
 
     def __init__(self) -> None:
+        # One graph replays at a time, and its results are used before the next.
         self._pool: Any = None
 
     def __call__(self, work: Callable[[], Results]) -> tuple[Callable[[], None], Results]:
-        """Return the graph's replay and its results, which hold nothing before the first."""
+        """Return the graph's replay and its results, which hold nothing before the first replay."""
         graph = torch.cuda.CUDAGraph()
-        # Only this thread's calls: others pin memory, or ask NCCL's events, meanwhile.
-        with (
-            _gc_off(),
-            torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"),
-        ):
+        # Only this thread's calls: other threads pin memory, or query NCCL's events, meanwhile.
+        with _gc_off(), torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
             results = work()
         self._pool = graph.pool()
         return graph.replay, results
@@ -61,7 +54,7 @@ class CudaCapture:
 
 @contextmanager
 def _gc_off() -> Iterator[None]:
-    """Collect garbage now and not inside: freeing a GPU's memory would break the capture."""
+    # Garbage is collected now and not inside: freeing a GPU's memory would break the capture.
     gc.collect()
     was_on = gc.isenabled()
     gc.disable()
@@ -73,15 +66,12 @@ def _gc_off() -> Iterator[None]:
 
 
 class _LossSum(nn.Module):
-    """A learner whose forward is the function that is captured."""
-
     def __init__(self, learner: nn.Module, loss_sum: Callable[[Tensor, Episodes], Tensor]) -> None:
         super().__init__()
         self.learner = learner
         self.loss_sum = loss_sum
 
     def forward(self, rows_UD: Tensor, episodes: Episodes) -> Tensor:
-        """Return the sum of the loss terms."""
         return self.loss_sum(rows_UD, episodes)
 
 
@@ -90,10 +80,7 @@ class LossGraphs:
     """The graphs of a learner, whose `loss_sum` takes rows and padded episodes on its device."""
 
     def __init__(
-        self,
-        learner: nn.Module,
-        loss_sum: Callable[[Tensor, Episodes], Tensor],
-        capture: Capture,
+        self, learner: nn.Module, loss_sum: Callable[[Tensor, Episodes], Tensor], capture: Capture
     ) -> None:
         self._module = _LossSum(learner, loss_sum)
         self._capture = capture
@@ -102,8 +89,7 @@ class LossGraphs:
         self.replays = 0  # of all graphs
 
     def loss_sum(self, rows_UD: Tensor, episodes: Episodes) -> Tensor:
-        """Return `loss_sum`, differentiable once by rows and layers; eagerly where it has no
-        graph."""
+        """Return `loss_sum`, differentiable once by rows and layers; eagerly without a graph."""
         if not (episodes.num_fetched and rows_UD.requires_grad and torch.is_grad_enabled()):
             return self._module.loss_sum(rows_UD, episodes)
         inputs = packed_inputs(episodes)
@@ -112,6 +98,7 @@ class LossGraphs:
         graph = self._graphs.get(shape)
         if graph is None:
             self._seen[shape] += 1
+            # A shape's first batch runs eagerly, and sets up what a capture must not.
             if self._seen[shape] == 1 or not self._has_room():
                 return self._module.loss_sum(rows_UD, episodes)
             graph = self._graphs[shape] = self._capture_graph(rows_UD, episodes, inputs)
@@ -139,8 +126,7 @@ class LossGraphs:
         try:
             return _LossGraph(self._module, rows_UD, block, static, self._capture)
         except RuntimeError as error:
-            # Ending a broken-off capture raises an error of its own, in the context of the real
-            # one.
+            # Ending a broken-off capture raises an error in the context of the real one.
             first = error.__context__ if isinstance(error.__context__, RuntimeError) else error
             raise GMetaError(
                 "CUDA cannot capture the step as a graph: "
@@ -149,17 +135,10 @@ class LossGraphs:
 
 
 class _LossGraph:
-    """Loss and gradients of the batches of one shape."""
-
     def __init__(
-        self,
-        module: _LossSum,
-        rows_UD: Tensor,
-        block: Tensor,
-        episodes: Episodes,
-        capture: Capture,
+        self, module: _LossSum, rows_UD: Tensor, block: Tensor, episodes: Episodes, capture: Capture
     ) -> None:
-        """Capture the loss of episodes whose inputs stand in `block`."""
+        # The inputs of `episodes` stand in `block`.
         self.layers = [layer for layer in module.parameters() if layer.requires_grad]
         self._rows_UD = rows_UD.new_zeros(episodes.num_fetched, rows_UD.shape[1])
         self._block = block
@@ -170,15 +149,13 @@ class _LossGraph:
         self._loss = loss
 
     def replay(self, rows_UD: Tensor, block: Tensor) -> Tensor:
-        """Return the loss of these rows and this batch."""
         self._rows_UD[: len(rows_UD)].copy_(rows_UD)
         self._block.copy_(block)
         self._replay()
         return self._loss.clone()
 
     def gradients(self, outer: Tensor, num_rows: int) -> list[Tensor | None]:
-        """Return the gradients of the first `num_rows` rows and of the layers, times `outer`: new
-        tensors, as the next replay overwrites these."""
+        # New tensors, as the next replay overwrites these.
         known = [grad for grad in self._grads if grad is not None]
         multiplied = iter(torch._foreach_mul(known, outer))
         rows_grad, *layers = [None if g is None else next(multiplied) for g in self._grads]
@@ -213,10 +190,8 @@ class _ReplayedLoss(torch.autograd.Function):
 
 
 def _loss_and_gradients(module: _LossSum, rows_UD: Tensor, episodes: Episodes) -> Results:
-    """Return the loss, and its gradients by the rows and by each layer that learns: a function of
-    what these hold alone."""
-    # Leaves of its own: autograd ties a layer to the stream that first used it, which is not the
-    # one that captures.
+    # Leaves of its own: autograd ties a layer to the stream that first used it, not the capturing
+    # one.
     layers = {name: layer.detach() for name, layer in module.named_parameters()}
     wanted = [rows_UD.detach().requires_grad_()]
     for name, layer in module.named_parameters():
@@ -231,7 +206,7 @@ def _loss_and_gradients(module: _LossSum, rows_UD: Tensor, episodes: Episodes) -
 
 
 def packed_inputs(episodes: Episodes) -> Packed[LearnerInputs]:
-    """Return what the captured function reads of a batch, in one block."""
+    """Return the inputs of the captured function in one block."""
     if isinstance(episodes.held, Packed):
         return episodes.held
     (found,) = pack([episodes.held], pin_memory=False)  # on a CPU they are not
@@ -239,6 +214,6 @@ def packed_inputs(episodes: Episodes) -> Packed[LearnerInputs]:
 
 
 def graph_key(episodes: Episodes) -> Hashable:
-    """Return what batches must have in common to share a graph: every shape, and every number
-    outside tensors."""
+    """Return what batches must have in common to share a graph: shapes, and numbers beside
+    tensors."""
     return packed_inputs(episodes).layout, episodes.num_fetched

@@ -1,11 +1,8 @@
 """From a TaskBatch to what a meta-step needs: ids to fetch, each task's own rows, support and query
-sides.
-
-All of it is integer bookkeeping, done on the host before anything goes to a device.
+sides. All of it is integer bookkeeping on the host.
 
 Shape suffixes: T tasks, N rows, F single-id or pooled features, M multi-id features, V values, K
-dense columns, B tables, U unique ids, D embedding width, P task-row pairs.
-"""
+dense columns, B tables, U unique ids, D embedding width, P task-row pairs"""
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
@@ -31,28 +28,24 @@ CollatedRows = Side | Sides | TaskGroups | PaddedTasks
 
 
 class RowFetch(ABC):
-    """The rows of a step on their way from the ranks that hold them. All ranks make the same calls
-    in the same order."""
+    """A step's rows on their way from the ranks that hold them; all ranks make the same calls."""
 
     @abstractmethod
     def send(self) -> None:
-        """Let the ids travel."""
+        """Send the ids."""
 
     @abstractmethod
     def look_up(self) -> None:
-        """Let the rows travel as they are now: no table may change before `rows_UD`."""
+        """Send the rows as they are now: no table may change before `rows_UD`."""
 
     @abstractmethod
     def rows_UD(self, gradient_unit: float) -> Tensor:
-        """Return the rows, differentiable.
-
-        `gradient_unit` is about the size of their gradients, the same on every rank.
-        """
+        """Return the rows, differentiable; `gradient_unit` is about the size of their gradients."""
 
 
 @dataclass(frozen=True)
 class RowPlan:
-    """Which rows to ask for and to give out, as an exchange works it out before a step."""
+    """The rows to request and to send, as an exchange plans them before a step."""
 
     known: Any  # on the host
     numbers: Any  # a tree of tensors for the device, or what `packed` made of it
@@ -61,12 +54,11 @@ class RowPlan:
 class LearnerInputs(NamedTuple):
     """All that a learner reads of a rank's share of a step, except for the rows that are fetched.
 
-    Its rows are one side for plain training, where every row is a query row; both sides to predict;
-    for the general inner loop both sides of groups of tasks; for the fused one both, padded.
-    """
+    `rows` is one side for plain training, where every row is a query row; both sides to predict;
+    groups of tasks for the general inner loop; padded tasks for the fused one."""
 
     unique_lengths_B: Tensor
-    # The fetched row behind each row that the sides index, and the gather of these; None when they
+    # The fetched row behind each row that the sides index, and the gather of these; None: the sides
     # index the fetched rows themselves.
     fetched_row_P: Tensor | None
     copies: Bags | None
@@ -75,9 +67,9 @@ class LearnerInputs(NamedTuple):
 
 @dataclass(frozen=True)
 class Episodes:
-    """A rank's share of a step. What the learner reads goes to the device; the rest, and the ids,
-    stay on the host."""
+    """A rank's share of a step."""
 
+    # What the learner reads (`held`) goes to the device; the rest, and the ids, stay on the host.
     task_T: Tensor  # which task each episode is of
     unique_ids_U: Tensor
     unique_lengths_B: Tensor
@@ -107,8 +99,8 @@ class Episodes:
         constant: bool = False,
         device: str = "cpu",
     ) -> "Episodes":
-        """Make the batch's episodes, for a kind of device, with `rows` as their arranged rows;
-        `constant` ones have no gradient."""
+        """Return the batch's episodes with these collated rows; `constant` ones have no
+        gradient."""
         copies = None
         if fetched_row_P is not None:
             copies = Bags.single(fetched_row_P, batch.unique_ids_U.numel(), constant, device)
@@ -130,16 +122,16 @@ class Episodes:
 
     @property
     def rows(self) -> CollatedRows:
-        """Return the arranged rows."""
+        """Return the collated rows."""
         return self.inputs.rows
 
     @property
     def copies(self) -> Bags | None:
-        """Return the gather of each task's own copies, see Inputs."""
+        """Return the gather of each task's own copies, see LearnerInputs."""
         return self.inputs.copies
 
     def with_plan(self, plan: RowPlan) -> "Episodes":
-        """Return these episodes with the rows to ask for known."""
+        """Return these episodes with this plan."""
         return replace(self, plan=plan)
 
     def with_fetch(self, fetch: RowFetch) -> "Episodes":
@@ -147,17 +139,17 @@ class Episodes:
         return replace(self, fetch=fetch)
 
     def to(self, device: torch.device) -> "Episodes":
-        """Copy the episodes to a device."""
+        """Return a copy on a device."""
         (there,) = move_episodes((self,), device)
         return there
 
     def pack(self) -> "Episodes":
-        """Return the episodes in the memory that `to` copies to a GPU at once."""
+        """Return the episodes in one block of memory, which `to` copies to a GPU at once."""
         (there,) = pack_episodes((self,))
         return there
 
     def working_rows_PD(self, rows_UD: Tensor) -> Tensor:
-        """Return the rows that the sides index: each task's own copy where embeddings adapt."""
+        """Return the rows that the sides index: each task's own copies where embeddings adapt."""
         return rows_UD if self.copies is None else self.copies.pool(rows_UD)
 
 
@@ -178,7 +170,7 @@ def device_trees(parts: tuple[Episodes, ...]) -> list[Any]:
 
 
 def with_trees(parts: tuple[Episodes, ...], trees: list[Any]) -> tuple[Episodes, ...]:
-    """Return the parts with these in place of what `device_trees` returns."""
+    """Return the parts with these in place of their `device_trees`."""
     plan = parts[0].plan
     plans = [plan if plan is None else RowPlan(plan.known, trees[-1])] + [None] * len(parts)
     return tuple(
@@ -188,8 +180,7 @@ def with_trees(parts: tuple[Episodes, ...], trees: list[Any]) -> tuple[Episodes,
 
 
 def collate_plain_rows(batch: TaskBatch, device: str) -> Episodes:
-    """Return every row of the batch on its own, whatever its task and side, for a kind of
-    device."""
+    """Return every row of the batch on its own, whatever its task and side."""
     return Episodes.of(batch, None, make_full_side(batch, device=device), batch.num_rows)
 
 
@@ -197,8 +188,7 @@ def make_full_side(
     batch: TaskBatch, constant: bool = False, num_rows: int | None = None, device: str = "cpu"
 ) -> Side:
     """Return all rows of the batch as one side, which reads from the fetched rows, or from
-    `num_rows` others as `with_row_copies` says; nobody can ask for the gradient of constant
-    ones."""
+    `num_rows` copies (`with_row_copies`); `constant` ones have no gradient."""
     if num_rows is None:
         num_rows = batch.unique_ids_U.numel()
     every_row_N = torch.ones(batch.num_rows, dtype=torch.bool)
@@ -209,11 +199,9 @@ def make_full_side(
 def collate_support_query(
     batch: TaskBatch, rows_per_task: bool, to_predict: bool = False
 ) -> Episodes:
-    """Return both sides of every task; with `rows_per_task` each task has its own copy of its rows.
-
-    `to_predict`: nobody can ask for a gradient but that of the copies that adapt.
-    """
+    """Return both sides of every task; with `rows_per_task` each has its own copies of rows."""
     batch, fetched_row_P, num_rows = with_row_copies(batch, rows_per_task)
+    # To predict, only copies that adapt have a gradient: the inner steps take it.
     constant_sides = to_predict and not rows_per_task, to_predict
     (sides,) = _make_sides(batch, [np.arange(batch.num_tasks)], num_rows, constant_sides)
     episodes = Episodes.of(batch, fetched_row_P, sides, _num_with_query(batch), to_predict)
@@ -223,7 +211,7 @@ def collate_support_query(
 
 
 def with_query_items(episodes: Episodes, batch: TaskBatch, item: int) -> Episodes:
-    """Return the episodes of a batch with the item of each query row: that of a single feature."""
+    """Return the episodes of a batch with the item of each query row, from a single-id feature."""
     position_N = batch.positions_NF[~_support_rows_N(batch), item]
     return replace(episodes, query_item_N=batch.unique_ids_U[position_N])
 
@@ -236,8 +224,7 @@ def with_sampled(episodes: Episodes, batch: TaskBatch, is_sampled_N: Tensor) -> 
 def collate_task_groups(
     batch: TaskBatch, rows_per_task: bool, least_gain: float, device: str
 ) -> Episodes:
-    """Return both sides of every task, in groups of tasks of similar size, where a cut saves at
-    least `least_gain` rows of padding; for a kind of device."""
+    """Return both sides of every task in groups; a cut saves at least `least_gain` padding rows."""
     groups = group_tasks(*side_lengths(batch), least_gain)
     batch, fetched_row_P, num_rows = with_row_copies(batch, rows_per_task)
     rows = TaskGroups(_make_sides(batch, groups, num_rows, device=device))
@@ -245,8 +232,8 @@ def collate_task_groups(
 
 
 def with_row_copies(batch: TaskBatch, rows_per_task: bool) -> tuple[TaskBatch, Tensor | None, int]:
-    """Return the batch with its positions into the tasks' own rows if they have such, the fetched
-    row behind each of these, and how many rows are read from."""
+    """Return the batch with its positions into the tasks' own copies of rows if they have such, the
+    fetched row behind each, and the number of rows."""
     if not rows_per_task:
         return batch, None, batch.unique_ids_U.numel()
     rows = deduplicate_task_rows(batch)
@@ -255,13 +242,12 @@ def with_row_copies(batch: TaskBatch, rows_per_task: bool) -> tuple[TaskBatch, T
 
 
 def side_lengths(batch: TaskBatch) -> tuple[Int64, Int64]:
-    """Count support and query rows of each task."""
+    """Return the numbers of support and query rows of each task."""
     support_T = batch.support_lengths_T.numpy().astype(np.int64)
     return support_T, batch.row_offsets_T1.diff().numpy() - support_T
 
 
 def _num_with_query(batch: TaskBatch) -> int:
-    """Count the tasks with query rows."""
     return int(np.count_nonzero(side_lengths(batch)[1]))
 
 
@@ -272,7 +258,6 @@ def _make_sides(
     constant_sides: tuple[bool, bool] = (False, False),
     device: str = "cpu",
 ) -> tuple[Sides, ...]:
-    """Return both sides of each group's tasks, in the order of the batch; each may be constant."""
     support_T, rows_T = batch.support_lengths_T, batch.row_offsets_T1.diff()
     task_N = torch.repeat_interleave(torch.arange(batch.num_tasks), rows_T)
     is_support_N = _support_rows_N(batch)
@@ -294,7 +279,7 @@ def _make_sides(
 
 
 def _support_rows_N(batch: TaskBatch) -> Tensor:
-    """Return which rows support their task: bool [N]; the others are its query rows."""
+    # An episode's support rows come first.
     task_N = torch.repeat_interleave(torch.arange(batch.num_tasks), batch.row_offsets_T1.diff())
     within_N = torch.arange(batch.num_rows) - batch.row_offsets_T1[task_N]
     is_support_N: Tensor = within_N < batch.support_lengths_T[task_N]
@@ -302,12 +287,7 @@ def _support_rows_N(batch: TaskBatch) -> Tensor:
 
 
 def _make_side(
-    batch: TaskBatch,
-    mask_N: Tensor,
-    lengths_T: Tensor,
-    num_rows: int,
-    constant: bool,
-    device: str,
+    batch: TaskBatch, mask_N: Tensor, lengths_T: Tensor, num_rows: int, constant: bool, device: str
 ) -> Side:
     index = mask_N.nonzero().squeeze(1)
     lengths_NM = batch.multi_lengths_NM.index_select(0, index)

@@ -1,9 +1,7 @@
-"""Numbers drawn by hashing, each a pure function of a key and of what it is about; and a batch with
-its rows in an order that they decide.
+"""Random numbers by hashing, each a pure function of a key and a name; and rows in such an order.
 
 Shape suffixes: T tasks, N rows, F single-id or pooled features, M multi-id features, V values, K
-dense columns.
-"""
+dense columns"""
 
 from dataclasses import replace
 
@@ -20,7 +18,7 @@ SHARE_STREAM, ROW_STREAM, ID_STREAM = 1, 2, 3
 
 
 def mix_key(*parts: int) -> int:
-    """Return one number of 64 bits, mixed of several."""
+    """Return one number of 64 bits, mixed from several."""
     number = np.zeros(1, dtype=np.uint64)
     for part in parts:
         number = splitmix64(number + np.uint64(part % 2**64))
@@ -33,8 +31,7 @@ def draw_uniform(names: UInt64, key: int, stream: int) -> npt.NDArray[np.float64
 
 
 def draw_for_rows(task_T: Int64, row_offsets_T1: Int64, key: int) -> npt.NDArray[np.float64]:
-    """Return a number in [0, 1) for each row [N], by `key`, its task and its place in the episode:
-    in the order of these numbers the rows of an episode are shuffled."""
+    """Return a number in [0, 1) for each row [N], by `key`, its task and its place there."""
     rows_T = np.diff(row_offsets_T1)
     within_N = places(rows_T)
     # Tasks are mixed before row numbers are added: row 1 of task 7 must not draw as row 0 of 8.
@@ -43,8 +40,9 @@ def draw_for_rows(task_T: Int64, row_offsets_T1: Int64, key: int) -> npt.NDArray
 
 
 def reorder_rows(batch: TaskBatch, order_N: Int64, support_T: Int64) -> TaskBatch:
-    """Return the batch with the rows `order_N`, in this order, which keeps every episode's rows
-    together; the first `support_T` of each episode are its support."""
+    """Return the batch with the rows `order_N`, in this order; the first `support_T` of each
+    episode are its support."""
+    # The order keeps every episode's rows together; it may leave some out.
     rows_T = np.diff(batch.row_offsets_T1.numpy())
     kept_T = np.bincount(owners(rows_T)[order_N], minlength=len(rows_T))
     values_N = sum_rows(batch.multi_lengths_NM.numpy())

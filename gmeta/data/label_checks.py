@@ -1,9 +1,7 @@
 """The labels of a dataset's rows: which of them predictions are scored by, and a check that refuses
-those for which a loss is not defined. Ratings that are taken for clicks would train to the end, and
-mean nothing.
+those for which a loss is not defined.
 
-Shape suffixes: T tasks, N rows, L labels.
-"""
+Shape suffixes: T tasks, N rows, L labels"""
 
 from collections.abc import Iterable, Iterator, Sequence
 
@@ -11,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from gmeta.config.train_config import TrainConfig
+from gmeta.config.labels import LabelsConfig
 from gmeta.errors import ConfigError
 from gmeta.losses.row_losses import defined_labels_N
 from gmeta.metrics.scored_label import ScoredLabel
@@ -19,33 +17,26 @@ from metaio.format.dataset import Dataset
 from metaio.read.batch import TaskBatch
 
 
-def scored_labels(config: TrainConfig, dataset: Dataset) -> list[ScoredLabel]:
-    """Return what predictions are scored by: all labels in the dataset's order, then those of the
+def scored_labels(config: LabelsConfig, dataset: Dataset) -> list[ScoredLabel]:
+    """Return the labels that predictions are scored by, in the dataset's order, then those of the
     entire space, each given the label that it takes place among."""
     names = dataset.features.labels
-    headline = config.labels.judged_index(names)
+    headline = config.judged_index(names)
     labels = [ScoredLabel(name, at == headline, at) for at, name in enumerate(names or ("",))]
     conditional = [
         ScoredLabel(f"{name}|{among}", False, names.index(name), names.index(among))
-        for name, among in config.labels.entire_space.items()
+        for name, among in config.entire_space.items()
     ]
     return labels + conditional
 
 
-def kinds_of(config: TrainConfig, dataset: Dataset) -> tuple[str, ...]:
-    """Return the loss of each label."""
-    return config.labels.loss_kinds(config.outer.loss, dataset.features.labels)
-
-
-def check_first_labels(config: TrainConfig, dataset: Dataset) -> None:
-    """Check the first block of the training split: what is wrong with all labels is told before any
-    rank starts or any folder is made. A launcher looks before it starts the job's own service,
-    whose store lies in the run folder; rank 0 again, as nothing looked for torchrun's ranks, nor
-    for a caller of train(). What only a later block shows is for `check_labels`. Raises
-    ConfigError: a label is none that the loss takes."""
-    split = config.data.train_split
+def check_first_labels(split: str, kinds: Sequence[str], dataset: Dataset) -> None:
+    """Check the training split's first block. Raises ConfigError: a loss of `kinds` does not take a
+    label."""
+    # Ratings taken for clicks would train to the end, and mean nothing. A launcher calls this
+    # before the job's service makes its store in the run folder, rank 0 again for torchrun and
+    # callers of train(); `check_labels` sees the later blocks.
     label_N = dataset.read_block(split, 0).label_N
-    kinds = kinds_of(config, dataset)
     defined_NL = _defined_NL(kinds, label_N, dataset)
     for at, loss in enumerate(kinds):
         wrong_N = label_N.reshape(defined_NL.shape)[~defined_NL[:, at], at]
@@ -59,8 +50,8 @@ def check_first_labels(config: TrainConfig, dataset: Dataset) -> None:
 def check_labels(
     batches: Iterable[TaskBatch], kinds: Sequence[str], dataset: Dataset, split: str
 ) -> Iterator[TaskBatch]:
-    """Yield the same batches, each checked before it is given out; `kinds` are the labels' losses.
-    Raises ConfigError: a label is none that the loss takes; its row and task are named."""
+    """Yield the same batches, checked. Raises ConfigError: a loss does not take the label of a
+    row."""
     for batch in batches:
         defined_NL = _defined_NL(kinds, batch.label_N.numpy(), dataset)
         if not defined_NL.all():
@@ -79,11 +70,10 @@ def check_labels(
 def _defined_NL(
     kinds: Sequence[str], label_N: npt.NDArray[np.float32], dataset: Dataset
 ) -> npt.NDArray[np.bool_]:
-    """Return where the labels' losses are defined: [N, labels]; a label with a name may be NaN,
-    which says that it is not known."""
     label_NL = label_N.reshape(len(label_N), len(kinds))
     columns = [defined_labels_N(kind, label_NL[:, at]) for at, kind in enumerate(kinds)]
     defined_NL = np.stack(columns, axis=1)
+    # A label with a name may be NaN: it is not known for that row.
     return defined_NL | np.isnan(label_NL) if dataset.features.labels else defined_NL
 
 

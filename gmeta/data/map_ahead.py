@@ -1,6 +1,4 @@
-"""Batches arranged by threads ahead of their step: beside a GPU, the host would spend more time on
-arranging than on launching.
-"""
+"""A map that threads work on ahead of its consumer."""
 
 from collections import deque
 from collections.abc import Callable, Iterator
@@ -19,9 +17,9 @@ def map_ahead(
     on_wait: Callable[[float], object] = lambda _: None,
     on_thread_start: Callable[[], object] = lambda: None,
 ) -> Iterator[Mapped]:
-    """Yield the function's value of each item, in order, while `threads` threads work on the items
-    that follow. What the function raises for an item is raised in the caller. `waited` is called
-    with the seconds that the caller waited for each, and `enter` by each thread as it begins."""
+    """Yield the function's value of each item, in order, while `threads` threads work ahead."""
+    # Beside a GPU the host would spend more time on collating than on launching. An error of the
+    # function is raised in the caller; `on_wait` gets the seconds of each wait.
     with ThreadPoolExecutor(threads, "arrange", on_thread_start) as pool:
         ahead: deque[Future[Mapped]] = deque()
 

@@ -1,4 +1,4 @@
-"""Which dataset a config means: the one at data.path, or an increment of the stream there."""
+"""Opens the dataset that a config means: that of data.path, or an increment of a stream there."""
 
 from dataclasses import replace
 
@@ -9,15 +9,15 @@ from metaio.stream.chain import is_stream, open_stream
 
 
 def open_data(data: DataConfig) -> Dataset:
-    """Open the dataset that a config with a settled increment means. Raises ConfigError:
-    data.increment is no number."""
+    """Return the dataset of a resolved config. Raises ConfigError: data.increment is no
+    number."""
     if not data.increment:
         return open_dataset(data.path)
     return open_stream(data.path).dataset(parse_increment(data.increment))
 
 
 def open_by_name(name: str) -> Dataset:
-    """Open a dataset, an increment of a stream as STREAM:NUMBER, or a stream's newest increment."""
+    """Return a dataset, a stream's increment by STREAM:NUMBER, or a stream's newest increment."""
     path, _, number = name.rpartition(":")
     if path and number.isdecimal() and number.isascii():
         return open_stream(path).dataset(parse_increment(number))
@@ -26,21 +26,20 @@ def open_by_name(name: str) -> Dataset:
 
 
 def resolve_newest(name: str) -> str:
-    """Return STREAM:NUMBER of the increment that is a stream's newest now, and any other name as it
-    is."""
+    """Return STREAM:NUMBER of a stream's newest increment, and any other name as it is."""
     return f"{name}:{open_stream(name).newest.number}" if is_stream(name) else name
 
 
 def data_config_for(data: DataConfig, dataset: Dataset) -> DataConfig:
-    """Return the keys of a run's data for another dataset, whose splits it neither trained nor
-    validated on."""
+    """Return a run's data config for another dataset."""
+    # Its splits are none that the run trained or validated on.
     return replace(
         data, path=dataset.url, increment="", train_split="", valid_split="", eval_splits=()
     )
 
 
 def parse_increment(text: str) -> int:
-    """Return the number of an increment, as data.increment has it."""
+    """Return the number of an increment, from data.increment."""
     if not (text.isdecimal() and text.isascii() and len(text) < 10):
         raise ConfigError(
             f"data.increment = {text!r} is no increment: a number is needed, or, to train, next. "

@@ -1,6 +1,5 @@
-"""An arranged batch on its way from one process to another: all its tensors in one block of memory
-that both see, and beside it where each of them stands.
-"""
+"""A collated batch on its way between two processes: its tensors in one shared block of memory, and
+a description of the block."""
 
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -13,22 +12,19 @@ from gmeta.data.transfer import Packed, TreeLayout, pack
 
 
 class BlockDescription(NamedTuple):
-    """All that is to be known of a block: a few hundred numbers, which are pickled."""
+    """The layout of a block: a few hundred numbers, which are pickled."""
 
     num_bytes: int
-    trees: list[
-        tuple[int, TreeLayout[Any]]
-    ]  # what a device needs of each part: its start and layout
-    rest: tuple[
-        int, TreeLayout[tuple[Episodes, ...]]
-    ]  # what stays on the host: the parts without it
+    # Start and layout of what a device needs of each part, and of the parts without it.
+    trees: list[tuple[int, TreeLayout[Any]]]
+    rest: tuple[int, TreeLayout[tuple[Episodes, ...]]]
     is_whole: bool  # the step is taken in one part
 
 
 def write_to_block(
     episodes: Episodes | MicroBatches, memory: Callable[[int], Tensor]
 ) -> BlockDescription:
-    """Copy a batch on the host into the memory that `memory` gives for a number of bytes."""
+    """Copy a batch on the host into a block from `memory`; return the block's description."""
     parts = episodes.parts if isinstance(episodes, MicroBatches) else (episodes,)
     trees = device_trees(parts)
     rest = with_trees(parts, [None] * len(trees))
@@ -42,8 +38,7 @@ def write_to_block(
 
 
 def read_from_block(description: BlockDescription, block: Tensor) -> Episodes | MicroBatches:
-    """Return the batch, whose tensors are views of a block with the same bytes; what a device needs
-    is `packed`."""
+    """Return the batch as views of a block; what a device needs is packed."""
     start, layout = description.rest
     for_device = block[:start]
     trees = [Packed(for_device, *place) for place in description.trees]

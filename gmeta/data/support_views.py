@@ -1,8 +1,6 @@
-"""Views of the stored episodes for an evaluation: their support and query rows drawn anew, or fewer
-support rows.
+"""Views of stored episodes for an evaluation: support and query rows drawn anew, or less support.
 
-Shape suffixes: T tasks, N rows.
-"""
+Shape suffixes: T tasks, N rows"""
 
 from dataclasses import dataclass
 
@@ -12,24 +10,22 @@ from gmeta.data.hash_rng import draw_for_rows, mix_key, reorder_rows
 from metaio.ragged import Int64, owners, places
 from metaio.read.batch import TaskBatch
 
-# Not that of a run: draws are the same for all runs, which are compared on the same rows.
+# Not the run's: draws are the same for all runs, which are compared on the same rows.
 SEED = 0
-# What keeps the draws of rows apart from the order in which support rows are given.
+# Separate random streams: which rows are drawn, and the order in which support rows are shown.
 _DRAW_STREAM, _SUPPORT_STREAM = 1, 2
 
 
 @dataclass(frozen=True)
 class SupportView:
-    """Draw 0 is the episodes as stored; in the others each task's rows are shuffled, and as many of
-    them as before are its support. At most `max_support` support rows are shown, the first ones of
-    an order that depends on the task alone, so that a smaller number is a subset of a larger one.
-    """
+    """Draw 0 is the episodes as stored; in other draws each task's rows are shuffled, and as many
+    as before are its support. At most `max_support` support rows are shown."""
 
     draw: int = 0
     max_support: int | None = None
 
     def of(self, batch: TaskBatch) -> TaskBatch:
-        """Return the batch with the rows of this view alone."""
+        """Return the batch with this view's rows alone."""
         if self == STORED:
             return batch
         rows = (batch.task_T, batch.row_offsets_T1, batch.support_lengths_T)
@@ -47,7 +43,8 @@ class SupportView:
             order_N = np.lexsort((draw_for_rows(task_T, row_offsets_T1, key), task_N))
         if self.max_support is None:
             return order_N, support_T
-        # Rows stand task by task in any order, so places in it are numbered as stored rows are.
+        # By the task alone, so that a smaller number of rows is a subset of a larger one. Rows
+        # stand task by task in any order, so places in it are numbered as stored rows are.
         place_N = draw_for_rows(task_T, row_offsets_T1, mix_key(SEED, _SUPPORT_STREAM))
         is_query_N = within_N >= support_T[task_N]
         place_N[is_query_N] = 1 + within_N[is_query_N]  # behind all support rows, as they were
@@ -61,9 +58,8 @@ STORED = SupportView()
 
 @dataclass(frozen=True)
 class EvalProtocol:
-    """The views that an evaluation takes of each task: draws of its support and query rows, the
-    stored one first, and for each of `support_sizes` at most that many of the stored support rows.
-    """
+    """The views of an evaluation: draws of support and query rows, the stored one first, and for
+    each of `support_sizes` at most that many of the stored support rows."""
 
     draws: int = 1
     support_sizes: tuple[int, ...] = ()

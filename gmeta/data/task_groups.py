@@ -10,8 +10,8 @@ import numpy as np
 
 from metaio.ragged import Int64
 
-# One more rectangle costs about 0.1 ms a step in calls on a CPU (18 of them at one inner step and
-# three layers), padding as many more rows in every product.
+# One more rectangle costs about 0.1 ms a step in calls on a CPU (18 at one inner step and three
+# layers), as much as padding rows do in every product.
 MOST_RECTANGLES = 8
 PADDING_SHARE = 0.1
 # What one more rectangle costs, on CUDA 18 launches an inner step, in rows of padding times weights
@@ -31,21 +31,20 @@ class TaskGroup(NamedTuple):
 
     @property
     def num_rows(self) -> int:
-        """Count its rows on both sides, padding rows included."""
+        """Return the rows of both sides, padding included."""
         return len(self.tasks) * (self.support_rows + self.query_rows)
 
 
 def group_tasks(support_T: Int64, query_T: Int64, least_gain: float = 1) -> list[Int64]:
-    """Group tasks of similar sizes; return their indices.
+    """Return the indices of tasks in groups of similar size.
 
     The group that gains most is cut in two, by support or by query rows, until padding rows are at
-    most PADDING_SHARE of the true ones, there are MOST_RECTANGLES groups or a cut saves fewer rows
-    than `least_gain`.
+    most PADDING_SHARE of the true ones, there are MOST_RECTANGLES groups or a cut saves fewer than
+    `least_gain` rows.
 
     >>> groups = group_tasks(np.array([9, 2, 9, 2]), np.array([5, 5, 5, 5]))
     >>> [group.tolist() for group in groups]
-    [[1, 3], [0, 2]]
-    """
+    [[1, 3], [0, 2]]"""
     if not len(support_T):
         return []
     groups = [_SizeGroup.of(np.arange(len(support_T)), support_T, query_T)]
@@ -60,15 +59,13 @@ def group_tasks(support_T: Int64, query_T: Int64, least_gain: float = 1) -> list
 
 
 def least_gain(work: Mapping[str, int], device: str, num_weights: int) -> float:
-    """Return the rows that a cut must save on this kind of device to be worth its calls, for so
-    many weights in the layers that adapt."""
+    """Return the rows that a cut must save on this device to be worth its calls."""
+    # A padding row costs as many multiply-adds as the layers that adapt have weights.
     return max(1.0, work[device] / max(num_weights, 1))
 
 
 @dataclass(frozen=True, eq=False)
 class _SizeGroup:
-    """Some tasks and the best way to cut them in two."""
-
     tasks: Int64
     cost: int  # rows with padding
     gain: int  # by cutting the tasks into `halves`

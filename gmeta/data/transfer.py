@@ -1,12 +1,4 @@
-"""A batch on its way from the host to a device: all its tensors in one block of memory.
-
-A step has a dozen to forty tensors, and a copy of each would cost more in calls than in bytes. They
-travel as one block of pinned memory, on a stream of its own: the host waits for nothing, and the
-copy runs beside the step before. The thread that arranges a batch fills the block (`packed`), and
-works out once how it is laid out; whoever takes the step passes the block on, and makes tensors of
-it only where it needs them. torch's allocator of pinned memory gives a block out again when its
-copy is done, which it learns from an event: as many blocks are in turn as batches are under way.
-"""
+"""A batch on its way from the host to a device: all its tensors in one block of memory."""
 
 import math
 from collections.abc import Callable, Iterator, Sequence
@@ -17,13 +9,17 @@ from typing import Any, Generic, NamedTuple, TypeVar, final
 import torch
 from torch import Tensor
 
+# A step has a dozen to forty tensors: copying each would cost more in calls than in bytes. They
+# travel as one block of pinned memory, on a stream of its own, beside the step before: the host
+# waits for nothing. The thread that collates a batch fills the block. torch's allocator gives
+# pinned memory out again when an event says that its copy is done.
 T = TypeVar("T")
 # Of each tensor in the block; enough for any kernel's vector loads.
 ALIGNMENT_BYTES = 64
 
 
 class TensorPlace(NamedTuple):
-    """Where a tensor stands in a block."""
+    """The place of a tensor in a block."""
 
     start: int  # bytes
     shape: tuple[int, ...]
@@ -31,7 +27,7 @@ class TensorPlace(NamedTuple):
 
     @property
     def end(self) -> int:
-        """Return where it ends."""
+        """Return the byte behind its last."""
         return self.start + math.prod(self.shape) * self.dtype.itemsize
 
     def of(self, block: Tensor) -> Tensor:
@@ -41,10 +37,8 @@ class TensorPlace(NamedTuple):
 
 @final
 class TreeLayout(Generic[T]):
-    """How the tensors of a tree stand in a block: the tree itself, with a Place for each.
-
-    Equal for trees that are alike in everything but the values of their tensors.
-    """
+    """How the tensors of a tree stand in a block: the tree itself, with a TensorPlace for each.
+    Equal for trees that differ in the values of tensors alone."""
 
     def __init__(self, tree: Any, num_bytes: int) -> None:
         self.tree, self.num_bytes = tree, num_bytes
@@ -78,7 +72,7 @@ class Packed(Generic[T]):
 
     @property
     def block(self) -> Tensor:
-        """Return the tree's own part of the whole block."""
+        """Return the tree's own part of the block."""
         return self.full_block[self.start : self.start + self.layout.num_bytes]
 
     def tree(self) -> T:
@@ -87,13 +81,13 @@ class Packed(Generic[T]):
 
 
 def lay_out(tree: T) -> tuple[TreeLayout[T], list[tuple[TensorPlace, Tensor]]]:
-    """Return how a tree of dataclasses and tuples is laid out in a block, and the place of each
-    tensor; one that stands in it several times has one."""
+    """Return the layout of a tree of dataclasses and tuples in a block, and each tensor's place."""
     found: dict[int, tuple[TensorPlace, Tensor]] = {}
     end = 0
 
     def place(tensor: Tensor) -> TensorPlace:
         nonlocal end
+        # A tensor that stands in the tree several times travels once.
         if id(tensor) not in found:
             found[id(tensor)] = TensorPlace(end, tuple(tensor.shape), tensor.dtype), tensor
             end += -(-tensor.nbytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
@@ -106,8 +100,8 @@ def lay_out(tree: T) -> tuple[TreeLayout[T], list[tuple[TensorPlace, Tensor]]]:
 def pack(
     trees: Sequence[Any], pin_memory: bool = True, memory: Callable[[int], Tensor] | None = None
 ) -> list[Packed[Any]]:
-    """Return copies of trees, one behind the other in one block of pinned memory, or in the memory
-    that `memory` gives for a number of bytes."""
+    """Return copies of trees in one block of pinned memory, or in memory from `memory`, a function
+    of the number of bytes."""
     laid = [lay_out(tree) for tree in trees]
     num_bytes = sum(layout.num_bytes for layout, _ in laid)
     if memory is None:
@@ -131,8 +125,7 @@ def move_to_device(tree: T, device: torch.device) -> T:
 
 
 def send_to_device(trees: Sequence[Any], device: torch.device) -> list[Any]:
-    """Return trees, or what `packed` made of them, on a device; on a GPU packed, those of a block
-    in one copy."""
+    """Return trees on a device; on a GPU packed, and those of one block in one copy."""
     if device.type != "cuda":
         return [map_tree(unpack(tree), lambda tensor: tensor.to(device)) for tree in trees]
     loose = [tree for tree in trees if not isinstance(tree, Packed)]
@@ -151,8 +144,8 @@ def unpack(tree: T | Packed[T]) -> T:
 
 
 def map_tree(tree: T, function: Callable[[Any], Any], kind: type = Tensor) -> T:
-    """Return dataclasses and tuples with each tensor in them, or what else is of the `kind`,
-    replaced by the function's value."""
+    """Return dataclasses and tuples with the function's value in place of each tensor, or of each
+    part of another `kind`."""
 
     def of(part: Any) -> Any:
         if isinstance(part, kind):
@@ -171,12 +164,10 @@ def map_tree(tree: T, function: Callable[[Any], Any], kind: type = Tensor) -> T:
 
 @cache
 def _names_of_fields(kind: type) -> tuple[str, ...]:
-    """Return the names of a dataclass's fields; none for another class."""
     return tuple(one.name for one in fields(kind)) if is_dataclass(kind) else ()
 
 
 def _iterate_tree(part: Any) -> Iterator[Any]:
-    """Yield all that a tree of places is made of, from its root on."""
     kind: Any = type(part)
     if names := _names_of_fields(kind):
         inside = [getattr(part, name) for name in names]
@@ -191,7 +182,6 @@ def _iterate_tree(part: Any) -> Iterator[Any]:
 
 
 def _in_one_copy(block: Tensor, device: torch.device) -> Tensor:
-    """Return a copy of a block of the host on a GPU."""
     computing, copying = torch.cuda.current_stream(device), _copy_stream(device)
     with torch.cuda.stream(copying):
         there = block.to(device, non_blocking=True)

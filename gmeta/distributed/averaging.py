@@ -15,8 +15,7 @@ class LayerAverage:
     """Every backward leaves the mean over the ranks in the layers' gradients.
 
     All gradients travel as one message as soon as the last is there, while the rest of backward
-    takes those of the rows to their owners. The layers start as those of rank 0.
-    """
+    takes those of the rows to their owners. The layers start as those of rank 0."""
 
     def __init__(self, layers: Iterable[nn.Parameter], ranks: Ranks) -> None:
         self._ranks = ranks

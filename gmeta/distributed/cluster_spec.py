@@ -1,6 +1,5 @@
 """What a plan is made for: the machines, and what of the data is stated. Without torch, so that
-`gmeta plan` tells of a wrong option at once.
-"""
+`gmeta plan` tells of a wrong option at once."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass

@@ -18,8 +18,7 @@ class LinkProbe:
     """Swaps some bytes with both neighbours on a ring, one after the other.
 
     A pair is as slow as the slower link of the two. A healthy rank beside a slow one has its other
-    pair fast; a rank both of whose pairs are slow is slow itself.
-    """
+    pair fast; a rank both of whose pairs are slow is slow itself."""
 
     def __init__(self, ranks: Ranks) -> None:
         self._group = ranks.control

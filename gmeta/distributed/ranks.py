@@ -49,8 +49,7 @@ def start_ranks(device: str, timeout_s: int, store: Store | None = None) -> Rank
 
     A `store` replaces the rendezvous that the environment names; rank and world size still come
     from there. Raises UserError: cuda is asked for where no GPU is visible, or there are fewer than
-    ranks.
-    """
+    ranks."""
     quieten()
     if device == "cuda" and not torch.cuda.is_available():
         raise UserError(
@@ -195,8 +194,7 @@ def new_control_group() -> dist.ProcessGroup:
     """Return another gloo group, for a thread of its own; every rank must make it in the same
     place.
 
-    With torch's timeout (30 minutes), not that of a step: a disk may be slow.
-    """
+    With torch's timeout (30 minutes), not that of a step: a disk may be slow."""
     group: dist.ProcessGroup = dist.new_group(backend="gloo")
     return group
 

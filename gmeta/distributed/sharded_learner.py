@@ -1,8 +1,7 @@
 """The embedding tables and the layers behind them as one module, as every rank holds it once the
 tables are spread.
 
-Shape suffixes: U unique ids, D embedding width.
-"""
+Shape suffixes: U unique ids, D embedding width"""
 
 import time
 from collections.abc import Sequence
@@ -39,8 +38,7 @@ class ComputeClock(Protocol):
 
 class ShardedLearner(nn.Module):
     """The embedding tables in front of a MetaLearner: what DistributedModelParallel shards and
-    replicates.
-    """
+    replicates."""
 
     def __init__(
         self, tables: nn.Module, learner: "MetaLearner", precision: str = "float32"
@@ -59,8 +57,7 @@ class ShardedLearner(nn.Module):
 
     def forward(self, episodes: Episodes | MicroBatches, weight: float) -> Tensor:
         """Return the rank's weighted loss, see MetaLearner.forward; `weight` is the same on all
-        ranks.
-        """
+        ranks."""
         self._set_threads(episodes.num_rows * self._num_weights)
         episodes, rows_UD = self.fetch(episodes, weight)
         if self.clock is not None:
@@ -73,8 +70,7 @@ class ShardedLearner(nn.Module):
 
     def translate_model_errors(self) -> translate_errors:
         """Return a context that raises ConfigError, in one line, for what a model of somebody's own
-        raises inside.
-        """
+        raises inside."""
         return translate_errors(self._translate_error, GMetaError)
 
     def _translate_error(self, error: Exception) -> Exception:
@@ -103,8 +99,7 @@ class ShardedLearner(nn.Module):
 
     def fetch(self, episodes: Collated, gradient_unit: float = 1.0) -> tuple[Collated, Tensor]:
         """Return the rows of `episodes.unique_ids_U` [U, D], from whichever rank holds them, and
-        the episodes as they index them.
-        """
+        the episodes as they index them."""
         if episodes.fetch is None:
             episodes = self.exchange.enqueue(episodes)
         assert episodes.fetch is not None
@@ -112,15 +107,13 @@ class ShardedLearner(nn.Module):
 
     def predict(self, episodes: Episodes) -> "QueryPrediction":
         """Return the outputs on the query rows, see MetaLearner.predict; every rank must call it
-        for each step, also without episodes.
-        """
+        for each step, also without episodes."""
         return self.predict_along(episodes, (self.learner.inner_steps,))[0]
 
     @torch.no_grad()
     def predict_along(self, episodes: Episodes, steps: Sequence[int]) -> "list[QueryPrediction]":
         """Return what `predict` does after each of these numbers of inner steps, see
-        MetaLearner.predict_along.
-        """
+        MetaLearner.predict_along."""
         self._last_step = None
         episodes, rows_UD = self.fetch(episodes)
         work = work_to_predict(episodes.num_rows, self._num_weights, steps[-1])

@@ -1,8 +1,7 @@
 """The sharding plan: which rank holds which rows and columns of which table.
 
 Tables are placed by hand, so that every rank gets about the same share of them, or by TorchRec's
-planner where the config leaves a table to it.
-"""
+planner where the config leaves a table to it."""
 
 import heapq
 import os

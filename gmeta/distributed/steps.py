@@ -33,8 +33,7 @@ class StepTotals:
     @property
     def terms_per_reported(self) -> float:
         """Return the factor that turns a mean over all terms into the mean over those shown; 0
-        where none is shown.
-        """
+        where none is shown."""
         return self.num_terms / self.num_reported if self.num_reported else 0.0
 
 
@@ -90,8 +89,7 @@ def iterate_steps(
     With the totals every rank learns that one was asked to stop, and `stop.agreed` ends the steps
     on all of them. Where `take_replanned` says before a step (on all ranks alike) that the last
     episodes asked for are planned anew, they are asked for and announced again: their ids have not
-    travelled yet.
-    """
+    travelled yet."""
 
     def enqueue() -> _EnqueuedStep[Collated]:
         batch = next(episodes, None)
@@ -143,8 +141,7 @@ def stop_on_error(
     batches: Iterator[TaskBatch], features: Features, stop: Stop
 ) -> Iterator[TaskBatch]:
     """Yield the same batches. One that cannot be read or leased, or that the config does not fit,
-    asks all ranks to stop before its step; `together.raise_first_problem` is to follow.
-    """
+    asks all ranks to stop before its step; `together.raise_first_problem` is to follow."""
     return idle_on_error(batches, batch_without_tasks(features), stop)
 
 

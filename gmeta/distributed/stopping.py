@@ -1,6 +1,5 @@
 """Ending a run early without losing a step: SIGTERM asks one rank, all ranks stop before the same
-step.
-"""
+step."""
 
 import ctypes
 import os
@@ -42,8 +41,7 @@ def end_with_agent() -> None:
     ended. Its ranks would train on, where nobody sees them, and keep the run folder to themselves.
 
     By SIGTERM, which keeps every step; by SIGKILL where the shard service went with the agent:
-    without it no checkpoint is written, and a rank would wait for it for minutes.
-    """
+    without it no checkpoint is written, and a rank would wait for it for minutes."""
     if sys.platform == "linux" and has_agent():
         number = signal.SIGKILL if AGENT_SERVES_VARIABLE in os.environ else signal.SIGTERM
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, number)

@@ -10,8 +10,8 @@ import pyarrow as pa
 from gmeta.adaptation.algorithms.algorithm import fixed_rates
 from gmeta.adaptation.algorithms.registry import find_algorithm
 from gmeta.config.algorithm import PLAIN, AlgorithmConfig
-from gmeta.config.train_config import TrainConfig
-from gmeta.data.label_checks import check_labels, kinds_of
+from gmeta.config.train_config import DataConfig
+from gmeta.data.label_checks import check_labels
 from gmeta.data.support_views import SupportView
 from gmeta.distributed.collective_errors import run_on_all
 from gmeta.distributed.ranks import broadcast_value
@@ -40,31 +40,31 @@ from metaio.read.reader import EpisodeRange, RangeReader
 FEWEST_TASKS = 20
 
 
-def has_tunable_rates(config: TrainConfig) -> bool:
+def has_tunable_rates(config: AlgorithmConfig) -> bool:
     """Return whether there are a rate and steps to choose."""
-    algorithm = find_algorithm(config.algorithm.name)
+    algorithm = find_algorithm(config.name)
     return algorithm.takes_steps and algorithm.rates is fixed_rates
 
 
-def has_too_few_tasks(config: TrainConfig, dataset: Dataset) -> bool:
+def has_too_few_tasks(data: DataConfig, dataset: Dataset) -> bool:
     """Return whether the validation splits have too few tasks to choose by, or there are none."""
-    splits = config.data.valid_splits
+    splits = data.valid_splits
     return sum(dataset.splits[split].num_episodes for split in splits) < FEWEST_TASKS
 
 
 def choose_judging_splits(
-    config: TrainConfig, dataset: Dataset, splits: Sequence[str]
+    algorithm: AlgorithmConfig, data: DataConfig, dataset: Dataset, splits: Sequence[str]
 ) -> list[tuple[str, ...]]:
     """Return the splits that choose each setting; [] where there is none to choose."""
-    if not has_tunable_rates(config):
+    if not has_tunable_rates(algorithm):
         return []
     # The validation splits choose one setting for all splits that are scored.
-    if not has_too_few_tasks(config, dataset):
-        return [config.data.valid_splits]
+    if not has_too_few_tasks(data, dataset):
+        return [data.valid_splits]
     # Each half of the tasks then chooses for the other. Only a plain run, which never saw an inner
     # step, needs that. Training tasks cannot choose: the model has seen their labels
     # (docs/evaluation.md).
-    return [(split,) for split in splits] if config.algorithm.name == PLAIN else []
+    return [(split,) for split in splits] if algorithm.name == PLAIN else []
 
 
 def adapt_with(algorithm: AlgorithmConfig, sharded: DistributedLearner) -> None:
@@ -92,7 +92,7 @@ def choose_fine_tuning(context: EvalContext, splits: Sequence[str]) -> FineTunin
     config, ranks = context.config, context.ranks
     # Not AUC, which does not notice outputs that run away, as where the rate is too high.
     metric = loss_metric(config.loss_of())
-    is_halved = has_too_few_tasks(config, context.dataset)
+    is_halved = has_too_few_tasks(config.data, context.dataset)
     # A half of the tasks judges as many as a validation split would.
     most = config.evaluation.tuning_tasks * (1 + is_halved)
     batches_by_split = [read_tuning_batches(context, split, most) for split in splits]
@@ -153,7 +153,7 @@ def read_tuning_batches(context: EvalContext, split: str, most: int) -> tuple[in
 
     def read_groups() -> None:
         with RangeReader(dataset, threads=config.data.threads) as reader:
-            stored = check_labels(reader.batches(groups), kinds_of(config, dataset), dataset, split)
+            stored = check_labels(reader.batches(groups), context.kinds, dataset, split)
             batches.extend(stored)
 
     # An error of one rank is raised on all: the others would wait in a collective.

@@ -1,8 +1,7 @@
 """Where a rank's batches come from.
 
 What differs between a fixed share of every step and leased shards is behind this: when an epoch is
-over, and what a checkpoint must hold so that no episode is trained twice or never.
-"""
+over, and what a checkpoint must hold so that no episode is trained twice or never."""
 
 import abc
 from collections.abc import Iterator, Mapping

@@ -1,7 +1,6 @@
 """What of a step's time is a rank's own, whatever its peers do: reading and computing.
 
-A controller goes by it (docs/stragglers.md): by how long steps take, all ranks are alike.
-"""
+A controller goes by it (docs/stragglers.md): by how long steps take, all ranks are alike."""
 
 import time
 from typing import final
@@ -19,8 +18,7 @@ class ReadTime:
 
     Counted by the tasks that were read, not by those of the step: batches are read ahead. After a
     change of the shares, batches that were read ahead are read again from memory, which says
-    nothing about the storage.
-    """
+    nothing about the storage."""
 
     def __init__(self) -> None:
         self._seen_s, self._seen = 0.0, 0  # totals
@@ -50,8 +48,7 @@ class ReadOverlap:
     Batches are read while the rank computes, and while it waits for its peers. Nobody waits for a
     slow reader any more once its share has become small, because its peers' computation hides it;
     it is as slow as before, and with its old share all would wait for it again. So a rank's own
-    time is max(reading, computing), whatever the others do.
-    """
+    time is max(reading, computing), whatever the others do."""
 
     def __init__(self, batches_ahead: int) -> None:
         self._batches_ahead = batches_ahead
@@ -66,8 +63,8 @@ class ReadOverlap:
 
 @final
 class LocalClock:
-    """Time from the rows' arrival to their gradient's departure: what this rank computes by
-    itself, whatever its peers do."""
+    """Time from the rows' arrival to their gradient's departure: what this rank computes by itself,
+    whatever its peers do."""
 
     def __init__(self) -> None:
         self._spent_s = 0.0

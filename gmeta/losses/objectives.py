@@ -1,21 +1,15 @@
-"""What is learnt of each label of a row, and what a row's loss is made of.
+"""The losses of a row's labels, and how they make up the row's loss.
 
     loss of row n = w_n sum_l weight_l known_nl loss_l(z_nl, y_nl)
 
-A label that is not known adds nothing, and means over a task's rows stay means over all of them: so
-few known labels move a task as little as few rows do. w_n is the row's own weight.
-
-A ranking loss is one too, of a row among those of its task (ranking.py).
-
-A label of the entire space, a purchase after a click, is learnt as p = p(click) p(buy | click) over
-all rows, so that rows without a click teach it too: ESMM (Ma et al., "Entire Space Multi-Task
-Model", SIGIR 2018, arXiv 1804.07931). With z the logit of the click and b the model's own output,
-the logit of the product is
+with w_n the row's own weight. A label of the entire space, such as a purchase after a click, is
+learned as p = p(click) p(buy | click) over all rows, so that rows without a click teach it too:
+ESMM (Ma et al., "Entire Space Multi-Task Model", SIGIR 2018, arXiv 1804.07931). With z the logit of
+the click and b the model's own output, the logit of the product is
 
     z' = b - softplus(softplus(b) - z)
 
-Shape suffixes: N rows, L labels, O outputs.
-"""
+Shape suffixes: N rows, L labels, O outputs"""
 
 from __future__ import annotations
 
@@ -36,18 +30,15 @@ if TYPE_CHECKING:
 
 
 class LabelLosses(NamedTuple):
-    """The losses of a row's labels, and how much each counts.
-
-    The outputs, labels and weights of one label are [N] or [N, 1], those of several [N, L].
-    """
+    """The losses of a row's labels, and how much each counts. Outputs, labels and weights of one
+    label are [N] or [N, 1], those of several [N, L]."""
 
     losses: tuple[LossFunction, ...]
     weights: tuple[float, ...]
     before: tuple[int, ...]  # the label that each takes place among, an earlier one; -1: all rows
 
     def logits(self, output: Tensor) -> Tensor:
-        """Return the logits that the losses compare with labels: the model's outputs, and of labels
-        of the entire space the logit of the product."""
+        """Return the labels' logits: the model's outputs, or the product's for the entire space."""
         if max(self.before) < 0:
             return output
         own = in_float32(output).unbind(dim=1)
@@ -58,13 +49,14 @@ class LabelLosses(NamedTuple):
     ) -> Tensor:
         """Return the loss of each row, in float32 at least; see `known_labels`."""
         losses = self._losses(logits, known_labels(label, weight), weight, lists)
+        # An unknown label adds 0, and means over a task's rows stay means over all of them: few
+        # known labels move a task as little as few rows do.
         losses = losses if weight is None else losses * weight.to(losses.dtype)
         losses = self.scale(losses)
         return losses if len(self.losses) == 1 else losses.sum(dim=1)
 
     def predictions(self, logits: Tensor) -> Tensor:
-        """Return a probability for each label of bce, a score for a ranking loss, else the
-        predicted label."""
+        """Return a probability for bce, a score for a ranking loss, else the predicted label."""
 
         def predict_label(loss: LossFunction, logit: Tensor) -> Tensor:
             return logit.sigmoid() if loss.kind == "bce" else logit.clone()
@@ -74,8 +66,7 @@ class LabelLosses(NamedTuple):
     def errors(
         self, logits: Tensor, label: Tensor, weight: Tensor | None, lists: TaskLists
     ) -> Tensor:
-        """Return how far each label is above its prediction, or how a ranking loss pulls the
-        output; 0 where it is not known."""
+        """Return label minus prediction, or how a ranking loss pulls an output; 0 if unknown."""
         known = None if weight is None else (weight > 0).to(label.dtype)
 
         def error(loss: LossFunction, logit: Tensor, label: Tensor, known: Tensor | None) -> Tensor:
@@ -87,8 +78,7 @@ class LabelLosses(NamedTuple):
         return self._map_labels(error, logits, known_labels(label, weight), known)
 
     def scale(self, values: Tensor) -> Tensor:
-        """Return the values times the labels' weights: [N, L] where there are several labels, from
-        [N, L] or [N, 1]."""
+        """Return the values times the labels' weights: [N, L] from [N, L] or [N, 1]."""
         if len(self.weights) > 1:
             return values * _tensor(self.weights, values.dtype, values.device)
         return values if self.weights == (1.0,) else values * self.weights[0]
@@ -102,8 +92,7 @@ class LabelLosses(NamedTuple):
     def grads_NL(
         self, output_NL: Tensor, label_NL: Tensor, weight_NL: Tensor, lists: TaskLists
     ) -> Tensor:
-        """Return the gradient of the weighted sum of these losses at the outputs of a last layer,
-        differentiable once more."""
+        """Return the gradient of the losses' weighted sum at a last layer, differentiable again."""
 
         def label_grads(
             loss: LossFunction, output: Tensor, label: Tensor, weight: Tensor
@@ -122,8 +111,8 @@ class LabelLosses(NamedTuple):
         # From the last label to the first: what a label takes place among stands before it.
         for at in reversed(range(len(found))):
             if (before := self.before[at]) >= 0:
-                # With z' = b - softplus(softplus(b) - z): dz'/dz is this share, and dz'/db = 1 -
-                # share * sigmoid(b).
+                # z' = b - softplus(softplus(b) - z): dz'/dz is this share, dz'/db = 1 - share
+                # sigmoid(b).
                 share_N = torch.sigmoid(_softplus(own[at]) - joint[before])
                 found[before] = found[before] + found[at] * share_N
                 found[at] = found[at] * (1.0 - share_N * torch.sigmoid(own[at]))
@@ -132,7 +121,6 @@ class LabelLosses(NamedTuple):
     def _losses(
         self, logits: Tensor, label: Tensor, weight: Tensor | None, lists: TaskLists
     ) -> Tensor:
-        """Return the loss of each label; one that weighs 0 is in no list."""
 
         def losses(
             loss: LossFunction, logit: Tensor, label: Tensor, weight: Tensor | None
@@ -144,17 +132,15 @@ class LabelLosses(NamedTuple):
         return self._map_labels(losses, logits, label, weight)
 
     def _entire_space(self, own: tuple[Tensor, ...]) -> list[Tensor]:
-        """Return the logit of each label's probability among all rows, from the model's outputs."""
         joint = list(own)
         for at, before in enumerate(self.before):
             if before >= 0:
-                # By logits alone: float32 would lose the digits of a product of two small
-                # probabilities.
+                # By logits alone: a product of two small probabilities would lose its digits in
+                # float32.
                 joint[at] = own[at] - _softplus(_softplus(own[at]) - joint[before])
         return joint
 
     def _map_labels(self, function: Callable[..., Tensor], *of_labels: Tensor | None) -> Tensor:
-        """Return the function's value for each label by its own loss; None stays None for each."""
         # One call for all labels where they have one loss: several would be as many launches.
         if len(set(self.losses)) == 1:
             return function(self.losses[0], *of_labels)
@@ -165,7 +151,7 @@ class LabelLosses(NamedTuple):
 
 
 class Objectives(NamedTuple):
-    """The losses of the labels in the inner loop, which may leave some out, and the outer one."""
+    """The losses of the labels in the inner loop, which may leave some out, and in the outer."""
 
     inner: LabelLosses
     outer: LabelLosses
@@ -183,12 +169,12 @@ class Objectives(NamedTuple):
 
     @property
     def num_labels(self) -> int:
-        """Return L."""
+        """Return the number of labels."""
         return len(self.outer.losses)
 
 
 class RowLoss(NamedTuple):
-    """A weighted sum of the losses of rows, of the outputs [N, L] of a last layer."""
+    """A weighted sum of the losses of rows, by the outputs [N, L] of a last layer."""
 
     losses: LabelLosses
     label_NL: Tensor  # any number where it is not known
@@ -211,8 +197,8 @@ class RowLoss(NamedTuple):
 
 
 def label_weights(label: Tensor, weight_N: Tensor) -> Tensor | None:
-    """Return what each label counts in its row's loss, in the shape of the labels: the row's
-    weight (all 1 if there are none), 0 where the label is NaN; None where all count 1."""
+    """Return the weight of each label in its row's loss: the row's own, or 1; 0 where the label is
+    NaN; None where all are 1."""
     if weight_N.numel():
         return known_weights(label, weight_N)
     known = known_weights(label, None)
@@ -220,7 +206,8 @@ def label_weights(label: Tensor, weight_N: Tensor) -> Tensor | None:
 
 
 def known_weights(label: Tensor, weight_N: Tensor | None) -> Tensor:
-    """Return what `label_weights` does, without branching on the labels, as a program must."""
+    """Return the result of `label_weights`, without branching on labels."""
+    # An exported program must not branch on values.
     known = (~label.isnan()).to(label.dtype)
     if weight_N is None:
         return known
@@ -228,7 +215,7 @@ def known_weights(label: Tensor, weight_N: Tensor | None) -> Tensor:
 
 
 def known_labels(label: Tensor, weight: Tensor | None) -> Tensor:
-    """Return the labels with 0 for those that count nothing, among them all that are not known."""
+    """Return the labels with 0 in place of those of weight 0, unknown ones among them."""
     # NaN times a weight of 0 would still be NaN.
     return label if weight is None else torch.where(weight > 0, label, 0.0)
 
@@ -236,8 +223,7 @@ def known_labels(label: Tensor, weight: Tensor | None) -> Tensor:
 def make_objectives(
     loss: str, huber_delta: float, config: LabelsConfig, names: tuple[str, ...]
 ) -> Objectives:
-    """Return the objectives of a dataset's labels, `names`; for one without a name, those of
-    `loss`."""
+    """Return the objectives of a dataset's labels, `names`; of one without a name by `loss`."""
     config.check(names)
     if not names:
         return Objectives.of(loss, huber_delta)

@@ -1,4 +1,4 @@
-"""Losses of the order of a task's rows: of the list that its support rows are, or its query rows.
+"""Losses of the order of a task's rows: its support rows are a list, or its query rows.
 
 With m rows whose label is known, z their outputs and y their labels,
 
@@ -9,12 +9,9 @@ With m rows whose label is known, z their outputs and y their labels,
 so that the mean of l_n over the list is ListNet's cross-entropy (Cao et al., "Learning to Rank:
 From Pairwise Approach to Listwise Approach", ICML 2007), or the mean loss of a pair: RankNet's
 (Burges et al., ICML 2005), BPR's where labels are 0 and 1 (Rendle et al., arXiv 1205.2618). A list
-of equal labels, or of one row, has the loss 0. Written as a loss of each row, row weights, masks
-and means over tasks are those of any other loss; a row that weighs 0 is not in the list.
-Each label has lists of its own, which count as tasks.
+of equal labels, or of one row, has the loss 0. Each label has lists of its own.
 
-Shape suffixes: T tasks, N rows, H longest list or task, L labels, X all inputs side by side.
-"""
+Shape suffixes: T tasks, N rows, H longest list or task, L labels, X all inputs side by side"""
 
 from __future__ import annotations
 
@@ -31,7 +28,7 @@ NO_SCORE = -1e30  # its share of a softmax is 0, also in float32
 
 
 class TaskLists(Protocol):
-    """Where the rows of each task stand: rows/ragged.py, rows/rectangles.py."""
+    """Where the rows of each task stand: layout/ragged.py, layout/padded_layout.py."""
 
     def blocks(self, rows_NX: Tensor) -> Sequence[Tensor]:
         """Return the rows in blocks [tasks, rows, X]; what pads is 0."""
@@ -43,10 +40,9 @@ class TaskLists(Protocol):
 def list_losses(
     kind: str, output: Tensor, label: Tensor, weight: Tensor | None, lists: TaskLists
 ) -> Tensor:
-    """Return l_n of each row, in the shape and the precision of the outputs: [N] or [N, L].
-
-    The weights only say, by 0, which labels are not known; None: all are.
-    """
+    """Return l_n of each row, in the shape and precision of the outputs: [N] or [N, L]."""
+    # A loss of each row, so that row weights, masks and means over tasks are as with other losses;
+    # the weights only say here, by 0, which rows are in no list.
     of_block = _softmax_losses if kind == "softmax" else _pair_losses
     return _by_list(of_block, lists, output, label, weight)
 
@@ -54,8 +50,8 @@ def list_losses(
 def list_grads(
     kind: str, output: Tensor, label: Tensor, weight: Tensor | None, lists: TaskLists
 ) -> Tensor:
-    """Return the gradient of the weighted sum of these losses at the outputs, differentiable once
-    more. None: each weighs 1."""
+    """Return the gradient of the weighted sum of these losses at the outputs, differentiable
+    again."""
     of_block = _softmax_grads if kind == "softmax" else _pair_grads
     return _by_list(of_block, lists, output, label, weight)
 
@@ -67,7 +63,6 @@ def _by_list(
     label: Tensor,
     weight: Tensor | None,
 ) -> Tensor:
-    """Return what the function makes of outputs, labels and weights [T, H] of each block."""
     rows = output, label, torch.ones_like(label) if weight is None else weight
     dtype, found = output.dtype, []
     columns = [each.to(dtype).view(len(each), -1 if each.numel() else 1) for each in rows]
@@ -81,7 +76,6 @@ def _by_list(
 
 
 def _targets(label_TH: Tensor, weight_TH: Tensor) -> Tensor:
-    """Return m q_n; 0 where the labels of a list are equal."""
     is_known_TH = weight_TH > 0
     most_T1 = label_TH.masked_fill(~is_known_TH, -torch.inf).amax(1, keepdim=True)
     least_T1 = label_TH.masked_fill(~is_known_TH, torch.inf).amin(1, keepdim=True)
@@ -120,10 +114,11 @@ def _or_unknown(label_TH: Tensor, weight_TH: Tensor) -> Tensor:
 
 
 class _PairLosses(torch.autograd.Function):
-    """l_n; its derivative is made anew from the outputs, so that no pair is kept."""
+    """Computes l_n."""
 
     @staticmethod
     def forward(ctx: Any, output_TH: Tensor, label_TH: Tensor) -> Tensor:
+        # The derivative is made anew from the outputs: no pair is kept.
         ctx.save_for_backward(output_TH, label_TH)
         above, below = _sums_over_pairs(output_TH, label_TH, lambda pairs: pairs.losses_ThH)
         return above + below
@@ -134,7 +129,7 @@ class _PairLosses(torch.autograd.Function):
 
 
 class _PairGrads(torch.autograd.Function):
-    """The gradient of sum_n c_n l_n at the outputs."""
+    """Computes the gradient of sum_n c_n l_n at the outputs."""
 
     @staticmethod
     def forward(ctx: Any, output_TH: Tensor, label_TH: Tensor, weight_TH: Tensor) -> Tensor:
@@ -154,8 +149,7 @@ class _PairGrads(torch.autograd.Function):
         def curvatures(pairs: _Pairs) -> Tensor:
             share_ThH = pairs.gap_ThH.sigmoid()
             grads_ThH = share_ThH * pairs.difference(grads[0])
-            # sigmoid' = s (1 - s), times how far apart the two outputs are moved: the Hessian of a
-            # pair has one direction.
+            # sigmoid' = s (1 - s), times the difference of both moves: a pair's Hessian has rank 1.
             return grads_ThH * (1.0 - share_ThH) * pairs.both(weight_TH)
 
         above, below = _sums_over_pairs(output_TH, label_TH, curvatures)
@@ -181,15 +175,12 @@ class _Pairs(NamedTuple):
 
     @property
     def losses_ThH(self) -> Tensor:
-        """Return log(1 + e^gap)."""
         return torch.logaddexp(self.gap_ThH, self.gap_ThH.new_zeros(()))
 
     def both(self, values_TH: Tensor) -> Tensor:
-        """Return the sum of the values of the two rows."""
         return values_TH[self.lists, self.rows, None] + values_TH[self.lists, None, :]
 
     def difference(self, values_TH: Tensor) -> Tensor:
-        """Return by how much the value of the second row is above that of the first."""
         return values_TH[self.lists, None, :] - values_TH[self.lists, self.rows, None]
 
 
@@ -207,8 +198,8 @@ def _pairs(output_TH: Tensor, label_TH: Tensor) -> Iterator[_Pairs]:
 def _sums_over_pairs(
     output_TH: Tensor, label_TH: Tensor, term: Callable[[_Pairs], Tensor]
 ) -> tuple[Tensor, Tensor]:
-    """Return, for each row, m / (2 |P|) times the sum of the terms of the pairs in which it is
-    first, and of those in which it is second: [T, H] each."""
+    """Return m / (2 |P|) times the sums of the terms of each row's pairs: of those where the row is
+    first, and of those where it is second."""
     above_TH, below_TH = torch.empty_like(output_TH), torch.zeros_like(output_TH)
     count_T1 = output_TH.new_zeros(len(output_TH), 1)
     for pairs in _pairs(output_TH, label_TH):

@@ -1,8 +1,7 @@
-"""The losses of single rows by one output, and their first derivatives by it. Several labels are
-objectives.py's.
+"""The losses of single rows by one output, and their first derivatives; objectives.py has several
+labels.
 
-Shape suffix: N rows.
-"""
+Shape suffix: N rows"""
 
 from __future__ import annotations
 
@@ -19,8 +18,8 @@ RANKING = ("softmax", "pairwise")
 
 
 def defined_labels_N(kind: str, label_N: npt.NDArray[np.float32]) -> npt.NDArray[np.bool_]:
-    """Return where the loss is defined: for `bce` from 0 to 1, for `softmax` from 0 on, else
-    wherever it is finite."""
+    """Return where the loss is defined: `bce` on [0, 1], `softmax` from 0 on, else finite
+    labels."""
     # NaN is neither below nor above anything.
     if kind == "bce":
         return (label_N >= 0) & (label_N <= 1)
@@ -28,20 +27,19 @@ def defined_labels_N(kind: str, label_N: npt.NDArray[np.float32]) -> npt.NDArray
 
 
 class LossFunction(NamedTuple):
-    """Which loss the rows have, of the inner and of the outer loop.
+    """The loss of the rows, in the inner and in the outer loop.
 
     `bce` on logits; with the error e, `mse`: e^2, without a factor 1/2; `mae`: |e|; `huber`,
     Huber's loss (1964): e^2 / 2 up to an error of d = `huber_delta`, then d (|e| - d / 2). The
     minimiser of `mae` is the median, that of `huber` lies between it and the mean. `softmax` and
-    `pairwise` are of a task's rows together: ranking.py.
-    """
+    `pairwise`: ranking.py."""
 
     kind: str
     huber_delta: float = 1.0
 
     @property
     def ranks(self) -> bool:
-        """Tell whether it is a loss of a task's rows together, whose outputs only give an order."""
+        """Tell whether it is a loss of a task's rows together: outputs then only give an order."""
         return self.kind in RANKING
 
 
@@ -58,13 +56,13 @@ def row_losses_N(loss: LossFunction, output_N: Tensor, label_N: Tensor) -> Tenso
 
 
 def weighted_sum(losses_N: Tensor, weights_N: Tensor) -> Tensor:
-    """Return their inner product, a scalar, in the precision of the losses, not autocast's as with
-    `@`."""
+    """Return the inner product, a scalar."""
+    # In the precision of the losses, which `@` would lower to autocast's.
     return torch.dot(losses_N, weights_N)
 
 
 def row_grads_N(loss: LossFunction, output_N: Tensor, label_N: Tensor) -> Tensor:
-    """Return the first derivative of each row's loss by its output, differentiable once more."""
+    """Return the first derivative of each row's loss, differentiable once more."""
     if loss.kind == "bce":
         return output_N.sigmoid() - label_N
     error_N = output_N - label_N.to(output_N.dtype)
@@ -74,12 +72,13 @@ def row_grads_N(loss: LossFunction, output_N: Tensor, label_N: Tensor) -> Tensor
 
 
 def errors_N(loss: LossFunction, output_N: Tensor, label_N: Tensor) -> Tensor:
-    """Return how far each label is above its prediction: a probability for `bce`."""
+    """Return label minus prediction: a probability for `bce`."""
     output_N = in_float32(output_N)
     predicted_N = output_N.sigmoid() if loss.kind == "bce" else output_N
     return label_N.to(output_N.dtype) - predicted_N
 
 
 def in_float32(output_N: Tensor) -> Tensor:
-    """Return outputs in float32 at least: autocast's 8 bits would move a loss by steps of 0.4 %."""
+    """Return outputs in float32 at least."""
+    # In autocast's 8 bits a loss would move by steps of 0.4 %.
     return output_N.float() if output_N.dtype in HALVES else output_N

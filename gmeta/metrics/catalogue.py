@@ -1,4 +1,4 @@
-"""Which metrics there are by name, and which of them mean something for a loss."""
+"""The metrics by name, and which of them mean something for a loss."""
 
 import difflib
 import importlib.util
@@ -28,27 +28,26 @@ OF_VALUES = ("mae", "rmse")
 
 
 def predicted_by(loss: str) -> PredictionKind:
-    """Return what a model of this loss predicts: a probability, a label, or a score that tells the
-    order of a task's rows and nothing of their level."""
+    """Return what a model of this loss predicts."""
+    # A score tells the order of a task's rows, and nothing of their level.
     if loss in LIST_LOSSES:
         return "score"
     return "probability" if loss == "bce" else "rating"
 
 
 def predicts_alike(loss: str, other: str) -> bool:
-    """Return whether models of two losses predict the same."""
+    """Return whether models of two losses predict the same kind of value."""
     return predicted_by(loss) == predicted_by(other)
 
 
 def loss_metric(loss: str) -> str:
-    """Return the metric that says how far predictions of this loss are from the labels."""
+    """Return the metric of the distance between labels and predictions of this loss."""
     return {"probability": "logloss", "rating": "mae", "score": loss}[predicted_by(loss)]
 
 
 def label_of(metric: str) -> tuple[str, str]:
-    """Return a metric's own name and the label that it is of, which may stand behind it:
-    `auc:conversion`, `package.module:Name:conversion`; "" for the one that headline metrics are of.
-    """
+    """Return a metric's own name and the label behind it, as in `auc:conversion` or
+    `package.module:Name:conversion`; "" for the judged label."""
     name, _, label = metric.partition(":")
     if not (name and label):
         return name, label
@@ -65,7 +64,6 @@ def _known_names() -> list[str]:
 
 
 def _is_mistyped(name: str) -> bool:
-    """Return whether a name in front of a colon is meant for a metric, and not for a module."""
     if "." in name or not difflib.get_close_matches(name, _known_names(), n=1):
         return False
     try:
@@ -76,8 +74,8 @@ def _is_mistyped(name: str) -> bool:
 
 @dataclass(frozen=True)
 class Scoring:
-    """What is measured of predictions: of those of a loss, by the metrics of a config. Raises
-    ConfigError: a metric is unknown, named twice, or means nothing for the loss."""
+    """The metrics of predictions of a loss. Raises ConfigError: a metric is unknown, named twice,
+    or means nothing for the loss."""
 
     loss: Loss
     config: EvaluationConfig = field(default_factory=EvaluationConfig)
@@ -101,9 +99,8 @@ class Scoring:
             )
 
     def for_other_label(self, loss: Loss) -> "Scoring":
-        """Return what is measured of another label of the same rows, by its loss: the same metrics
-        where they mean something for it, none of them over candidates, which are sampled beside the
-        positive rows of one label."""
+        """Return the scoring of another label of the same rows, by its loss."""
+        # Candidates are sampled beside one label's positive rows: no other is ranked among them.
         alike = predicts_alike(loss, self.loss)
         kept = [name for name in self.config.metrics if alike and not self.is_over_candidates(name)]
         return Scoring(loss, replace(self.config, metrics=tuple(kept), candidates=0))
@@ -164,11 +161,11 @@ class Scoring:
             )
 
     def threshold_of(self, name: str) -> float | None:
-        """Return the least label that a metric counts as positive; None if it does not ask."""
+        """Return the least label that a metric counts as positive; None if it counts none."""
         return self.threshold if parse_name(name)[0] in _OF_POSITIVES else None
 
     def info(self, name: str) -> MetricInfo:
-        """Return how a metric is named and read."""
+        """Return a metric's label, direction, unit and explanation."""
         family, k = parse_name(name)
         if not family:
             own = NAMED_METRICS.find(name)
@@ -195,8 +192,7 @@ _OF_CANDIDATES = ("mrr", "ndcg", "hr", "p", "recall")
 
 
 def is_metric(name: str) -> bool:
-    """Return whether a metric of this release, or of a package of somebody's own, has that name;
-    no name with a label behind it is one."""
+    """Return whether a metric has that name; no name with a label behind it is one."""
     return bool(parse_name(name)[0]) or (not label_of(name)[1] and is_custom(name))
 
 
@@ -211,8 +207,8 @@ def metric_infos(scoring: Scoring) -> dict[str, MetricInfo]:
 
 
 def parse_name(name: str) -> tuple[str, int | None]:
-    """Return the family of a metric's name and its K, None for a whole one; no family for a name
-    that is not one of ours."""
+    """Return the family of a metric's name and its K, if it has one; no family for a custom
+    metric."""
     if name in WHOLE_NAMES:
         return name, None
     match = re.fullmatch(rf"({'|'.join(CUT_NAMES)})@([0-9]{{1,6}})", name)

@@ -1,8 +1,6 @@
-"""The losses that order the rows of a task, from their scores: a model trained with one of them is
-judged by it, as it also notices outputs that run away.
+"""Ranking losses as metrics: a model trained with one is also judged by it.
 
-Shape suffixes: T tasks, N rows.
-"""
+Shape suffixes: T tasks, N rows"""
 
 from collections.abc import Callable
 
@@ -16,10 +14,9 @@ MOST_PAIRS = 1 << 20  # of a task, at once in memory
 def list_loss_terms(
     name: str, label_N: Floats, score_N: Floats, code_N: Ints, num_tasks: int
 ) -> Terms:
-    """Return the mean over the tasks whose labels differ of `softmax`, the cross-entropy of the
-    softmax of its scores against its labels over their sum, or of `pairwise`, the mean of
-    log(1 + e^(z_j - z_i)) over its rows with y_i > y_j; see losses/ranking.py. code_N are dense
-    task codes in [0, num_tasks)."""
+    """Return the mean of `softmax` or `pairwise` (losses/ranking.py) over the tasks whose labels
+    differ; code_N are dense task codes."""
+    # Unlike a metric of the order alone, the loss notices outputs that run away.
     num_negative = int(np.count_nonzero(label_N < 0))
     if name == "softmax" and num_negative:
         reason = f"{num_negative:,} of {label_N.size:,} labels are below 0, and cannot share 1"
@@ -44,7 +41,7 @@ def _softmax(label_N: Floats, score_N: Floats) -> float:
 
 
 def _pairwise(label_N: Floats, score_N: Floats) -> float:
-    """Return the mean over the pairs, a block of rows at a time."""
+    # A block of rows at a time: all pairs of a long task would not fit in memory.
     total, count, step = 0.0, 0, max(1, MOST_PAIRS // label_N.size)
     for first in range(0, label_N.size, step):
         rows = slice(first, first + step)

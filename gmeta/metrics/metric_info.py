@@ -1,4 +1,4 @@
-"""How metrics are named and explained to people."""
+"""Names and explanations of metrics, for people."""
 
 from dataclasses import dataclass
 
@@ -7,7 +7,7 @@ from gmeta.metrics.terms import ECE_BINS, LOGLOSS_CLIP
 
 @dataclass(frozen=True)
 class MetricInfo:
-    """How a metric is named, read and compared."""
+    """A metric's label, direction, unit and explanation."""
 
     label: str
     higher_is_better: bool

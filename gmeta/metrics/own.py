@@ -1,4 +1,4 @@
-"""Metrics of somebody's own: by entry point or import path, beside those of the catalogue."""
+"""Custom metrics: by entry point or import path, beside those of the catalogue."""
 
 import math
 import re
@@ -24,9 +24,8 @@ KEY = "evaluation.metrics"
 
 @dataclass(frozen=True)
 class Metric:
-    """A metric and how it is read: `function(label_N, prediction_N, task_N)` returns its value of
-    rows in any order; task_N are whole numbers, predictions probabilities for bce and ratings for
-    other losses. NaN where it is undefined."""
+    """A custom metric: `function(label_N, prediction_N, task_N)` returns its value on rows in any
+    order, NaN where undefined; predictions are probabilities for bce, else ratings."""
 
     function: Callable[[Floats, Floats, Ints], float]
     label: str  # in tables and pictures
@@ -45,12 +44,12 @@ NAMED_METRICS: Registry[Metric] = Registry(
 
 
 def is_custom(name: str) -> bool:
-    """Return whether a name is an import path or an entry point, rather than one of ours."""
+    """Return whether a name is an import path or an entry point."""
     return bool(re.fullmatch(r"[\w.]+:[\w.]+", name)) or name in NAMED_METRICS.names()
 
 
 def check_trusted(path: Path, names: Iterable[str], made_on: Mapping[str, Any]) -> None:
-    """Check that metrics that the run at `path` names, none of them ours, are of packages that this
+    """Raise GMetaError unless all custom metrics of the run at `path` are of packages that this
     machine trusts; `made_on` is the run's environment."""
     for name in names:
         try:
@@ -63,7 +62,7 @@ def check_trusted(path: Path, names: Iterable[str], made_on: Mapping[str, Any]) 
 
 
 def try_out(name: str) -> None:
-    """Call an own metric on 200 made-up rows of 20 tasks. Raise GMetaError where it fails."""
+    """Call a custom metric on 200 made-up rows of 20 tasks. Raises GMetaError: it fails."""
     place_N = np.arange(200)
     label_N, score_N = (place_N % 2).astype(np.float64), (place_N + 1) / 201
     try:
@@ -75,16 +74,13 @@ def try_out(name: str) -> None:
 def custom_terms(
     name: str, label_N: Floats, score_N: Floats, code_N: Ints, num_tasks: int, resampled: bool
 ) -> Terms:
-    """Return an own metric with what its value changes by each task's weight; `resampled` false:
-    the value alone, and every task the same. code_N are dense task codes.
+    """Return a custom metric's value, and with `resampled` how it changes with each task's weight;
+    code_N are dense task codes. Raises GMetaError: the function failed.
 
     The change is that of a delete-a-group jackknife: tasks are dealt at random into G groups, and
     I_g = (T - n_g) / T * (value - value without the n_g tasks of group g) estimates the sum of
     their influences. Each has I_g / sqrt(n_g), so that resampled tasks vary as much as the I_g do
-    (Kott, The delete-a-group jackknife, Journal of Official Statistics 17, 2001). Without a group
-    that has all rows there is nothing to measure: it changes nothing, and too few tasks have no
-    interval anyway. Raises GMetaError: the function failed.
-    """
+    (Kott, The delete-a-group jackknife, Journal of Official Statistics 17, 2001)."""
     function = NAMED_METRICS.find(name).function
 
     def value_of(kept_N: Any) -> float:
@@ -104,6 +100,7 @@ def custom_terms(
     num_groups = min(NUM_GROUPS, num_tasks)
     group_T = np.random.default_rng(SEED).permutation(num_tasks) % num_groups
     sizes = np.bincount(group_T, minlength=num_groups)
+    # Without a group that has all rows there is nothing to measure: too few tasks have no interval.
     kept = (group_T[code_N] != group for group in range(num_groups))
     without = np.array([value_of(kept_N) if kept_N.any() else value for kept_N in kept])
     of_groups = (num_tasks - sizes) / num_tasks * (value - without) / np.sqrt(sizes)

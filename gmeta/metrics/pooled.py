@@ -22,13 +22,15 @@ from metaio.ragged import find_run_starts
 
 
 def auc_terms(positive_N: Bools, score_N: Floats, code_N: Ints, num_tasks: int) -> Terms:
-    """Return the pooled AUC; a task's term is the AUC plus its influence on it, over all pairs.
+    """Return the pooled AUC; a task's term is the AUC plus the task's influence on it, over all
+    pairs.
 
     With the placement V of a row (the share of the other class that it is rightly ordered against),
     the derivative of the AUC by the weight of task t is, over the rows of t,
+
         sum_pos (V - AUC) / n_pos + sum_neg (V - AUC) / n_neg
-    (Obuchowski 1997, Nonparametric analysis of clustered ROC curve data).
-    """
+
+    (Obuchowski 1997, Nonparametric analysis of clustered ROC curve data)."""
     num_positive = int(np.count_nonzero(positive_N))
     num_negative = positive_N.size - num_positive
     reason = why_unusable(score_N) or why_one_class(num_positive, num_negative)
@@ -56,8 +58,7 @@ def pr_auc_terms(positive_N: Bools, score_N: Floats, code_N: Ints, num_tasks: in
     (scikit-learn's average_precision_score; Davis & Goadrich 2006 on why not by straight lines).
     The derivative by the weight of row j, with n(s) rows and p(s) positives scored s or more, is
         ([j positive] (P(s_j) - AP) + sum_(i positive, s_i <= s_j) ([j positive] / n(s_i)
-         - p(s_i) / n(s_i)^2)) / n_pos
-    """
+         - p(s_i) / n(s_i)^2)) / n_pos"""
     num_positive = int(np.count_nonzero(positive_N))
     reason = why_unusable(score_N) or why_one_class(num_positive, positive_N.size - num_positive)
     if reason:
@@ -78,16 +79,13 @@ def pr_auc_terms(positive_N: Bools, score_N: Floats, code_N: Ints, num_tasks: in
 
 
 def ece_terms(label_N: Floats, probability_N: Floats, code_N: Ints, num_tasks: int) -> Terms:
-    """Return the expected calibration error: how far predicted probabilities are from what came
-    true, in 15 bins of equal width.
+    """Return the expected calibration error: the distance between predicted probabilities and
+    labels, in 15 bins of equal width.
 
         ECE = sum_b (n_b / N) |mean label of bin b - mean probability of bin b|
 
     Bins are open below and closed above (Naeini et al. 2015; Guo et al. 2017, On Calibration of
-    Modern Neural Networks, equation 3). Its terms keep the sign of each bin's difference, so the
-    interval of two models' difference holds to first order. One of the value would not: what noise
-    does in a bin always adds to it, and of 60 tasks, 400 rows, it held the truth 37 times of 100.
-    """
+    Modern Neural Networks, equation 3)."""
     reason = why_unusable(probability_N)
     if reason:
         return undefined_terms(num_tasks, reason)
@@ -95,6 +93,9 @@ def ece_terms(label_N: Floats, probability_N: Floats, code_N: Ints, num_tasks: i
     bin_N = np.digitize(probability_N, edges, right=True)
     excess_N = label_N - probability_N
     excess_X = np.bincount(bin_N, excess_N, minlength=ECE_BINS)
+    # The sign of each bin's difference stays, so the interval of two models' difference holds to
+    # first order. One of the value would not: noise in a bin always adds to it, and of 60 tasks,
+    # 400 rows, such an interval held the truth 37 times of 100.
     num_T = sum_T(np.sign(excess_X)[bin_N] * excess_N, code_N, num_tasks)
     den_T = sum_T(np.ones(label_N.size), code_N, num_tasks)
     value = float(np.abs(excess_X).sum() / label_N.size)
@@ -109,8 +110,8 @@ def logloss_N(label_N: Floats, probability_N: Floats) -> Floats:
 
 
 def _count_rarer_tasks(positive_N: Bools, code_N: Ints) -> int:
-    """Return how many tasks hold a row of the class that fewer of them hold. With five of these in
-    200 a 95 % interval of the AUC holds the truth 81 times of 100, with one 6 times."""
+    # With five tasks of the rarer class in 200, a 95 % interval of the AUC holds the truth 81 times
+    # of 100, with one 6 times.
     classes = (code_N[positive_N], code_N[~positive_N])
     return min(int(np.count_nonzero(np.bincount(code_of_class))) for code_of_class in classes)
 

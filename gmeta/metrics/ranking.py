@@ -1,9 +1,4 @@
-"""Metrics of the order of each task's rows: GAUC, nDCG, hits, precision, recall, reciprocal rank.
-
-Rows with equal scores stand in every order with equal chance, and each metric is its expectation
-over these orders (McSherry & Najork 2008, Computing information retrieval performance measures
-efficiently in the presence of tied scores): a constant model earns no luck.
-"""
+"""Metrics of the order of each task's rows: GAUC, nDCG, hits, precision, recall, MRR."""
 
 from dataclasses import dataclass
 from functools import cached_property
@@ -25,9 +20,12 @@ from metaio.ragged import find_run_starts, owners, places
 # N rows, T tasks, R ties: runs of rows of one task with equal scores
 
 
+# Rows with equal scores stand in every order with equal chance, and each metric is its expectation
+# over these orders (McSherry & Najork 2008, Computing information retrieval performance measures
+# efficiently in the presence of tied scores): a constant model has no luck.
 @dataclass(frozen=True)
 class RankedRows:
-    """Rows sorted by task, then by score, each with the bounds of its task and of its ties."""
+    """Rows sorted by task, then by score, each with the bounds of its task and of its tie."""
 
     label_N: Floats
     task_N: Ints
@@ -50,19 +48,19 @@ class Ties:
 
     @cached_property
     def positives_T(self) -> Floats:
-        """Count the positive rows of each task."""
+        """Return the number of positive rows of each task."""
         return sum_T(self.positives_R, self.task_R, self.num_tasks)
 
     @property
     def none(self) -> Terms | None:
-        """Return the terms of a metric of positive rows where no task holds one."""
+        """Return the terms of a metric of positive rows where no task has one."""
         if self.positives_T.any():
             return None
         return undefined_terms(self.num_tasks, "no task holds a positive row")
 
 
 def rank_within_tasks(label_N: Floats, score_N: Floats, code_N: Ints, num_tasks: int) -> RankedRows:
-    """Sort rows by (task, score); code_N are dense task codes in [0, num_tasks)."""
+    """Return the rows sorted by (task, score); code_N are dense task codes in [0, num_tasks)."""
     order_N = np.lexsort((score_N, code_N))
     task_N, sorted_N = code_N[order_N], score_N[order_N]
     new_task_N = find_run_starts(task_N)
@@ -93,9 +91,7 @@ def gauc_terms(ranked: RankedRows, threshold: float) -> Terms:
 
         GAUC = sum_t n_t AUC_t / sum_t n_t     over the tasks that hold both classes
 
-    Zhou et al., Deep Interest Network (KDD 2018), section 6.3. The paper is silent on tasks of one
-    class, which have no AUC: they count neither above nor below. NaN when no task holds both.
-    """
+    Zhou et al., Deep Interest Network (KDD 2018), section 6.3."""
     positive_N = ranked.label_N >= threshold
     negatives_before = np.concatenate(([0], np.cumsum(~positive_N)))
     # Twice the negatives below each row, of its own task alone; ties count once.
@@ -103,6 +99,7 @@ def gauc_terms(ranked: RankedRows, threshold: float) -> Terms:
     beaten_N = tied - 2 * negatives_before[ranked.task_first_N]
     rows_T = np.bincount(ranked.task_N, minlength=ranked.num_tasks)
     positives_T = np.bincount(ranked.task_N[positive_N], minlength=ranked.num_tasks)
+    # The paper is silent on tasks of one class, which have no AUC: they do not count.
     pairs_T = positives_T * (rows_T - positives_T)
     # As everywhere here: NaN with its reason, where a 0 or a half would pass for a score.
     if not pairs_T.any():
@@ -120,9 +117,7 @@ def ndcg_terms(ranked: RankedRows, ideal: RankedRows, k: int) -> Terms:
         DCG@k = sum_{r <= k} label_r / log2(1 + r),  nDCG@k = DCG@k / (DCG@k of the ideal order)
 
     (Jarvelin & Kekalainen 2002.) With a gain of 2^label - 1 (Burges et al. 2005), in use for
-    cold-start work too, it is another number: compare only like with like. Tasks without any gain
-    are left out; NaN when none is left or a label is negative.
-    """
+    cold-start work too, it is another number: compare only like with like."""
     if ranked.label_N.size and ranked.label_N.min() < 0:
         return undefined_terms(ranked.num_tasks, "labels below 0 have no gain")
     ideal_T = _dcg_T(ideal, k)
@@ -132,31 +127,26 @@ def ndcg_terms(ranked: RankedRows, ideal: RankedRows, k: int) -> Terms:
 
 
 def precision_terms(ties: Ties, k: int) -> Terms:
-    """Return the share of positive rows among a task's k best, mean over the tasks with one.
-
-    Always over k, also where a task has fewer rows, as trec_eval's P_k: such a task cannot reach 1.
-    """
+    """Return the share of positive rows among a task's k best, mean over the tasks with one."""
+    # Always over k, as trec_eval's P_k: a task with fewer rows cannot reach 1.
     return ties.none or mean_over_tasks(_positives_found_T(ties, k) / k, ties.positives_T > 0)
 
 
 def recall_terms(ties: Ties, k: int) -> Terms:
-    """Return the share of a task's positive rows that its k best hold, mean over the tasks with
-    one; trec_eval's recall_k."""
+    """Return the share of a task's positive rows among its k best, mean over the tasks with one."""
     return ties.none or mean_over_tasks(
         _positives_found_T(ties, k) / np.maximum(ties.positives_T, 1), ties.positives_T > 0
     )
 
 
 def hit_terms(ties: Ties, k: int) -> Terms:
-    """Return the share of tasks whose k best rows hold a positive one, of the tasks with one.
+    """Return the share of tasks with a positive row among their k best, of the tasks with one.
 
     HR@k, or hit@k: Deshpande & Karypis 2004, Item-based top-N recommendation algorithms, section 5;
-    He et al. 2017, Neural Collaborative Filtering, section 4.1.
-    """
+    He et al. 2017, Neural Collaborative Filtering, section 4.1."""
     if ties.none is not None:
         return ties.none
     size_R, positives_R = ties.size_R, ties.positives_R
-    # Rows of a tie that stand among the k best, whichever they are.
     # Hypergeometric: a tie misses with all of its rows that stand among the k best, in C(size -
     # positives, inside) of C(size, inside) orders.
     inside_R = np.clip(k - ties.above_R, 0, size_R)
@@ -169,10 +159,8 @@ def hit_terms(ties: Ties, k: int) -> Terms:
 
 
 def mrr_terms(ties: Ties) -> Terms:
-    """Return the mean over tasks of 1 / the rank of the best positive row, over the tasks with one.
-
-    Voorhees 1999, The TREC-8 Question Answering Track Report, section 3.
-    """
+    """Return the mean of 1 / the rank of a task's best positive row (Voorhees 1999, The TREC-8
+    Question Answering Track Report, section 3)."""
     if ties.none is not None:
         return ties.none
     # A task's last tie with a positive row is its best one; the first of them is the best row.
@@ -196,11 +184,9 @@ def mrr_terms(ties: Ties) -> Terms:
 def candidate_terms(
     family: str, k: int | None, places_N2: Ints, code_N: Ints, num_tasks: int
 ) -> Terms:
-    """Return a metric of positive rows, each among sampled candidates, mean over these rows.
-
-    `places_N2` counts the candidates above a row and those that tie with it: its rank is each of
-    above + 1 to above + tied + 1 with equal chance. -1: no positive row.
-    """
+    """Return a metric of positive rows, each among sampled candidates, mean over these rows."""
+    # Numbers of candidates above a row and tied with it; -1: no positive row. The row's rank is
+    # each of above + 1 to above + tied + 1 with equal chance.
     above_P, tied_P = places_N2[places_N2[:, 0] >= 0].astype(np.int64).T
     if not above_P.size:
         return undefined_terms(num_tasks, "no positive row among candidates")
@@ -221,13 +207,12 @@ def candidate_terms(
 
 
 def _positives_found_T(ties: Ties, k: int) -> Floats:
-    """Return how many positive rows the k best of each task hold, on average over ties."""
     inside_R = np.clip(k - ties.above_R, 0, ties.size_R)
     return sum_T(ties.positives_R * inside_R / ties.size_R, ties.task_R, ties.num_tasks)
 
 
 def _log_choose(n: Ints, k: Ints) -> Floats:
-    """Return the logarithm of the binomial coefficients; it is meaningful only for 0 <= k <= n."""
+    """Return the logarithms of binomial coefficients, for 0 <= k <= n."""
     most = int(n.max(initial=0))
     factorials = np.concatenate(([0.0], np.cumsum(np.log(np.arange(1, most + 1)))))
     found: Floats = factorials[n] - factorials[np.minimum(k, n)] - factorials[np.maximum(n - k, 0)]

@@ -1,7 +1,6 @@
 """The labels that predictions are scored by.
 
-Shape suffixes: N rows, L labels.
-"""
+Shape suffixes: N rows, L labels"""
 
 from typing import Any, NamedTuple
 
@@ -10,9 +9,8 @@ import numpy.typing as npt
 
 
 class ScoredLabel(NamedTuple):
-    """A label that predictions are scored by: one of the dataset's, or one that takes place among
-    another given that one, such as `buy|click`: a conversion rate over the rows that were clicked.
-    """
+    """A label that predictions are scored by: one of the dataset's, or one given another, such as
+    `buy|click`, a conversion rate over the rows that were clicked."""
 
     name: str  # "" where a dataset's one label has none
     is_judged: bool
@@ -21,11 +19,11 @@ class ScoredLabel(NamedTuple):
 
     @property
     def suffix(self) -> str:
-        """Return what stands behind "label", "before" and "after" in its columns of predictions."""
+        """Return the suffix of its columns of predictions."""
         return "" if self.is_judged else f":{self.name}"
 
     def label_N(self, label: npt.NDArray[Any]) -> npt.NDArray[Any]:
-        """Return this label of rows whose labels are [N] or [N, L]; NaN where it is not known."""
+        """Return this label of rows whose labels are [N] or [N, L]; NaN where it is unknown."""
         # With no rows, -1 would stand for any number of labels.
         label_NL = label if label.ndim > 1 else label[:, None]
         own_N: npt.NDArray[Any] = label_NL[:, self.at]
@@ -35,11 +33,11 @@ class ScoredLabel(NamedTuple):
         return conditional_N
 
     def prediction_N(self, prediction_NL: npt.NDArray[Any]) -> npt.NDArray[Any]:
-        """Return the prediction of this label, from those of all labels: for one given another, the
-        probability of both divided by the other's; NaN where that is 0."""
+        """Return the prediction of this label, from those of all labels; NaN for 0 / 0."""
         own_N: npt.NDArray[Any] = prediction_NL[:, self.at]
         if self.among < 0:
             return own_N
+        # Of one label given another: the probability of both divided by the other's.
         with np.errstate(divide="ignore", invalid="ignore"):
             own_N = own_N / prediction_NL[:, self.among]
         # Rounded quotients of equal numbers may lie above 1.

@@ -1,4 +1,4 @@
-"""The functions that measure predictions by the metrics of the catalogue; exact, in O(n log n)."""
+"""Measures predictions by the metrics of the catalogue; exact, in O(n log n)."""
 
 import functools
 from collections.abc import Callable, Sequence
@@ -40,16 +40,14 @@ from gmeta.metrics.terms import (
 def evaluate_split(
     label: Array, prediction: Array, task: Array, scoring: Scoring, names: Sequence[str] = ()
 ) -> dict[str, Value]:
-    """Return the metrics of one split: those of the scoring, or `names`.
-
-    label_N, prediction_N (probabilities for bce, ratings for other losses) and task_N (any
-    integers) are aligned rows. Raises ValueError where their shapes differ.
+    """Return the metrics of one split: those of the scoring, or `names`. The rows of label,
+    prediction (probabilities for bce, else ratings) and task (any integers) are aligned. Raises
+    ValueError: their shapes differ.
 
     >>> labels, tasks = np.array([0, 1, 0, 1, 1]), np.array([7, 7, 8, 8, 8])
     >>> scores = np.array([0.1, 0.9, 0.8, 0.3, 0.4])
     >>> evaluate_split(labels, scores, tasks, Scoring("bce"), ["gauc"])["gauc"].value
-    0.4
-    """
+    0.4"""
     terms = split_terms(label, prediction, task, scoring, names, resampled=False)
     return {name: Value(one.value, one.num_tasks, one.reason) for name, one in terms.items()}
 
@@ -64,13 +62,12 @@ def split_terms(
     resampled: bool = True,
     tasks: Array | None = None,
 ) -> dict[str, Terms]:
-    """Return the metrics of a split as sums over its tasks, by rising id, or over `tasks`, rising
-    ones of which some may have no row; `names` picks some.
+    """Return the metrics of a split as sums over its tasks, or over `tasks`: rising ids, of which
+    some may have no row.
 
-    `places_N2` has for each positive row how many sampled candidates score above it and how many
-    the same, -1 for other rows: what metrics over candidates are made of. Without `resampled`
-    metrics of somebody's own have their value alone, for a fiftieth of the time: see custom_terms.
-    """
+    `places_N2` has for each positive row the numbers of sampled candidates above it and tied with
+    it, -1 for other rows. Without `resampled` custom metrics have a value alone, in 1/50 of the
+    time."""
     label_N, score_N, task_N = _check_arrays(label, prediction, task)
     ids_T = np.unique(task_N) if tasks is None else tasks
     code_N = np.searchsorted(ids_T, task_N)
@@ -120,7 +117,6 @@ def _check_arrays(label: Array, score: Array, task: Array) -> tuple[Floats, Floa
 def _terms_by_name(
     label_N: Floats, score_N: Floats, code_N: Ints, num_tasks: int, threshold: float
 ) -> Callable[[str], Terms]:
-    """Return a function that makes the terms of a metric from its name."""
     error_N = score_N - label_N
 
     @functools.cache  # the sort is most of the work, and most metrics share it

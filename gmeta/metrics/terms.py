@@ -1,8 +1,5 @@
 """A metric as sums over tasks, which makes resampling tasks cheap
-(gmeta.evaluation.report.intervals).
-
-An undefined value is NaN with its reason, never a number that looks like one.
-"""
+(gmeta.evaluation.report.intervals)."""
 
 from dataclasses import dataclass
 from typing import Any, TypeAlias
@@ -25,7 +22,7 @@ ECE_BINS = 15
 
 @dataclass(frozen=True)
 class Value:
-    """A metric of one split over `num_tasks` tasks; NaN when undefined, for the `reason` given."""
+    """A metric of one split over `num_tasks` tasks; NaN when undefined, with the `reason`."""
 
     value: float
     num_tasks: int
@@ -34,13 +31,11 @@ class Value:
 
 @dataclass(frozen=True)
 class Terms:
-    """One metric as sums over tasks: value = num_T.sum() / den_T.sum(), its root if `is_root`.
+    """One metric as sums over tasks: value = num_T.sum() / den_T.sum(), its root if `is_root`."""
 
-    A task with den_T = 0 does not count (for GAUC, one that holds a single class). For a metric of
-    two classes over all rows, `rarer_tasks` tasks hold the rarer class: no more than these tell
-    anything of it. `no_interval` says why the value has none; differences of two have one.
-    """
-
+    # A task with den_T = 0 does not count (for GAUC, one of a single class). Of a metric of two
+    # classes over all rows, no more than the `rarer_tasks` tasks with the rarer class tell
+    # anything. `no_interval` says why the value has none; differences of two have one.
     value: float
     num_T: Floats
     den_T: Floats
@@ -57,7 +52,8 @@ class Terms:
 
 
 def undefined_terms(num_tasks: int, reason: str) -> Terms:
-    """Return the terms of a metric that has no value, of which no task counts."""
+    """Return the terms of a metric without a value, of which no task counts."""
+    # NaN with its reason, never a number that looks like a value.
     zeros_T = np.zeros(num_tasks)
     return Terms(np.nan, zeros_T, zeros_T, reason=reason)
 
@@ -77,12 +73,10 @@ def mean_over_rows(row_N: Floats, code_N: Ints, num_tasks: int, is_root: bool = 
 
 
 def with_influence(value: float, influence_T: Floats, rarer_tasks: int | None = None) -> Terms:
-    """Return the terms of a metric that is no ratio of sums over tasks, to first order: the value
-    and the derivative of it by each task's weight.
-
-    Where all tasks weigh the same it is exact, since the derivatives then add up to 0.
-    """
+    """Return the terms of a metric that is no ratio of sums over tasks, to first order, from its
+    value and its derivatives by the tasks' weights."""
     num_tasks = influence_T.size
+    # Exact where all tasks weigh the same: the derivatives then add up to 0.
     terms_T = value + num_tasks * influence_T
     return Terms(value, terms_T, np.ones(num_tasks), rarer_tasks=rarer_tasks)
 
@@ -98,7 +92,7 @@ def mean_of(row_N: Floats) -> float:
 
 
 def why_unusable(score_N: Floats) -> str:
-    """Return why nothing can be said of these predictions; "" if something can."""
+    """Return why no metric can be computed of these predictions; "" if one can."""
     if score_N.size == 0:
         return "no rows"
     num_bad = int(np.count_nonzero(~np.isfinite(score_N)))
@@ -110,7 +104,7 @@ def why_unusable(score_N: Floats) -> str:
 
 
 def why_one_class(num_positive: int, num_negative: int) -> str:
-    """Return why two classes cannot be told apart; "" where both are there."""
+    """Return why two classes cannot be compared; "" where both are there."""
     if num_positive and num_negative:
         return ""
     return f"{num_positive:,} positive and {num_negative:,} negative rows: both classes are needed"

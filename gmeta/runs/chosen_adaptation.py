@@ -1,6 +1,5 @@
 """How a run adapts, in place of what its config says: as an evaluation chose on validation splits
-for one of its checkpoints, in adapting.json of its folder. Exports of that checkpoint adapt so.
-"""
+for one of its checkpoints, in adapting.json of its folder. Exports of that checkpoint adapt so."""
 
 import math
 from dataclasses import replace

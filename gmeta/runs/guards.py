@@ -3,8 +3,7 @@
 A batch's loss and the gradient of the rows it fetched are checked on its own rank, before the
 ranks' gradients are averaged; averaged gradients only say that some rank is to blame. The ranks'
 answers travel while the next step computes: the guard waits for nothing and reports one step late,
-but always before a checkpoint.
-"""
+but always before a checkpoint."""
 
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, fields, is_dataclass, replace
@@ -57,11 +56,7 @@ class StepGuard:
     the run is saved to `folder`."""
 
     def __init__(
-        self,
-        folder: Path,
-        layers: Iterable[nn.Parameter],
-        ranks: Ranks,
-        ending: Callable[[], None],
+        self, folder: Path, layers: Iterable[nn.Parameter], ranks: Ranks, ending: Callable[[], None]
     ) -> None:
         """Watch the gradients of `layers`; `ending` is called on every rank before the run ends."""
         self._folder = folder
@@ -71,28 +66,19 @@ class StepGuard:
         self._watched: _PendingStep | None = None
 
     def watch(
-        self,
-        before: RunProgress,
-        episodes: Episodes | MicroBatches,
-        loss: Tensor,
-        rows_sum: Tensor,
+        self, before: RunProgress, episodes: Episodes | MicroBatches, loss: Tensor, rows_sum: Tensor
     ) -> None:
         """Check a step after its backward, and report what was found in the step before.
 
         `rows_sum` is the sum of the gradient of this rank's rows. Raises GMetaError: the step
-        before had a loss or gradient that is no number, on some rank.
-        """
+        before had a loss or gradient that is no number, on some rank."""
         grads = [layer.grad for layer in self._layers if layer.grad is not None]
         norms = torch._foreach_norm(grads) if grads else []
         # One check for all: a sum is as finite as its terms.
         total = torch.stack([loss.detach(), rows_sum, *norms]).sum()
         bad = ~total.isfinite()
         now = _PendingStep(
-            before,
-            episodes,
-            loss.detach(),
-            rows_sum,
-            start_any_rank(bad, self._ranks),
+            before, episodes, loss.detach(), rows_sum, start_any_rank(bad, self._ranks)
         )
         self.check()
         self._watched = now

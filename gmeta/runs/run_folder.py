@@ -1,6 +1,5 @@
 """The folder of a run: resolved config, environment, metrics as JSON lines, TensorBoard,
-checkpoints.
-"""
+checkpoints."""
 
 import json
 import re
@@ -10,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from gmeta.config.former_keys import gone_lines
 from gmeta.config.train_config import TrainConfig, config_from_dict, digest_of
 from gmeta.errors import ConfigError, GMetaError, UserError
 from gmeta.platform.files.atomic_write import write_atomically
@@ -67,13 +67,19 @@ class RunFolder:
 
     def read_config_and_digest(self) -> tuple[TrainConfig, str]:
         """Return the config and the digest that its checkpoints were written with: that of the file
-        as it is, without keys that later releases added. Raises UserError: this is no run folder.
-        """
+        as it is, without keys that later releases added. Raises UserError: this is no run
+        folder."""
         saved = self._read_config_json()
         try:
-            return config_from_dict(saved), digest_of(saved)
+            return config_from_dict(saved, is_saved=True), digest_of(saved)
         except ConfigError as error:
             raise ConfigError(f"{self.root / CONFIG_FILE}: {error}") from error
+
+    def gone_keys(self, section: str) -> list[str]:
+        """Return a line for each key of a section that the run was trained with and that is gone,
+        where it would change something."""
+        saved = self._read_config_json()
+        return gone_lines({section: saved[section]} if section in saved else {})
 
     def _read_config_json(self) -> dict[str, Any]:
         try:

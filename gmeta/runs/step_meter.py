@@ -28,8 +28,7 @@ class StepMeter:
     def add(self, loss: Tensor, num_rows: int, terms_per_example: float = 1.0) -> None:
         """Count one outer step over all ranks' `num_rows`; does not wait for the device.
 
-        `terms_per_shown` times the loss is what is shown of the step; nothing where it is 0.
-        """
+        `terms_per_shown` times the loss is what is shown of the step; nothing where it is 0."""
         self._loss.add_(loss.detach(), alpha=terms_per_example)
         self._steps += 1
         self._shown_steps += terms_per_example > 0

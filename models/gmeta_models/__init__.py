@@ -1,7 +1,4 @@
-"""Recommendation models as plain torch modules: no process groups, no files, no adaptation.
-
-Importing the package alone loads no torch: a config is read, and refused, without waiting for it.
-"""
+"""Recommendation models as plain torch modules: no process groups, no files, no adaptation."""
 
 import importlib
 from typing import TYPE_CHECKING, Any
@@ -22,7 +19,8 @@ _TORCH = {
 
 
 def __getattr__(name: str) -> Any:
-    """Import what needs torch at its first use."""
+    """Return what needs torch, imported at its first use."""
+    # The package alone loads no torch: a config is checked without waiting for it.
     if name not in _TORCH:
         raise AttributeError(f"module 'gmeta_models' has no attribute {name!r}")
     return getattr(importlib.import_module(_TORCH[name]), name)

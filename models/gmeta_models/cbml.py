@@ -4,8 +4,7 @@ Song et al., "CBML: A Cluster-based Meta-learning Model for Session-based Recomm
 (doi 10.1145/3459637.3482239); its clusters and gate have the form of Yao et al., "Hierarchically
 Structured Meta-learning", arXiv 1905.05301, with one level of clusters.
 
-Shape suffixes: T tasks, N rows, O outputs, X all inputs side by side.
-"""
+Shape suffixes: T tasks, N rows, O outputs, X all inputs side by side"""
 
 from collections.abc import Mapping
 
@@ -16,6 +15,7 @@ from gmeta_models.gated import GatedModel
 from gmeta_models.inputs import RowFeatures
 from gmeta_models.mlp import mlp
 from gmeta_models.model_config import InputSizes, ModelConfig
+from gmeta_models.options import CbmlOptions
 
 
 class ClusterGate(nn.Module):
@@ -24,8 +24,7 @@ class ClusterGate(nn.Module):
     r_t = tanh(V m_t)                                    what the task is like
     p_tc = softmax_c(-|r_t - mu_c|^2 / 2)                how much it is of cluster c
     q_t = sum_c p_tc tanh(U_c r_t)                       what its clusters know
-    g_t = 2 sigmoid(W [r_t, q_t])                        near 1 at the start
-    """
+    g_t = 2 sigmoid(W [r_t, q_t])                        near 1 at the start"""
 
     def __init__(
         self, width: int, task_width: int, clusters: int, outputs: Mapping[str, int]
@@ -40,8 +39,7 @@ class ClusterGate(nn.Module):
     def forward(self, mean_TX: Tensor) -> dict[str, Tensor]:
         """Return the gates of each layer, by name: [T, O]."""
         task_TO = torch.tanh(self.encode(mean_TX))
-        # Gaussian kernels of unit variance around the centres, as in hierarchically structured
-        # meta-learning.
+        # Gaussian kernels of unit variance, as in hierarchically structured meta-learning.
         distance = (task_TO.unsqueeze(1) - self.centres_CZ).square().sum(dim=2)
         share = torch.softmax(-distance / 2, dim=1)
         known = torch.tanh(self.clusters(task_TO)).view(len(mean_TX), *self.centres_CZ.shape)
@@ -51,18 +49,17 @@ class ClusterGate(nn.Module):
 
 
 class CBML(GatedModel):
-    """Rating (or logit) for every row; its decision layers start from parameters gated by the task.
+    """Rating (or logit) of every row; its decision layers start from parameters gated by the task.
 
     Departures from the paper: a task is any task, not a session, and is represented by the mean of
-    its support rows' inputs (features side by side) in place of self-attention over clicked items;
-    the gate is a value for each output of a layer (its weights and bias) in place of one for each
-    parameter, so that a task's change keeps its low rank, and is scaled to 1 at the start. A task
-    without support rows has the gates of the mean 0.
-    """
+    its support rows' inputs instead of self-attention over clicked items; the gate is a value for
+    each output of a layer (its weights and bias) instead of one for each parameter, so that a
+    task's change keeps its low rank, and is scaled to 1 at the start. A task without support rows
+    has the gates of the mean 0."""
 
     features_from = 0
 
-    def __init__(self, config: ModelConfig, sizes: InputSizes) -> None:
+    def __init__(self, config: ModelConfig, sizes: InputSizes, options: CbmlOptions) -> None:
         super().__init__()
         self.pooling = config.pooling
         width = sizes.side_by_side(config.embedding_dim)
@@ -71,12 +68,12 @@ class CBML(GatedModel):
             for index, width_out in enumerate([*config.hidden, sizes.outputs])
         }
         # The decision layers come last: a model's last linear layer is its head.
-        self.gate = ClusterGate(width, config.embedding_dim, config.clusters, outputs)
+        self.gate = ClusterGate(width, config.embedding_dim, options.clusters, outputs)
         self.decision = mlp([width, *config.hidden, sizes.outputs], activate_last=False)
 
     @property
     def decision_layers(self) -> nn.Sequential:
-        """Return the layers that make the output."""
+        """Return the layers that make the outputs."""
         return self.decision
 
     def decision_inputs_NX(self, rows: RowFeatures) -> Tensor:
@@ -84,6 +81,6 @@ class CBML(GatedModel):
         return rows.side_by_side_NX()
 
     def gates_TO(self, mean_TX: Tensor) -> dict[str, Tensor]:
-        """Return the gates that the clusters of each task ask for, by layer: [T, O]."""
+        """Return the gates of each task's clusters, by layer: [T, O]."""
         gates: dict[str, Tensor] = self.gate(mean_TX)
         return gates

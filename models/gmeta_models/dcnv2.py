@@ -3,8 +3,7 @@
 Wang et al., "DCN V2: Improved Deep & Cross Network and Practical Lessons for Web-scale Learning to
 Rank Systems", WWW 2021 (arXiv 2008.13535), section 3.
 
-Shape suffixes: N rows, L labels, O outputs, X all inputs side by side.
-"""
+Shape suffixes: N rows, L labels, O outputs, X all inputs side by side"""
 
 import torch
 from torch import Tensor, nn
@@ -13,13 +12,13 @@ from gmeta_models.decision import DecisionModel
 from gmeta_models.inputs import RowFeatures, RowInputs
 from gmeta_models.mlp import mlp, outputs_of_rows
 from gmeta_models.model_config import InputSizes, ModelConfig
+from gmeta_models.options import DcnOptions
 
 
 class CrossLayers(nn.Module):
     """x_(l+1) = x_0 * (W_l x_l + b_l) + x_l, so that layer l adds products of l + 1 features.
 
-    With a `rank` r > 0, W_l = U_l V_l of the shapes [X, r] and [r, X].
-    """
+    With a `rank` r > 0, W_l = U_l V_l of the shapes [X, r] and [r, X]."""
 
     def __init__(self, width: int, layers: int, rank: int) -> None:
         super().__init__()
@@ -42,16 +41,16 @@ def _cross_weights(width: int, rank: int) -> nn.Module:
 class StackedDCN(DecisionModel):
     """Logit (or rating) of every row: MLP(x_L), the cross layers below the MLP."""
 
-    def __init__(self, config: ModelConfig, sizes: InputSizes) -> None:
+    def __init__(self, config: ModelConfig, sizes: InputSizes, options: DcnOptions) -> None:
         super().__init__()
         self.pooling = config.pooling
         width = sizes.side_by_side(config.embedding_dim)
-        self.cross = CrossLayers(width, config.cross_layers, config.cross_rank)
+        self.cross = CrossLayers(width, options.cross_layers, options.cross_rank)
         self.deep = mlp([width, *config.hidden, sizes.outputs], activate_last=False)
 
     @property
     def decision_layers(self) -> nn.Sequential:
-        """Return the layers that make the output."""
+        """Return the layers that make the outputs."""
         return self.deep
 
     def decision_inputs_NX(self, rows: RowFeatures) -> Tensor:
@@ -63,11 +62,11 @@ class StackedDCN(DecisionModel):
 class ParallelDCN(nn.Module):
     """Logit (or rating) of every row: a linear layer over [x_L, MLP(x_0)]."""
 
-    def __init__(self, config: ModelConfig, sizes: InputSizes) -> None:
+    def __init__(self, config: ModelConfig, sizes: InputSizes, options: DcnOptions) -> None:
         super().__init__()
         self.pooling = config.pooling
         width = sizes.side_by_side(config.embedding_dim)
-        self.cross = CrossLayers(width, config.cross_layers, config.cross_rank)
+        self.cross = CrossLayers(width, options.cross_layers, options.cross_rank)
         self.deep = mlp([width, *config.hidden], activate_last=True)
         deep = [width, *config.hidden][-1]
         self.output = nn.Linear(width + deep, sizes.outputs)
@@ -79,7 +78,7 @@ class ParallelDCN(nn.Module):
         return outputs_of_rows(self.output(both))
 
 
-def dcnv2(config: ModelConfig, sizes: InputSizes) -> nn.Module:
-    """Return the DCN-V2 of this structure, its cross layers freshly initialised."""
-    kind = StackedDCN if config.structure == "stacked" else ParallelDCN
-    return kind(config, sizes)
+def dcnv2(config: ModelConfig, sizes: InputSizes, options: DcnOptions) -> nn.Module:
+    """Return the DCN-V2 of the config's structure."""
+    kind = StackedDCN if options.structure == "stacked" else ParallelDCN
+    return kind(config, sizes, options)

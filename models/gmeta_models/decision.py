@@ -1,7 +1,6 @@
 """The contract of models that end in an MLP over pooled features: what the fused inner loop reads.
 
-Shape suffixes: N rows, K dense columns, X all inputs side by side.
-"""
+Shape suffixes: N rows, K dense columns, X all inputs side by side"""
 
 from __future__ import annotations
 
@@ -19,17 +18,15 @@ if TYPE_CHECKING:
 
 
 class DecisionModel(nn.Module, ABC):
-    """A model whose output is its decision layers on something made of pooled features.
+    """A model whose outputs are its decision layers, an `mlp`, applied to pooled features."""
 
-    It sees the ids of a multi-id feature only as their pooled vector, those of `history` aside, and
-    applies its decision layers, an `mlp`, to a row once; so too an `mlp` over its
-    dense columns, if it has one.
-    """
-
+    # The fused inner loop relies on this: of a multi-id feature the model reads the pooled vector
+    # alone, `history` aside, and it applies its decision layers, and an `mlp` over its dense
+    # columns if it has one, to a row once.
     pooling: Pooling
     history: int | None = None  # the multi-id feature that it sees unpooled
-    # The column of the decision inputs from which the features stand side by side, however many
-    # there are, so that what all rows of a task share is taken once a task; None: they do not.
+    # The column of the decision inputs from which the features stand side by side, in any number:
+    # the loop then takes those that all rows of a task share once a task. None: they do not.
     features_from: int | None = None
     sees_dense_last: bool = False  # the dense columns are the last of the decision inputs
 
@@ -40,17 +37,15 @@ class DecisionModel(nn.Module, ABC):
 
     @property
     def dense_layers(self) -> nn.Sequential | None:
-        """Return linear layers, a ReLU after each, that see a row's dense columns alone; None: no
-        layer does, and the columns stay as they are."""
+        """Return linear layers, a ReLU after each, over a row's dense columns alone; None: none."""
         return None
 
     @abstractmethod
     def decision_inputs_NX(self, rows: RowFeatures) -> Tensor:
-        """Return what the decision layers see of each row, which depends on that row alone.
+        """Return the inputs of the decision layers, each row's from that row alone.
 
-        In place of its dense columns the row has what the dense layers make of them. The pooled
-        vector of the history is not to be read: it may be anything.
-        """
+        The row's dense columns are outputs of the dense layers. The history's pooled vector may be
+        anything: do not read it."""
 
     def through_dense(self, rows: RowFeatures) -> RowFeatures:
         """Return the rows as `decision_inputs_NX` takes them."""
@@ -63,8 +58,8 @@ class DecisionModel(nn.Module, ABC):
         return self.decision_inputs_NX(rows)
 
     def is_in_parts(self) -> bool:
-        """Tell whether the model is nothing more than its parts: a subclass of somebody's own may
-        have layers of another kind among them, hooks, or a forward pass of its own."""
+        """Tell whether the model is nothing more than its parts."""
+        # A subclass of another package may have other layers, hooks, or a forward pass of its own.
         kind, base = type(self), DecisionModel
         return (
             (kind.forward, kind.seen_NX, kind.through_dense)
@@ -75,5 +70,5 @@ class DecisionModel(nn.Module, ABC):
         )
 
     def forward(self, inputs: RowInputs) -> Tensor:
-        """Return one output a row: [N]; [N, outputs] of several."""
+        """Return one output a row: [N]; of several [N, outputs]."""
         return outputs_of_rows(self.decision_layers(self.seen_NX(inputs)))

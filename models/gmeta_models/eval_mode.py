@@ -1,4 +1,4 @@
-"""The mode of a model that is only asked for predictions."""
+"""Evaluation mode around predictions."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -8,8 +8,8 @@ from torch import nn
 
 @contextmanager
 def in_eval_mode(model: nn.Module) -> Iterator[None]:
-    """Keep a model in eval mode inside, as when it is served: one of somebody's own may have
-    dropout. A part that its owner put in eval mode stays so afterwards."""
+    """Keep a model in eval mode inside."""
+    # A model of another package may have dropout. Parts in eval mode before stay so afterwards.
     training = [part for part in model.modules() if part.training]
     model.eval()
     try:

@@ -1,7 +1,6 @@
 """The contract of models whose initial parameters depend on the task: gates on decision layers.
 
-Shape suffixes: T tasks, O outputs, X all inputs side by side.
-"""
+Shape suffixes: T tasks, O outputs, X all inputs side by side"""
 
 from abc import abstractmethod
 
@@ -14,22 +13,19 @@ from gmeta_models.towers import TowerModel
 class GatedModel(DecisionModel):
     """A model that starts each task from gated parameters: W_t = diag(g_t) W and b_t = g_t b.
 
-    The inner loop asks for the gates once a task, applies them, and adapts from there. `forward`
-    alone works on rows whose tasks it does not know, with the ungated parameters.
-    """
+    The inner loop computes the gates once a task and adapts from there. `forward` alone uses the
+    ungated parameters: it does not know its rows' tasks."""
 
     gate: nn.Module  # what makes the gates: its layers work on tasks, not rows, and never adapt
 
     @abstractmethod
     def gates_TO(self, mean_TX: Tensor) -> dict[str, Tensor]:
-        """Return the gates of each gated decision layer, by its name in this module: [T, O].
-
-        A task is known by the mean of its support rows' decision inputs; 0 if it has none.
-        """
+        """Return the gates of each gated decision layer, by its name in this module [T, O], from
+        the mean of each task's support rows' decision inputs; 0 if it has none."""
 
 
 def row_layers(model: nn.Module) -> dict[str, nn.Linear]:
-    """Return the linear layers of `model` that work on rows, by name, in order of definition."""
+    """Return the linear layers that work on rows, by name, in order of definition."""
     of_tasks = set(model.gate.modules()) if isinstance(model, GatedModel) else set()
     return {
         name: module
@@ -39,8 +35,7 @@ def row_layers(model: nn.Module) -> dict[str, nn.Linear]:
 
 
 def head_layers(model: nn.Module) -> dict[str, nn.Linear]:
-    """Return the layers that make the outputs, by name: the last of each tower, or the model's last
-    one by order of definition."""
+    """Return the layers of the outputs, by name: the last of each tower, else the last defined."""
     layers = row_layers(model)
     if not isinstance(model, TowerModel):
         return dict([layers.popitem()])

@@ -3,8 +3,7 @@
 Pan et al., "Warm Up Cold-start Advertisements: Improving CTR Predictions via Learning to Learn ID
 Embeddings", SIGIR 2019 (arXiv 1904.11547), section 3.
 
-Shape suffixes: N rows, F single-id or pooled features, M multi-id features, D embedding width.
-"""
+Shape suffixes: N rows, F single-id or pooled features, M multi-id features, D embedding width"""
 
 from __future__ import annotations
 
@@ -19,13 +18,13 @@ if TYPE_CHECKING:
     from gmeta_models.inputs import RowInputs
     from gmeta_models.model_config import InputSizes, Pooling
 
-# The largest value in the embeddings that a new generator makes.
+# The largest value in a new generator's embeddings.
 START_SCALE = 0.2
 
 
 @dataclass(frozen=True)
 class ContentColumns:
-    """Which columns of the rows describe an id, and which single-id column it stands in."""
+    """The columns that describe an id, and the id's single-id column."""
 
     id_column: int
     single: tuple[int, ...]
@@ -36,7 +35,7 @@ class ContentColumns:
 def content_columns(
     table: str, content: Sequence[str], sizes: InputSizes, pooling: Pooling
 ) -> ContentColumns:
-    """Return the places of the id column, the only one that reads `table`, and of its content."""
+    """Return the places of the id's column, the only one that reads `table`, and of its content."""
     single = [column.name for column in sizes.single]
     multi = [column.name for column in sizes.multi]
     readers = [c.name for c in (*sizes.single, *sizes.multi) if c.table == table]
@@ -51,12 +50,13 @@ def content_columns(
     for name in content:
         if name not in known:
             raise ValueError(
-                f"algorithm.content names {name!r}: the columns that may describe "
+                f"algorithm.options.content names {name!r}: the columns that may describe "
                 f"{readers[0]!r} are {', '.join(known) or 'none'}. Name some of them"
             )
     if not content:
         raise ValueError(
-            'algorithm.content = [] with algorithm.name = "metaemb": an embedding is generated '
+            'algorithm.options.content = [] with algorithm.name = "metaemb": an embedding is '
+            "generated "
             f"from columns that describe {readers[0]!r}. Name some of {', '.join(known)}"
         )
     return ContentColumns(
@@ -68,24 +68,19 @@ def content_columns(
 
 
 class IdGenerator(nn.Module):
-    """phi = s tanh(W u): u are the content's embeddings side by side, those of the model's tables.
-
-    As in the paper the last layer has no bias, and tanh bounds what it gives; s, a constant there,
-    is learned here, because tables of any scale must be met.
-    """
+    """phi = s tanh(W u): u are the content's embeddings side by side, from the model's tables. As
+    in the paper the last layer has no bias, and tanh bounds its outputs."""
 
     def __init__(self, columns: ContentColumns, width: int) -> None:
         super().__init__()
         self.columns = columns
         inputs = (len(columns.single) + len(columns.multi)) * width
         self.generate = nn.Linear(inputs, width, bias=False)
+        # A constant in the paper; learned here, as tables may have any scale.
         self.scale = nn.Parameter(torch.tensor(START_SCALE))
 
     def forward(self, inputs: RowInputs) -> RowInputs:
-        """Return the rows with the generated embedding added to that of the id column.
-
-        The rows of its table hold what inner steps have moved it by: 0 before the first.
-        """
+        """Return the rows with the generated embedding added to that of the id column."""
         columns = self.columns
         single_NFD = inputs.single_NFD
         # Column by column: with a list as an index CUDA makes the host wait.
@@ -94,6 +89,7 @@ class IdGenerator(nn.Module):
             pooled_NMD = inputs.pooled_NMD(columns.pooling)
             content += [pooled_NMD[:, column] for column in columns.multi]
         made_ND = self.scale * torch.tanh(self.generate(torch.cat(content, dim=1)))
+        # The rows of its table hold their moves in inner steps: 0 before the first.
         before, id_N1D, behind = single_NFD.split(
             [columns.id_column, 1, single_NFD.shape[1] - columns.id_column - 1], dim=1
         )

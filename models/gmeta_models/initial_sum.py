@@ -1,9 +1,4 @@
-"""Fresh decision layers whose output is known before they learn anything: a weighted sum of some of
-their inputs, which training then adds to.
-
-Two units of each hidden layer carry the sum and its negative through the ReLUs; the other units
-are as drawn, but count nothing in the output until it learns their weights.
-"""
+"""Fresh decision layers whose output is a known weighted sum of some inputs at the start."""
 
 from collections.abc import Mapping
 
@@ -14,9 +9,9 @@ from gmeta_models.decision import DecisionModel
 
 
 def start_as_sum(model: nn.Module, weight_of: Mapping[int, float], bias: float) -> None:
-    """Let the decision layers' output be `bias` and the dense columns at these places times their
-    weights; the last column has place -1. Raises ValueError: the layers do not see the dense
-    columns as they are, or one has a single unit."""
+    """Make the decision layers' output `bias` plus the dense columns at these places times their
+    weights; the last column has place -1. Raises ValueError: the layers do not see dense columns as
+    they are, or one has a single unit."""
     layers = []
     if isinstance(model, DecisionModel) and model.sees_dense_last:
         layers = [each for each in model.decision_layers if isinstance(each, nn.Linear)]
@@ -26,6 +21,8 @@ def start_as_sum(model: nn.Module, weight_of: Mapping[int, float], bias: float) 
             "dense columns as they are. Choose melu or din, and two units or more in "
             "model.hidden, or leave it out"
         )
+    # Two units of each hidden layer carry the sum and its negative through the ReLUs; the others
+    # are as drawn, but the output has no weight for them until it learns one.
     with torch.no_grad():
         _only_inputs(layers[0], weight_of, is_last=len(layers) == 1)
         for layer in layers[1:]:
@@ -40,7 +37,6 @@ def start_as_sum(model: nn.Module, weight_of: Mapping[int, float], bias: float) 
 
 
 def _only_inputs(layer: nn.Linear, weight_of: Mapping[int, float], is_last: bool) -> None:
-    """Let the first unit of the first layer be the sum, the second its negative."""
     signs = (1.0,) if is_last else (1.0, -1.0)
     for unit, sign in enumerate(signs):
         layer.weight[unit] = 0.0

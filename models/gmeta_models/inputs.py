@@ -1,9 +1,7 @@
-"""What a model sees of a set of rows: fetched embedding rows and dense columns, whatever fetched
-them.
+"""The inputs of a model for a set of rows: fetched embedding rows and dense columns.
 
 Shape suffixes: N rows, H longest list or task, F single-id or pooled features, M multi-id features,
-C jagged lists, V values, K dense columns, D embedding width, X all inputs side by side.
-"""
+C jagged lists, V values, K dense columns, D embedding width, X all inputs side by side"""
 
 from __future__ import annotations
 
@@ -18,15 +16,14 @@ if TYPE_CHECKING:
 
 
 class History(NamedTuple):
-    """The values of one multi-id feature in their order, padded with zeros to the longest bag, and
-    which of them are there (bool)."""
+    """One multi-id feature's values in order, padded with zeros, and which of them are there."""
 
     values_NHD: Tensor
     there_NH: Tensor
 
 
 class RowFeatures(NamedTuple):
-    """Rows for a model that sees every multi-id feature pooled, except for one, its history."""
+    """Rows for a model that reads every multi-id feature pooled, except for one, its history."""
 
     features_NFD: Tensor  # single, then pooled
     dense_NK: Tensor
@@ -40,13 +37,11 @@ class RowFeatures(NamedTuple):
 
 @dataclass(frozen=True)
 class RowInputs:
-    """Rows of any number of tasks; a model treats each row on its own, so tasks need no mention
-    here."""
+    """Rows of any number of tasks; a model treats each row on its own."""
 
     single_NFD: Tensor
-    bag_values_VD: (
-        Tensor  # embeddings of all multi-id features: row by row, feature by feature in a row
-    )
+    # Embeddings of all multi-id features: row by row, feature by feature in a row.
+    bag_values_VD: Tensor
     bag_index_V: Tensor  # int64, row * M + feature: the bag each value belongs to
     num_multi: int  # M
     dense_NK: Tensor
@@ -55,7 +50,7 @@ class RowInputs:
 
     @property
     def num_rows(self) -> int:
-        """Count the rows."""
+        """Return the number of rows."""
         return self.single_NFD.shape[0]
 
     def no_rows(self) -> RowInputs:
@@ -83,8 +78,7 @@ class RowInputs:
         starts_C = lengths_C.cumsum(0) - lengths_C
         within_V = torch.arange(bag_V.numel(), device=bag_V.device) - starts_C[bag_V]
         place_V = bag_V // self.num_multi * longest + within_V
-        # Values of other features go behind the end: to pick ours out, CUDA would make the host
-        # wait.
+        # Values of other features go behind the end: with a mask CUDA would make the host wait.
         end = num_rows * longest
         place_V = torch.where(bag_V % self.num_multi == feature, place_V, end)
         width = self.bag_values_VD.shape[1]
@@ -115,6 +109,6 @@ class RowInputs:
         return torch.cat([self.single_NFD, self.pooled_NMD(mode)], dim=1)
 
     def pooled(self, mode: Pooling, history: int | None = None) -> RowFeatures:
-        """Return the rows with their bags pooled; the values of `history` stay apart."""
+        """Return the rows with their lists pooled; the values of `history` stay unpooled, too."""
         unpooled = None if history is None else self.bags_NHD(history)
         return RowFeatures(self.features_NFD(mode), self.dense_NK, unpooled)

@@ -1,7 +1,5 @@
 """The private names of torch that the models' and inner loops' products use, each behind a function
-of ours. When a new version moves one, tests/platform/test_internals.py names it, and this is the
-file to mend.
-"""
+of ours. When a new version moves one, tests/platform/test_internals.py names it."""
 
 from collections.abc import Callable
 from functools import partial
@@ -18,9 +16,7 @@ onednn_linear = partial(ONEDNN_LINEAR, attr="none", scalars=[], algorithm="")
 
 
 def has_hooks(model: nn.Module) -> bool:
-    """Tell whether something is called before or after a part of a model, as with weight_norm.
-
-    If it moves: whatever `nn.Module.__call__` looks at before it calls `forward` alone.
-    """
+    """Tell whether a part of a model has hooks, as with weight_norm."""
+    # If they move: whatever `nn.Module.__call__` looks at before it calls `forward` alone.
     kinds = "_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks"
     return any(getattr(part, kind) for part in model.modules() for kind in kinds)

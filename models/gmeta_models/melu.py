@@ -1,8 +1,8 @@
 """MeLU: concatenated embeddings and decision layers that adapt to a user.
 
 Lee et al., "MeLU: Meta-Learned User Preference Estimator for Cold-Start Recommendation", KDD 2019
-(arXiv 1908.00413), section 3: the embeddings are meta-parameters only, the decision layers adapt.
-"""
+(arXiv 1908.00413), section 3: the embeddings are meta-parameters only, the decision layers
+adapt."""
 
 from torch import Tensor, nn
 
@@ -13,11 +13,10 @@ from gmeta_models.model_config import InputSizes, ModelConfig
 
 
 class MeLU(DecisionModel):
-    """Rating (or logit) for every row from the features' embeddings side by side.
+    """Rating (or logit) of every row from the features' embeddings side by side.
 
     x = concat(e_1, ..., e_F, pooled bags, dense); y = out(ReLU(fc2(ReLU(fc1(x))))). Departs from
-    the paper only in taking dense columns when the data has some.
-    """
+    the paper only in taking dense columns when the data has some."""
 
     features_from = 0
     sees_dense_last = True
@@ -30,7 +29,7 @@ class MeLU(DecisionModel):
 
     @property
     def decision_layers(self) -> nn.Sequential:
-        """Return the layers that make the output."""
+        """Return the layers that make the outputs."""
         return self.decision
 
     def decision_inputs_NX(self, rows: RowFeatures) -> Tensor:

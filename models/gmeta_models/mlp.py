@@ -1,7 +1,6 @@
 """The multilayer perceptron that all models share.
 
-Shape suffixes: N rows, O outputs.
-"""
+Shape suffixes: N rows, O outputs"""
 
 from collections.abc import Sequence
 from itertools import pairwise
@@ -10,8 +9,8 @@ from torch import Tensor, nn
 
 
 def mlp(widths: Sequence[int], activate_last: bool) -> nn.Sequential:
-    """Return linear layers of these widths, from input to output, with ReLU between them and, if
-    asked, at the end."""
+    """Return linear layers of these widths, from input to output, with ReLU between them, and at
+    the end if `activate_last`."""
     layers: list[nn.Module] = []
     for index, (width_in, width_out) in enumerate(pairwise(widths)):
         layers.append(nn.Linear(width_in, width_out))
@@ -21,7 +20,7 @@ def mlp(widths: Sequence[int], activate_last: bool) -> nn.Sequential:
 
 
 def is_mlp(layers: nn.Module, activate_last: bool) -> bool:
-    """Tell whether layers are such as `mlp` returns, with nothing else between them."""
+    """Tell whether layers are as `mlp` returns them, with nothing else between them."""
     if type(layers) is not nn.Sequential:
         return False
     kinds = [type(layer) for layer in layers]

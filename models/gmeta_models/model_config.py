@@ -1,4 +1,4 @@
-"""What can be chosen about a model; the [model] section of a training config."""
+"""The [model] section of a training config."""
 
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -15,7 +15,7 @@ def resolve_pooling(model: object) -> Pooling:
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """Sizes and variants; a model ignores what it has no use for."""
+    """Sizes, what all models share, and the options of one alone."""
 
     name: str = key(
         "dlrm",
@@ -29,38 +29,10 @@ class ModelConfig:
     hidden: tuple[int, ...] = key(
         (256, 128), "widths of the layers between the interaction and the output", min=1
     )
-    bottom: tuple[int, ...] = key(
-        (64,), "dlrm: hidden widths of the MLP over the dense columns", min=1
-    )
-    interaction: Literal["dot", "cat"] = key(
-        "dot", "dlrm: pairwise dot products, or plain concatenation"
-    )
     output_bias: float = key(
         0.0, "added to the last layer's initial bias: the mean label, or its logit"
     )
     pooling: Pooling = key("mean", "how the ids of a multi-id feature become one vector")
-    clusters: int = key(4, "cbml: soft clusters that tasks fall into", min=1)
-    history: str = key(
-        "",
-        "din: the multi-id column of the behaviour history; "
-        "the target is the single-id column of the same table",
-    )
-    attention: tuple[int, ...] = key(
-        (36,), "din: hidden widths of the MLP that weighs the history's entries", min=1
-    )
-    cross_layers: int = key(3, "dcnv2: cross layers", min=1)
-    cross_rank: int = key(
-        0, "dcnv2: rank of the matrices of the cross layers; 0: they are whole", min=0
-    )
-    structure: Literal["stacked", "parallel"] = key(
-        "stacked", "dcnv2: the MLP above the cross layers, or beside them"
-    )
-    experts: int = key(4, "mmoe, ple: experts that all outputs share; ple: a level", min=1)
-    own_experts: int = key(2, "ple: experts of each output alone, a level", min=1)
-    expert: tuple[int, ...] = key(
-        (64,), "mmoe, ple: widths of the layers of an expert; hidden are those of a tower", min=1
-    )
-    levels: int = key(2, "ple: levels of experts", min=1)
     width: Literal["equal", "auto"] = key(
         "equal",
         "width of the tables: embedding_dim for all, or by their rows, at most that: "
@@ -69,7 +41,11 @@ class ModelConfig:
     widths: tuple[str, ...] = key(
         (), 'exceptions: the widths of single tables, multiples of 4, e.g. ["city=4"]'
     )
-    options: dict[str, Any] = key(dict, "settings of a model of your own, by its `Options`")
+    options: dict[str, Any] = key(
+        dict,
+        "keys of one model alone, as [model.options]; those of another model have no effect, those "
+        "of your own are its `Options` (docs/extending.md)",
+    )
 
 
 @dataclass(frozen=True)
@@ -82,13 +58,9 @@ class SparseColumn:
 
 @dataclass(frozen=True)
 class InputSizes:
-    """How many columns of each kind a dataset has: F single-id, M multi-id, K dense; and how many
-    outputs a row is to have.
+    """The numbers of a dataset's columns: F single-id, M multi-id, K dense; and of outputs."""
 
-    What the sparse ones are called is for models that treat one of them in a way of its own. A
-    model returns [N] if there is one output, else [N, outputs].
-    """
-
+    # Names of sparse columns are for models that treat one of them in a special way.
     num_single: int
     num_multi: int
     num_dense: int

@@ -4,8 +4,7 @@ Tang et al., "Progressive Layered Extraction (PLE): A Novel Multi-Task Learning 
 Personalized Recommendations", RecSys 2020 (doi 10.1145/3383313.3412236), section 4. What the paper
 calls a task is an output here.
 
-Shape suffixes: N rows, O outputs, X all inputs side by side.
-"""
+Shape suffixes: N rows, O outputs, X all inputs side by side"""
 
 from typing import cast
 
@@ -15,30 +14,29 @@ from torch import Tensor, nn
 from gmeta_models.inputs import RowInputs
 from gmeta_models.mmoe import make_experts, make_towers, mix_experts_NO
 from gmeta_models.model_config import InputSizes, ModelConfig
+from gmeta_models.options import PleOptions
 from gmeta_models.towers import TowerModel
 
 
 class ExtractionLevel(nn.Module):
-    """One level: what each output goes on with, and behind them what they share.
+    """One level: a mixture for each output, and behind them a shared one for the level above."""
 
-    An output's gate mixes its own experts and the shared ones, the shared gate the experts of all.
-    A gate reads what its own experts read. The last level has no shared gate: nothing reads it.
-    """
-
-    def __init__(self, config: ModelConfig, outputs: int, width: int, is_last: bool) -> None:
+    def __init__(self, options: PleOptions, outputs: int, width: int, is_last: bool) -> None:
         super().__init__()
         self.own = nn.ModuleList(
-            make_experts(config.own_experts, width, config.expert) for _ in range(outputs)
+            make_experts(options.own_experts, width, options.expert) for _ in range(outputs)
         )
-        self.shared = make_experts(config.experts, width, config.expert)
-        both = config.own_experts + config.experts
+        self.shared = make_experts(options.experts, width, options.expert)
+        both = options.own_experts + options.experts
         self.gates = nn.ModuleList(nn.Linear(width, both, bias=False) for _ in range(outputs))
-        every = outputs * config.own_experts + config.experts
+        every = outputs * options.own_experts + options.experts
+        # An output's gate mixes its own experts and the shared ones, the shared gate the experts of
+        # all. The last level has no shared gate: nothing reads it.
         self.shared_gate = None if is_last else nn.Linear(width, every, bias=False)
 
     def forward(self, inputs: list[Tensor]) -> list[Tensor]:
-        """Return the mixtures of the outputs, then the shared one if there is a level above: each
-        [N, O]; the inputs are in the same order: each [N, X]."""
+        """Return the mixtures of the outputs, then the shared one if there is a level above, each
+        [N, O], from inputs in the same order, each [N, X]."""
         *own_inputs, shared_NX = inputs
         shared = [expert(shared_NX) for expert in self.shared]
         own = [
@@ -58,19 +56,18 @@ class ExtractionLevel(nn.Module):
 class PLE(TowerModel):
     """Logit (or rating) of every row for each output o: tower_o of its mixture at the last level.
 
-    `model.levels` levels, each with `model.experts` shared experts and `model.own_experts` of each
-    output; `model.expert` are the widths of an expert, `model.hidden` those inside a tower. One
-    level is the paper's CGC.
-    """
+    `levels` levels, each with `experts` shared experts and `own_experts` of each
+    output; `expert` are the widths of an expert, `model.hidden` those inside a tower. One
+    level is the paper's CGC."""
 
-    def __init__(self, config: ModelConfig, sizes: InputSizes) -> None:
+    def __init__(self, config: ModelConfig, sizes: InputSizes, options: PleOptions) -> None:
         super().__init__()
         self.pooling = config.pooling
-        self.towers = make_towers(config, sizes.outputs)
+        self.towers = make_towers(config, options, sizes.outputs)
         widths = [sizes.side_by_side(config.embedding_dim)]
-        widths += [config.expert[-1]] * (config.levels - 1)
+        widths += [options.expert[-1]] * (options.levels - 1)
         self.levels = nn.ModuleList(
-            ExtractionLevel(config, sizes.outputs, width, is_last=level + 1 == config.levels)
+            ExtractionLevel(options, sizes.outputs, width, is_last=level + 1 == options.levels)
             for level, width in enumerate(widths)
         )
 

@@ -1,14 +1,14 @@
-"""The models by name; a package of your own adds one by an entry point or its import path."""
+"""The models by name; other packages add theirs by an entry point or an import path."""
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
-from typing import Any
 
 import torch
 from torch import nn
 
-from gmeta_keys import Wording, parse
+from gmeta_keys import Wording
+from gmeta_keys.options import parse_options
 from gmeta_keys.plugins import Registry, is_subclass_of
 from gmeta_keys.translate_errors import format_foreign_error, translate_errors
 from gmeta_models.cbml import CBML
@@ -22,9 +22,10 @@ from gmeta_models.inputs import RowInputs
 from gmeta_models.melu import MeLU
 from gmeta_models.mmoe import MMoE
 from gmeta_models.model_config import InputSizes, ModelConfig
+from gmeta_models.options import MODEL_OPTIONS
 from gmeta_models.ple import PLE
 
-MODELS: dict[str, Callable[[ModelConfig, InputSizes], nn.Module]] = {
+MODELS: dict[str, Callable[..., nn.Module]] = {
     "cbml": CBML,
     "dcnv2": dcnv2,
     "deepfm": DeepFM,
@@ -44,27 +45,24 @@ _WORDING = Wording(
 
 
 NAMED_MODELS = Registry(
-    "model.name",
-    "gmeta.models",
-    MODELS,
-    "a subclass of torch.nn.Module",
-    is_subclass_of(nn.Module),
+    "model.name", "gmeta.models", MODELS, "a subclass of torch.nn.Module", is_subclass_of(nn.Module)
 )
 
 
 def build_model(config: ModelConfig, sizes: InputSizes) -> nn.Module:
     """Return the model `config.name`, freshly initialised from torch's global generator. Raises
-    ValueError: the name stands for no model, or the data has no column at all that the model could
-    read."""
+    ValueError: there is no such model, or the data has no column that it could read."""
     make = NAMED_MODELS.find(config.name)
     if sizes.num_single + sizes.num_multi == 0:
         raise ValueError(
             "the dataset has 0 sparse columns: a model needs at least one. "
             "Add a [[single]] or [[multi]] column to the schema and prepare again"
         )
-    options = _options(config, make)
+    kind = MODEL_OPTIONS.get(config.name, getattr(make, "Options", None))
+    owner = f"model.name = {config.name!r}"
+    options = parse_options(kind, config.options, MODEL_OPTIONS, _WORDING, "model.options.", owner)
     with _translate_errors(config, "be made", "__init__"):
-        model = make(config, sizes, *options)
+        model = make(config, sizes) if options is None else make(config, sizes, options)
     if not row_layers(model):
         raise ValueError(
             f"model.name = {config.name!r} has 0 linear layers that work on rows: at least one is "
@@ -84,7 +82,7 @@ def build_model(config: ModelConfig, sizes: InputSizes) -> nn.Module:
 
 
 def _translate_errors(config: ModelConfig, what: str, where: str) -> AbstractContextManager[None]:
-    """Return a context that raises ValueError for an error of a model of somebody's own."""
+    # Only errors of other packages become one line: a traceback of ours is a bug of ours.
     if config.name in MODELS:
         return nullcontext()
     problem = f"model.name = {config.name!r} cannot {what}"
@@ -95,14 +93,13 @@ def _translate_errors(config: ModelConfig, what: str, where: str) -> AbstractCon
 
 
 def check_outputs(model: nn.Module, config: ModelConfig, sizes: InputSizes) -> None:
-    """Try a model of somebody's own on a few rows."""
+    """Try a model of another package on a few rows. Raises ValueError: its outputs are unusable."""
     if config.name in MODELS:
         return
     _check_parameters(model, config)
     rows, wanted = 3, [3] + [sizes.outputs] * (sizes.outputs > 1)
 
     def outputs_of(last: float) -> torch.Tensor:
-        """Return the outputs of rows of 0, the last one of this number."""
         value_N = torch.tensor([0.0] * (rows - 1) + [last]).requires_grad_()
         value_N11 = value_N.view(rows, 1, 1)
         inputs = RowInputs(
@@ -139,7 +136,6 @@ def check_outputs(model: nn.Module, config: ModelConfig, sizes: InputSizes) -> N
     ]
 
     def others_of(last: float) -> torch.Tensor:
-        """Return the outputs of the other rows; random state and buffers stay as they were."""
         output = outputs_of(last)
         torch.set_rng_state(drawn)
         for module, name, buffer, value in kept:
@@ -158,7 +154,6 @@ def check_outputs(model: nn.Module, config: ModelConfig, sizes: InputSizes) -> N
 
 
 def _check_parameters(model: nn.Module, config: ModelConfig) -> None:
-    """Raise ValueError for what the optimizer cannot train, or a checkpoint cannot hold."""
     for name, weight in model.named_parameters():
         if weight.is_complex():
             raise ValueError(
@@ -173,16 +168,3 @@ def _check_parameters(model: nn.Module, config: ModelConfig) -> None:
                 f"model.name = {config.name!r} keeps {type(kept).__name__} as {name}; checkpoints "
                 "hold tensors alone. Have get_extra_state return one, or leave it out"
             )
-
-
-def _options(config: ModelConfig, make: Any) -> tuple[Any, ...]:
-    """Return the settings of the model's own as its dataclass `Options`; none if it has none."""
-    wanted = getattr(make, "Options", None)
-    if wanted is not None:
-        return (parse(wanted, config.options, _WORDING, "model.options."),)
-    if config.options:
-        raise ValueError(
-            f"model.options.{next(iter(config.options))} is given, but model.name = "
-            f"{config.name!r} has no options. Remove it"
-        )
-    return ()

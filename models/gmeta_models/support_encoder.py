@@ -1,13 +1,12 @@
-"""What a task's support rows say of it, in one forward pass: a task vector, and from it the scale
-and shift of each output of a model's layers.
+"""A task's support rows in one forward pass: a task vector, and from it the scale and shift of each
+output of a model's layers.
 
 Row codes, pooled, are a Conditional Neural Process (Garnelo et al., arXiv 1807.01613), which TaNP
 (Lin et al., arXiv 2103.06137) brought to cold-start recommendation; scale and shift are FiLM (Perez
 et al., arXiv 1709.07871), the scale alone is the gate of POSO (Dai et al., arXiv 2108.04690) and
 PEPNet (Chang et al., arXiv 2302.01115).
 
-Shape suffixes: T tasks, N rows, O outputs, X all inputs side by side, J parts of a gate.
-"""
+Shape suffixes: T tasks, N rows, O outputs, X all inputs side by side, J parts of a gate"""
 
 from __future__ import annotations
 
@@ -32,16 +31,13 @@ class SupportRows(NamedTuple):
 class SupportEncoder(nn.Module):
     """Turns the support rows of each task into a change of each layer: (W x + b) * scale + shift.
 
-    r_n = MLP([x_n, e_n x_n, y_n, e_n])                 what a row says: features, label, error
-    m_t = n_t / (n_t + prior) * sum_n w_n r_n           w_n = 1 / n_t, or softmax_n(v . r_n)
-    z_t = tanh(V [m_t, log(1 + n_t)])                   the task vector
-    scale_t = 2 sigmoid(A z_t + a), shift_t = B z_t + b
+        r_n = MLP([x_n, e_n x_n, y_n, e_n])                 what a row says: features, label, error
+        m_t = n_t / (n_t + prior) * sum_n w_n r_n           w_n = 1 / n_t, or softmax_n(v . r_n)
+        z_t = tanh(V [m_t, log(1 + n_t)])                   the task vector
+        scale_t = 2 sigmoid(A z_t + a), shift_t = B z_t + b
 
-    e_n x_n is what the gradient of a linear layer would be: a taste for a feature shows in it at
-    once. a and b start at 0, A and B small: a new model is nearly the unmodulated one. A task
-    without rows has m_t = 0, and so modulations of its own. Shifting the first layer is the same as
-    giving it the task vector as one more input.
-    """
+    A task without rows has m_t = 0, and so modulations of its own. Shifting the first layer is the
+    same as giving it the task vector as one more input."""
 
     def __init__(
         self,
@@ -61,13 +57,14 @@ class SupportEncoder(nn.Module):
         self.task = nn.Linear(hidden[-1] + 1, hidden[-1])
         total = sum(outputs.values())
         self.modulations = nn.Linear(hidden[-1], 2 * total if shifts else total)
+        # a and b start at 0, A and B small: a new model is nearly the unmodulated one.
         nn.init.zeros_(self.modulations.bias)
 
     def forward(self, support: SupportRows) -> dict[str, Tensor]:
-        """Return scale and shift of each layer, by name, for every task, also those without rows:
-        [T, 2, O]; only the scale, [T, 1, O], if the encoder shifts nothing."""
+        """Return scale and shift of each layer, by name, for every task [T, 2, O], also without
+        rows; only the scale, [T, 1, O], if the encoder shifts nothing."""
         features_NX, error_N1 = support.features_NX, support.error_N.unsqueeze(1)
-        # See the class: e x is the gradient of a linear layer.
+        # e x is the gradient of a linear layer: a taste for a feature shows in it at once.
         known = (features_NX, error_N1 * features_NX, support.label_N.unsqueeze(1), error_N1)
         # Sums over rows are taken in the features' precision, also where autocast is on.
         code_NO = self.rows(torch.cat(known, dim=1)).to(features_NX.dtype)
@@ -81,14 +78,12 @@ class SupportEncoder(nn.Module):
         sums_TO = code_NO.new_zeros(len(count_T1), code_NO.shape[1])
         weights_N1 = self._weights_N1(code_NO, count_T1, task_N)
         sums_TO = sums_TO.index_add(0, task_N, code_NO * weights_N1)
-        # The weights sum to 1 in a task: this is n / (n + prior), and 0 for a task without rows,
-        # whatever prior.
+        # The weights sum to 1 in a task: this is n / (n + prior), and 0 without rows.
         mean_TO = sums_TO * (count_T1 / (count_T1 + self._prior).clamp(min=1.0))
         task_TO = torch.tanh(self.task(torch.cat([mean_TO, count_T1.log1p()], dim=1)))
         return self._by_layer(self.modulations(task_TO))
 
     def _weights_N1(self, code_NO: Tensor, count_T1: Tensor, task_N: Tensor) -> Tensor:
-        """Return the weight of each row in its task; they sum to 1 in each task that has rows."""
         if self.attention is None:
             return (1.0 / count_T1.clamp(min=1.0)).index_select(0, task_N)
         score_N1 = self.attention(code_NO).to(code_NO.dtype)

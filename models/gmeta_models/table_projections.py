@@ -3,8 +3,7 @@
 Ginart et al., "Mixed Dimension Embeddings with Application to Memory-Efficient Recommendation
 Systems", ISIT 2021 (arXiv 1909.11810), section 3: e = P r for a row r, without a bias.
 
-Shape suffixes: U unique ids, D embedding width.
-"""
+Shape suffixes: U unique ids, D embedding width"""
 
 from collections.abc import Mapping, Sequence
 from typing import cast
@@ -18,9 +17,7 @@ class TableProjections(nn.Module):
     """A linear layer for each narrow table, from its width W to D; tables of the model's width stay
     as they are.
 
-    `width_of` are the widths of all tables in their order, by names that modules may have. Weights
-    start with the variance 1 / W: projected rows then vary as those of a wide table do.
-    """
+    `width_of` are the widths of all tables in their order, by names that modules may have."""
 
     def __init__(self, width_of: Mapping[str, int], dim: int) -> None:
         super().__init__()
@@ -32,15 +29,16 @@ class TableProjections(nn.Module):
         )
         for layer in self.layers.values():
             weight = cast(nn.Linear, layer).weight
+            # The variance 1 / W: projected rows vary as those of a wide table do.
             nn.init.normal_(weight, std=weight.shape[1] ** -0.5)
 
     def of_table(self, place: int, rows_UD: Tensor) -> Tensor:
-        """Return rows of one table, as a model takes them: [U, D]; behind a narrow table's own
-        values they hold anything."""
+        """Return rows of one table, as a model takes them: [U, D]."""
         name = self._names[place]
         if name not in self.layers:
             return rows_UD
         layer = cast(nn.Linear, self.layers[name])
+        # Behind a narrow table's own values the rows hold anything.
         projected_UD: Tensor = layer(rows_UD[:, : layer.in_features])
         return projected_UD
 

@@ -1,7 +1,6 @@
-"""The contract of models with a tower for each output: what they share is below the towers.
+"""The contract of models with a tower for each output above what the outputs share.
 
-Shape suffixes: N rows, O outputs, X all inputs side by side.
-"""
+Shape suffixes: N rows, O outputs, X all inputs side by side"""
 
 from abc import ABC, abstractmethod
 
@@ -19,7 +18,7 @@ class TowerModel(nn.Module, ABC):
 
     @abstractmethod
     def tower_inputs_NX(self, inputs: RowInputs) -> list[Tensor]:
-        """Return what each tower sees of the rows: [N, X] for every output."""
+        """Return the inputs of each tower: [N, X] for every output."""
 
     def forward(self, inputs: RowInputs) -> Tensor:
         """Return the outputs of every row: [N], or [N, O] of several."""

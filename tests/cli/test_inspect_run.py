@@ -239,7 +239,7 @@ def test_a_dataset_without_a_split_to_score_says_so() -> None:
     dataset: Any = SimpleNamespace(splits={"train": None})
     config = config_from_dict({"data": {"path": "logs"}})
     with pytest.raises(UserError) as caught:
-        choose_splits(config, dataset, [])
+        choose_splits(config.data, dataset, [])
     assert str(caught.value) == (
         "logs has no split but train, which the run was trained or chosen by: there is nothing to "
         "score. Name one with --split, or train on data with one split more"
@@ -253,8 +253,8 @@ def test_what_was_carved_out_of_the_training_split_is_not_scored_as_unseen(
     names = ("train", "user-cold", "fit", "valid-user-cold", "valid-item-cold")
     dataset: Any = SimpleNamespace(splits={name: SimpleNamespace(num_episodes=1) for name in names})
     data = {"path": "logs", "train_split": trained_on}
-    assert choose_splits(config_from_dict({"data": data}), dataset, []) == ["user-cold"]
-    assert choose_splits(config_from_dict({"data": data}), dataset, ["train"]) == ["train"]
+    assert choose_splits(config_from_dict({"data": data}).data, dataset, []) == ["user-cold"]
+    assert choose_splits(config_from_dict({"data": data}).data, dataset, ["train"]) == ["train"]
 
 
 def size(num_bytes: int) -> list[str]:

@@ -1,6 +1,4 @@
-"""What a meta-learning algorithm is: a value of `Algorithm`. Each has a file here and a line in
-registry.py.
-"""
+"""The interface of a meta-learning algorithm; each has a file here and a line in registry.py."""
 
 from __future__ import annotations
 
@@ -41,9 +39,7 @@ class InnerLoop(Protocol[Tasks, Adapted]):
 
 @dataclass(frozen=True)
 class TableSizes:
-    """The embedding tables in front of a model: how many, how wide each row is, what they are
-    called, and which columns read them.
-    """
+    """The embedding tables in front of a model: number, row width, names and columns."""
 
     num_tables: int
     width: int
@@ -51,12 +47,8 @@ class TableSizes:
     inputs: InputSizes = InputSizes(0, 0, 0)  # noqa: RUF009 - frozen
 
     def adapting_tables(self, config: AlgorithmConfig) -> tuple[int, ...] | None:
-        """Return the places of the tables whose rows adapt, ascending; None: of all tables, or of
-        none.
-
-        Raises:
-            ValueError: the config names a table that does not exist.
-        """
+        """Return the places of the tables whose rows adapt, ascending; None: all, or none. Raises
+        ValueError: the config names a table that does not exist."""
         if isinstance(config.adapt_embeddings, bool):
             return None
         for name in config.adapt_embeddings:
@@ -70,12 +62,12 @@ class TableSizes:
 
 
 def keep_config(model: nn.Module, config: AlgorithmConfig) -> AlgorithmConfig:
-    """Return the config as it stands: the preset of an algorithm that fixes nothing."""
+    """Return the config unchanged: the preset of an algorithm that fixes nothing."""
     return config
 
 
 def without_embeddings(model: nn.Module, config: AlgorithmConfig) -> AlgorithmConfig:
-    """Return the config with no embedding row to adapt: the preset where no step could move it."""
+    """Return the config with no embedding row to adapt: for algorithms whose steps move none."""
     return replace(config, adapt_embeddings=False)
 
 
@@ -85,13 +77,13 @@ def fixed_rates(plan: AdaptationPlan, tables: TableSizes) -> InnerRates:
 
 
 def no_learned_parts(model: nn.Module, config: AlgorithmConfig, tables: TableSizes) -> LearnedParts:
-    """Return no parts: those of an algorithm that learns the model alone."""
+    """Return no parts: for an algorithm that learns the model alone."""
     return NOTHING_LEARNED
 
 
 @dataclass(frozen=True)
 class Algorithm:
-    """How a learner adapts to its tasks, and from what it gets its meta-gradient."""
+    """How a learner adapts to its tasks, and where its meta-gradient comes from."""
 
     # (inner loop, rows, tasks) -> a scalar, the sum over the tasks of the outer losses; its
     # gradient is the sum of the tasks' meta-gradients. A QueryLoss (maml.py) may be given the fused
@@ -104,3 +96,4 @@ class Algorithm:
     takes_steps: bool = True  # False: adapting is a forward pass alone
     # A task counts in the mean over the tasks if it has rows of this side.
     learns_from: Literal["query", "support"] = "query"
+    options: type | None = None  # of somebody's own: a dataclass of the keys of algorithm.options

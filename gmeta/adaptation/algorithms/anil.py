@@ -5,8 +5,7 @@
 Raghu et al., "Rapid Learning or Feature Reuse? Towards Understanding the Effectiveness of MAML",
 arXiv 1909.09157. The head is the model's last linear layer by order of definition, or that of each
 of its towers; the body (all other layers and the tables) learns in the outer loop only, from the
-same second-order gradient.
-"""
+same second-order gradient."""
 
 from dataclasses import replace
 
@@ -19,11 +18,7 @@ from gmeta_models.gated import head_layers
 
 
 def head_only(model: nn.Module, config: AlgorithmConfig) -> AlgorithmConfig:
-    """Return the config with the head as all that adapts, whatever it says of embeddings.
-
-    Raises:
-        ValueError: the config names layers to adapt itself.
-    """
+    """Return the config with the head alone to adapt. Raises ValueError: it names other layers."""
     heads = tuple(head_layers(model))
     if config.adapt_layers not in (heads, AlgorithmConfig.adapt_layers):
         raise ValueError(

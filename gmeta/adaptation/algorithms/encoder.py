@@ -8,14 +8,12 @@ gradient.
 with c = cold_weight, so that a task without support is predicted well, too. In the spirit of TaNP
 (Lin et al., "Task-adaptive Neural Process for User Cold-Start Recommendation", arXiv 2103.06137),
 whose modulation is also made of a permutation-invariant code of the support. Departures: no latent
-variable and no clusters of tasks (CBML has these); besides its label a row tells its error, the
-label minus what theta_0 predicts; one model of any kind is
-modulated, not a decoder of its own. All gradients are ordinary ones of the equations above, also
-through the errors. Embedding rows do not adapt, whatever adapt_embeddings says.
+variable and no clusters of tasks (CBML has these); a row has its error beside its label, the label
+minus the prediction of theta_0; any model is modulated, not a decoder of its own. Embedding rows do
+not adapt, whatever adapt_embeddings says.
 
 `encoder_maml` takes MAML's inner steps from theta_t on (adapt_layers and adapt_embeddings as
-there): gates from the encoder, the rest by gradient, as in CBML with its clusters.
-"""
+there)."""
 
 from __future__ import annotations
 
@@ -24,6 +22,7 @@ from typing import TYPE_CHECKING
 from gmeta.adaptation.adaptation_plan import adaptable_layers
 from gmeta.adaptation.algorithms.algorithm import Algorithm, without_embeddings
 from gmeta.adaptation.learned_parts import LearnedParts
+from gmeta.config.algorithm import EncoderOptions
 from gmeta_models.support_encoder import SupportEncoder
 
 if TYPE_CHECKING:
@@ -36,10 +35,8 @@ if TYPE_CHECKING:
 
 
 def cold_and_query_loss_sum(inner_loop: GeneralLoop, rows: WorkingRows, tasks: Sides) -> Tensor:
-    """Return the sum over the tasks of the mean query loss, with and without their support: a
-    scalar.
-    """
-    share = inner_loop.config.cold_weight
+    """Return the sum over the tasks of the mean query loss, with and without support: a scalar."""
+    share = inner_loop.config.options_of(EncoderOptions).cold_weight
     adapted = inner_loop.adapt(rows, tasks, second_order=True)
     loss_sum = inner_loop.query_loss_sum(adapted, tasks) * (1.0 - share)
     if not share:
@@ -49,11 +46,8 @@ def cold_and_query_loss_sum(inner_loop: GeneralLoop, rows: WorkingRows, tasks: S
 
 
 def support_encoder(model: nn.Module, config: AlgorithmConfig, tables: TableSizes) -> LearnedParts:
-    """Return an encoder for the layers that the config names.
-
-    Raises:
-        ValueError: it names none, or the learner was not told of the columns.
-    """
+    """Return an encoder for the layers that the config names. Raises ValueError: it names none, or
+    the columns are unknown."""
     layers = adaptable_layers(model, config.adapt_layers)
     if not layers:
         raise ValueError(
@@ -67,12 +61,13 @@ def support_encoder(model: nn.Module, config: AlgorithmConfig, tables: TableSize
             f'algorithm.name = "{config.name}" reads the support rows, and 0 columns are known: '
             "tell the learner their TableSizes, as gmeta.runs.build.build_learner does"
         )
+    options = config.options_of(EncoderOptions)
     encoder = SupportEncoder(
         width,
-        config.encoder_hidden,
+        options.encoder_hidden,
         {name: layer.out_features for name, layer in layers.items()},
-        attention=config.encoder_pooling == "attention",
-        shifts=config.encoder_modulation == "film",
+        attention=options.encoder_pooling == "attention",
+        shifts=options.encoder_modulation == "film",
         prior=config.support_prior,
     )
     return LearnedParts(encoder=encoder)

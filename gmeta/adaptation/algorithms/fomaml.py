@@ -4,8 +4,7 @@
 
 The Jacobian d theta_t / d theta of MAML is replaced by the identity: what theta does to the inner
 gradients is dropped, so a step costs what plain training on the same rows costs. Finn et al., arXiv
-1703.03400, section 5.2. A parameter that does not adapt gets the query loss's gradient alone.
-"""
+1703.03400, section 5.2. A parameter that does not adapt gets the query loss's gradient alone."""
 
 from gmeta.adaptation.algorithms.algorithm import Algorithm
 from gmeta.adaptation.algorithms.maml import QueryLoss

@@ -11,13 +11,9 @@ second order, as there. Tasks are ids, such as items; adapt_embeddings names the
 the columns that describe its ids. `train_base = false` is the paper: model and tables are those of
 a plain run (run.start_from) and the generator alone learns; with true they learn from the same
 loss. Departures: k steps where the paper has one; every id is generated, also those of training,
-whose rows in the table are not used; layers named in adapt_layers (but for the default) adapt with
-the embedding; a task without support rows has no first term, and support_prior shrinks that term as
-it shrinks steps.
-
-Every row is given the embedding of its own content: the rows of a task agree, as they describe one
-id, and rows of several ids may be predicted at once.
-"""
+whose rows in the table are not used; layers that adapt_layers names adapt with the embedding; a
+task without support rows has no first term, and support_prior smooths that term as it does
+steps."""
 
 from __future__ import annotations
 
@@ -26,7 +22,7 @@ from typing import TYPE_CHECKING
 
 from gmeta.adaptation.algorithms.algorithm import Algorithm
 from gmeta.adaptation.learned_parts import LearnedParts
-from gmeta.config.algorithm import AlgorithmConfig
+from gmeta.config.algorithm import AlgorithmConfig, MetaEmbOptions
 from gmeta_models.id_generator import IdGenerator, content_columns
 from gmeta_models.model_config import resolve_pooling
 
@@ -39,10 +35,8 @@ if TYPE_CHECKING:
 
 
 def cold_and_warm_loss_sum(inner_loop: GeneralLoop, rows: WorkingRows, tasks: Sides) -> Tensor:
-    """Return the sum over the tasks of the cold loss on the support and the warm one on the query:
-    a scalar.
-    """
-    share = inner_loop.config.cold_weight
+    """Return the sum over the tasks of the cold loss on support and the warm one on query rows."""
+    share = inner_loop.config.options_of(MetaEmbOptions).cold_weight
     adapted = inner_loop.adapt(rows, tasks, second_order=True)
     warm = inner_loop.query_loss_sum(adapted, tasks) * (1.0 - share)
     # The loss before the first step is the one of the generated embedding.
@@ -50,11 +44,8 @@ def cold_and_warm_loss_sum(inner_loop: GeneralLoop, rows: WorkingRows, tasks: Si
 
 
 def embedding_alone(model: nn.Module, config: AlgorithmConfig) -> AlgorithmConfig:
-    """Return the config with no layer to adapt, unless it names some.
-
-    Raises:
-        ValueError: it does not name the one table whose embeddings are generated.
-    """
+    """Return the config with no layer to adapt, unless it names some. Raises ValueError: it does
+    not name the one table whose embeddings are generated."""
     tables = config.adapt_embeddings
     if isinstance(tables, bool) or len(tables) != 1:
         config_value = str(tables).lower() if isinstance(tables, bool) else list(tables)
@@ -67,17 +58,15 @@ def embedding_alone(model: nn.Module, config: AlgorithmConfig) -> AlgorithmConfi
 
 
 def id_generator(model: nn.Module, config: AlgorithmConfig, tables: TableSizes) -> LearnedParts:
-    """Return a generator for the table that the config names.
-
-    Raises:
-        ValueError: the table, or the content, is not of columns that the dataset has.
-    """
+    """Return a generator for the table that the config names. Raises ValueError: the dataset lacks
+    a column of the table or of the content."""
     places = tables.adapting_tables(config)
     assert places is not None  # embedding_alone has seen to it
     (place,) = places
-    columns = content_columns(
-        tables.names[place], config.content, tables.inputs, resolve_pooling(model)
-    )
+    content = config.options_of(MetaEmbOptions).content
+    columns = content_columns(tables.names[place], content, tables.inputs, resolve_pooling(model))
+    # Every row gets the embedding of its own content: the rows of a task agree, as they describe
+    # one id, and rows of several ids may be predicted at once.
     return LearnedParts(generator=IdGenerator(columns, tables.width), generated_table=place)
 
 

@@ -1,6 +1,5 @@
-"""Every meta-learning algorithm by the name that configs use; `none` is the learner's own. A
-package of your own adds one by an entry point or its import path.
-"""
+"""Every meta-learning algorithm by the name that configs use; other packages add theirs by an entry
+point or an import path."""
 
 from collections import ChainMap
 
@@ -39,8 +38,5 @@ NAMED_ALGORITHMS = Registry(
 
 def find_algorithm(name: str) -> Algorithm:
     """Return the algorithm of this name; for plain training, the one its evaluation adapts with.
-
-    Raises:
-        ValueError: the name stands for no algorithm.
-    """
+    Raises ValueError: there is none."""
     return NAMED_ALGORITHMS.find(name)

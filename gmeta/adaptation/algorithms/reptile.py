@@ -5,13 +5,9 @@
 
 Nichol et al., "On First-Order Meta-Learning Algorithms", arXiv 1803.02999, batched, and neither
 divided by a nor by k; with outer SGD at rate e it is their theta <- theta + e mean_t (theta_t -
-theta). As theta - theta_t = a sum_j grad L_support,t(theta_j), with theta_j a constant away from
-theta, it is the gradient of a sum_j L_support,t(theta_j): that is what is computed, for layers and
-embedding rows alike. Departures: the data sets keep their split, so theta_t is of the support rows
-alone, and the query rows serve the loss that is shown, to which tasks without them add 0
-(Episodes.num_shown). What does not adapt (adapt_layers, adapt_embeddings, gates) would stand still;
-it takes the gradient of the same sum, the way it would have gone.
-"""
+theta). Departures: theta_t is of the support rows alone, as data sets keep their split, and the
+query rows serve the reported loss, to which tasks without them add 0 (Episodes.num_reported). What
+does not adapt (adapt_layers, adapt_embeddings, gates) takes the gradient of the same sum."""
 
 from __future__ import annotations
 
@@ -33,12 +29,8 @@ if TYPE_CHECKING:
 
 
 def reptile_loss_sum(inner_loop: GeneralLoop, rows: WorkingRows, tasks: Sides) -> Tensor:
-    """Return a scalar over the tasks with support rows: its value is the sum of the mean query loss
-    at theta_t, its gradient the sum of theta - theta_t.
-
-    Raises:
-        ConfigError: an algorithm of somebody's own has more than one rate.
-    """
+    """Return the sum of the tasks' query losses at theta_t, whose gradient is the sum of theta -
+    theta_t. Raises ConfigError: there is more than one rate."""
     rates = inner_loop.rates
     if not isinstance(rates, FixedRates):
         raise ConfigError(
@@ -48,24 +40,23 @@ def reptile_loss_sum(inner_loop: GeneralLoop, rows: WorkingRows, tasks: Sides) -
         )
     support, query = tasks
     longest = query.layout.longest
+    # theta - theta_t = a sum_j grad L_support,t(theta_j): with theta_j a constant away from theta,
+    # it is the gradient of a sum_j L_support,t(theta_j), for layers and embedding rows alike.
     adapted = inner_loop.take_steps(rows, support, longest, second_order=False, keep_path=True)
     with torch.no_grad():
         losses_N = inner_loop.losses_N(adapted, query)
         counted_N = query.layout.spread(support.layout.lengths_T > 0)
         weights_N = query.layout.mean_weights_N(losses_N.dtype)
         reported = weighted_sum(losses_N * counted_N, weights_N)
-    # The value shown is the query loss, the gradient that of the path: pull - pull.detach() is 0,
-    # and its gradient is not. `shown * 0.0` starts the sum where no task has support rows.
+    # The value is the query loss, the gradient that of the path: pull - pull.detach() is 0, and its
+    # gradient is not. `reported * 0.0` starts the sum where no task has support rows.
     pull = sum(adapted.support_loss_sums, reported * 0.0) * rates.rate
     return reported + pull - pull.detach()
 
 
 def one_rate(model: nn.Module, config: AlgorithmConfig) -> AlgorithmConfig:
-    """Return the config as it stands: theta - theta_t is a gradient only at one rate for all.
-
-    Raises:
-        ValueError: the last bias has a rate of its own.
-    """
+    """Return the config unchanged. Raises ValueError: the last bias has a rate of its own."""
+    # theta - theta_t is a gradient only at one rate for all.
     if config.bias_rate != 1.0:
         raise ValueError(
             f'algorithm.bias_rate = {config.bias_rate} with algorithm.name = "reptile": Reptile '

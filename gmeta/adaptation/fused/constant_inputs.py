@@ -1,15 +1,11 @@
-"""The first layer of a decision MLP whose inputs no inner step moves: what all steps of the fused
-loop need of them is computed once.
+"""The first decision layer where no inner step moves its inputs: its products are taken once.
 
     z_1 = g * (x W_1 + b_1) - (x A^T + c) (a G_1 + ... + a G_j)
 
-A are the inputs of the support rows, the same in every step, so the gradients of the steps add up;
-c is 1, for the bias, and more where x is not all of a row's inputs (rows/common.py). The layers
-above are mlp.py's. So a step of the MovieLens example, with three inner steps, takes five eighths
-of the time.
+A are the inputs of the support rows; c is 1, for the bias, and more where x is not all of a row's
+inputs (common_features.py). mlp.py does the layers above.
 
-Shape suffixes: T tasks, N rows, S support rows, H longest list or task, I inputs, O outputs.
-"""
+Shape suffixes: T tasks, N rows, S support rows, H longest list or task, I inputs, O outputs"""
 
 from __future__ import annotations
 
@@ -27,7 +23,7 @@ if TYPE_CHECKING:
 
 
 class FirstLayer(NamedTuple):
-    """The first decision layer, as the rows' own inputs meet it."""
+    """The first decision layer, applied to the inputs that are a row's own."""
 
     weight_OI: Tensor
     bias: Tensor  # [O], or [T, O] where the rows of a task share inputs
@@ -42,7 +38,7 @@ class FirstLayer(NamedTuple):
 
 
 class FirstOutputs(NamedTuple):
-    """The first layer's outputs for the rows of one side, and what inner steps move them by."""
+    """The first layer's outputs on one side's rows, and what inner steps move them by."""
 
     outputs_NO: Tensor  # before any inner step
     overlaps_THS: list[Tensor]  # x A^T + c of each rectangle; none where no step needs them
@@ -51,6 +47,8 @@ class FirstOutputs(NamedTuple):
         """Return z_1, with this sum of the steps' gradients."""
         if scaled_grads_SO is None:
             return self.outputs_NO
+        # A is the same in every step, so the steps' gradients are added up before one product: a
+        # step of the MovieLens example, with three inner steps, takes five eighths of the time.
         width = scaled_grads_SO.shape[1]
         rows = self.outputs_NO.split([each.shape[0] * each.shape[1] for each in self.overlaps_THS])
         support = scaled_grads_SO.split([len(each) * each.shape[2] for each in self.overlaps_THS])
@@ -73,17 +71,16 @@ def compute_first_outputs(
     tasks: PaddedTasks,
     several_steps: bool,
 ) -> tuple[FirstOutputs, FirstOutputs]:
-    """Return what the layer makes of support and of query rows.
-
-    `inputs` are those of both sides, the support's first; in first order those of the query rows,
-    and the support's are `constant_SI`. Only `several_steps` ask for the support's own overlaps.
-    """
+    """Return what the layer makes of support and of query rows. `inputs` are those of both sides,
+    the support's first, if `constant_SI` is None; else those of the query rows."""
     support, query = tasks.support, tasks.query
     alone = layer.in_common_T is None  # the rows of a task share no inputs
     tensors = layer.weight_OI, layer.bias if alone else None, support.rectangles
     query_rectangles = query.rectangles if layer.adapts else ()
+    # Only a second step reads what the first one changed on the support rows themselves.
     own = support.rectangles if layer.adapts and several_steps else ()
     if constant_SI is None:
+        # Second order: one product of both sides, so autograd finds one gradient of the inputs.
         both_NO, *overlaps = _FirstProducts.apply(
             inputs, None, *tensors, query_rectangles, bool(own)
         )
@@ -91,6 +88,7 @@ def compute_first_outputs(
             both_NO = _apply_task_terms(layer, both_NO, torch.cat([support.task_N, query.task_N]))
         support_SO, query_NO = both_NO.split([support.num_rows, query.num_rows])
     else:
+        # First order: the support rows' inputs are constants, so no graph of their outputs is kept.
         query_NO, *overlaps = _FirstProducts.apply(
             inputs, constant_SI, *tensors, query_rectangles, False
         )
@@ -108,7 +106,6 @@ def compute_first_outputs(
 
 
 def _apply_task_terms(layer: FirstLayer, outputs_NO: Tensor, task_N: Tensor) -> Tensor:
-    """Return x W + b with what is the task's own: a bias, a gate."""
     if layer.in_common_T is not None:
         outputs_NO = outputs_NO + layer.bias.index_select(0, task_N)
     if layer.gate_TO is not None:
@@ -117,10 +114,7 @@ def _apply_task_terms(layer: FirstLayer, outputs_NO: Tensor, task_N: Tensor) -> 
 
 
 class _FirstProducts(torch.autograd.Function):
-    """x W + b, and x A^T (+ 1 with a bias) of the query rows, then (`own`) of the support rows,
-    rectangle by rectangle: one operation, as autograd would add up the inputs' gradients in as
-    many passes over them as there are products.
-    """
+    """Computes x W + b, and x A^T (+ 1 with a bias) of query rows, then (`own`) of support rows."""
 
     @staticmethod
     def forward(
@@ -133,6 +127,7 @@ class _FirstProducts(torch.autograd.Function):
         query: Rectangles,
         own: bool,
     ) -> tuple[Tensor, ...]:
+        # One operation: autograd would take a pass over the inputs' gradients for each product.
         ctx.rectangles = support, query, own
         ctx.save_for_backward(inputs_NI, constant_SI, weight_OI)
         ctx.set_materialize_grads(False)
@@ -173,7 +168,6 @@ class _FirstProducts(torch.autograd.Function):
 def _split_sides(
     inputs: Tensor, constant: Tensor | None, support: Rectangles
 ) -> tuple[Tensor, Tensor]:
-    """Return the support and the query rows of inputs of both, or of the query's alone."""
     if constant is not None:
         return constant, inputs
     count = sum(mine.tasks * mine.rows for mine in support)

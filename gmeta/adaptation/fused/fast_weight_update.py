@@ -1,11 +1,9 @@
-"""How far inner steps have moved one layer, in each rectangle of tasks: layer_change.py with its
-derivatives written out, for fast_mlp.py. autograd sees `FastWeightUpdate.then` alone; the
-derivative of each other product is the method below it. Products are added up in place.
+"""How far inner steps have moved one layer, in each rectangle of tasks: plain_update.py with its
+derivatives written out, for mlp.py.
 
 `sides` are the rectangles of the rows, and those of the support rows that the factors are of.
 
-Shape suffixes: T tasks, N rows, S support rows, I inputs, O outputs.
-"""
+Shape suffixes: T tasks, N rows, S support rows, I inputs, O outputs"""
 
 from __future__ import annotations
 
@@ -40,10 +38,7 @@ class Matrix(NamedTuple):
 
 
 class FastWeightUpdate(NamedTuple):
-    """The change of a layer by the inner steps so far, each rectangle of tasks in its own form.
-
-    `flat`, factors first, is the order of the tensors for autograd, and of their gradients.
-    """
+    """The change of a layer by the inner steps so far, each rectangle of tasks in its own form."""
 
     low_rank: tuple[int, ...]  # rectangles that keep the factors of every step
     materialised: tuple[int, ...]  # rectangles that keep a matrix
@@ -53,7 +48,7 @@ class FastWeightUpdate(NamedTuple):
 
     @property
     def flat(self) -> list[Tensor]:
-        """Return all tensors."""
+        """Return all tensors, factors first: the order of autograd's arguments and gradients."""
         return [tensor for pair in (*self.factors, *self.matrices) for tensor in pair]
 
     def with_step(
@@ -70,12 +65,14 @@ class FastWeightUpdate(NamedTuple):
             matrices = tuple(map(Matrix, found[::2], found[1::2]))
         return self._replace(factors=factors, matrices=matrices)
 
+    # autograd sees `with_step` alone: of each product below, the derivative is the method after it.
     def subtract(self, out_NO: Tensor, rows_NI: Tensor, sides: Sides) -> Saved:
         """Subtract the steps' change from the outputs of rows x: out -= (x A^T + c) a G."""
         for at, matrix in zip(self.materialised, self.matrices, strict=False):
             # Before the first step there are no matrices, and the loop is empty.
             out, rows = sides[0][at].of(out_NO), sides[0][at].of(rows_NI)
             out.baddbmm_(rows, matrix.weight_TIO).add_(matrix.bias_T1O)
+        # The spread s = x A^T + c is kept: the derivative by a G would have to make it again.
         saved: Saved = []
         for step in self.factors:
             saved.append([])
@@ -172,17 +169,18 @@ class FastWeightUpdate(NamedTuple):
             rectangle = support[at]
             below = rectangle.of(below_grad_SI)
             rectangle.of(grads_grad_SO).baddbmm_(below, matrix.weight_TIO)
+            # The bias has no gradient here: it adds nothing to gradients that go back.
             flat_grads += torch.bmm(below.mT, rectangle.of(grads_SO)), None
         return flat_grads
 
     def _empty_gradients(self, step: Factors) -> Factors:
-        """Return memory for a step's gradients; 0 for the rows of rectangles that keep a matrix."""
+        # Rows of rectangles that keep a matrix are not written below: their gradient is 0.
         like = torch.zeros_like if self.materialised else torch.empty_like
         return Factors(like(step.activations_SI), like(step.scaled_grads_SO))
 
 
 class _AddStep(torch.autograd.Function):
-    """D - A^T a G for the tasks of each of these rectangles; 0 - A^T a G in the first step."""
+    """Computes D - A^T a G for the tasks of each rectangle; 0 - A^T a G in the first step."""
 
     @staticmethod
     def forward(
@@ -227,5 +225,5 @@ class _AddStep(torch.autograd.Function):
 
 
 def _write_negative_product(block: Tensor, left: Tensor, right: Tensor) -> None:
-    """Set block = - left right; what it held, maybe NaN, is not read."""
+    # With beta = 0 the block is not read: it comes from empty_like, and may hold NaN.
     block.baddbmm_(left, right, beta=0, alpha=-1)

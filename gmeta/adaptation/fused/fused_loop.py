@@ -1,14 +1,8 @@
 """The inner loop for models that end in an MLP, over all tasks of a batch at once: exact, and a
 fraction of the operations of general_loop.py, which does the same for any model.
 
-A pass goes through the layers over the dense columns, the model's features and the decision layers.
-mlp.py does the layers; what is between them is autograd's. Where no step moves what the decision
-layers see, their first layer's products are taken once (still_inputs.py); where embedding rows
-adapt, or layers over the dense columns, every step sees new inputs.
-
 Shape suffixes: T tasks, N rows, S support rows, K dense columns, L labels, D embedding width, P
-task-row pairs, I inputs, O outputs, X all inputs side by side.
-"""
+task-row pairs, I inputs, O outputs, X all inputs side by side"""
 
 from __future__ import annotations
 
@@ -44,19 +38,13 @@ Adapted = TypeVar("Adapted")
 
 
 class FusedLoop(ABC, Generic[Adapted]):
-    """k SGD steps on every task's support set and the query loss after them; owns no parameters.
+    """Takes k SGD steps on every task's support set, and the query loss; owns no parameters."""
 
-    One of two kinds serves a plan, by `plan.moves_inputs`.
-    """
-
+    # Which of the two subclasses serves a plan: AdaptationPlan.moves_inputs.
     moves_inputs: ClassVar[bool]
 
     def __init__(
-        self,
-        model: DecisionModel,
-        plan: AdaptationPlan,
-        objectives: Objectives,
-        rates: InnerRates,
+        self, model: DecisionModel, plan: AdaptationPlan, objectives: Objectives, rates: InnerRates
     ) -> None:
         self.config = plan.config
         self._model = model
@@ -69,11 +57,8 @@ class FusedLoop(ABC, Generic[Adapted]):
 
     @abstractmethod
     def start(self, rows: WorkingRows, tasks: PaddedTasks, second_order: bool) -> Adapted:
-        """Return the model before the first step, at the meta-parameters.
-
-        With `second_order` it is differentiable through the inner gradients, else they are
-        constants.
-        """
+        """Return the model before the first step, at the meta-parameters; with `second_order`
+        differentiable through the inner gradients, which are constants otherwise."""
 
     @abstractmethod
     def step(self, adapted: Adapted, second_order: bool) -> Adapted:
@@ -84,7 +69,7 @@ class FusedLoop(ABC, Generic[Adapted]):
         """Return the sum over the tasks of the mean query loss at the adapted parameters."""
 
     def layout(self, second_order: bool, in_buckets: bool = False) -> FusedLayout:
-        """Return how a batch is to be arranged for this loop; `in_buckets`: in few shapes."""
+        """Return how batches are laid out for this loop; `in_buckets`: in few shapes."""
         has_constant_inputs, first_weight = not self.moves_inputs, self._decision.layers[0].weight
         gated = isinstance(self._model, GatedModel)
         may_split = has_constant_inputs and self._model.features_from is not None
@@ -92,7 +77,9 @@ class FusedLoop(ABC, Generic[Adapted]):
             pooling=self._model.pooling,
             history=self._model.history,
             rows_per_task=self._plan.adapts_rows,
+            # Both sides are differentiated alike: one tensor of both takes half as many operations.
             stacked=has_constant_inputs and second_order,
+            # In first order nothing differentiates the support's inputs, but gates learn by them.
             constant_support=not (self._plan.adapts_rows or second_order or gated),
             first_layer_weights=first_weight.numel() if may_split else 0,
             num_weights=self._plan.num_weights,
@@ -102,14 +89,12 @@ class FusedLoop(ABC, Generic[Adapted]):
         )
 
     def _support_loss(self, rows: WorkingRows, tasks: PaddedTasks) -> RowLoss:
-        """Return the loss whose gradient the steps take."""
         dtype, prior = _precision(rows.values_PD), self.config.support_prior
         return _row_loss(tasks.support, self._objectives.inner, dtype, prior)
 
     def _gates_TO(
         self, support_SX: Tensor, support: PaddedRows, common: CommonInputs | None
     ) -> list[Tensor | None]:
-        """Return the gates of each decision layer for every task; None for a layer without."""
         mean_TX = support.mean_TX(support_SX)
         if common is not None:
             is_known_T1 = support.mean_TX(support_SX.new_ones(len(support_SX), 1))
@@ -121,11 +106,10 @@ class FusedLoop(ABC, Generic[Adapted]):
         return [by_layer.get(layer) for layer in self._decision.layers]
 
     def _inputs_NX(self, rows_PD: Tensor, features: PaddedFeatures) -> Tensor:
-        """Return what the decision layers see of rows whose dense layers do not adapt."""
         return self._decision_inputs_NX(features.values(rows_PD), None)
 
     def _decision_inputs_NX(self, features: RowFeatures, dense_NO: Tensor | None) -> Tensor:
-        """Return what the decision layers see; `dense_NO` is of dense layers if they adapt."""
+        """Return the decision layers' inputs; `dense_NO` are outputs of dense layers that adapt."""
         if dense_NO is None:
             features = self._model.through_dense(features)
         else:
@@ -135,7 +119,7 @@ class FusedLoop(ABC, Generic[Adapted]):
 
 @dataclass(frozen=True)
 class MovingInputModel:
-    """A model in the middle of an inner loop that moves what its decision layers see."""
+    """The model in the middle of an inner loop that moves the inputs of its decision layers."""
 
     rows_PD: Tensor
     rate: float | Tensor  # of the rows
@@ -148,7 +132,7 @@ class MovingInputModel:
 
 @final
 class MovingLoop(FusedLoop[MovingInputModel]):
-    """Embedding rows adapt, or layers over the dense columns: every step sees new inputs."""
+    """Serves plans in which embedding rows or dense layers adapt: each step sees new inputs."""
 
     moves_inputs = True
 
@@ -175,12 +159,12 @@ class MovingLoop(FusedLoop[MovingInputModel]):
 
     def step(self, adapted: MovingInputModel, second_order: bool) -> MovingInputModel:
         """Return w - a g, for the weights w of each task and the gradients g of its support loss:
-        of embedding rows as it stands, of layers as factors of a g (mlp.py).
-        """
+        of embedding rows as it stands, of layers as factors of a g (mlp.py)."""
         w_PD, a, tasks = adapted.rows_PD, adapted.rate, adapted.tasks
         decision, dense, adapts_rows = adapted.decision, adapted.dense, self._plan.adapts_rows
         # A view: the step's gradient must not see what the same rows do elsewhere, in the gates.
         rows_PD = w_PD.view_as(w_PD) if second_order else w_PD.detach()
+        # What autograd is to differentiate below the decision layers.
         moving: list[Tensor] = []
         if adapts_rows:
             moving.append(rows_PD if rows_PD.requires_grad else rows_PD.requires_grad_())
@@ -225,7 +209,7 @@ class MovingLoop(FusedLoop[MovingInputModel]):
 
 @dataclass(frozen=True)
 class ConstantInputMlp:
-    """The decision layers in the middle of an inner loop that does not move what they see."""
+    """The decision layers in the middle of an inner loop that does not move their inputs."""
 
     support: FirstOutputs
     query: FirstOutputs
@@ -238,7 +222,7 @@ class ConstantInputMlp:
 
 @final
 class StillLoop(FusedLoop[ConstantInputMlp]):
-    """The products of the first decision layer are taken once, for all steps: still_inputs.py."""
+    """Takes the products of the first decision layer once, for all steps: constant_inputs.py."""
 
     moves_inputs = False
 
@@ -264,8 +248,7 @@ class StillLoop(FusedLoop[ConstantInputMlp]):
             common = CommonInputs.of(tasks.common, rows_PD, column, width)
             common = common._replace(values_TI=_in_autocast(common.values_TI))
             in_common_T = common.shared_product_T(second_order)
-            # What all rows of a task share is multiplied by the weight once a task, and added to
-            # the bias.
+            # What all rows of a task share is multiplied once a task, and added to the bias.
             weight_OX, bias = common.split_layer(weight_OX, bias)
         gates: list[Tensor | None] = [None] * len(self._decision.layers)
         if gated:
@@ -280,18 +263,17 @@ class StillLoop(FusedLoop[ConstantInputMlp]):
         loss, rates = self._support_loss(rows, tasks), self._decision.rates(self._rates)
         if rate := self._decision.one_rate(rates):
             # A step's gradients are linear in the loss, so its rate can scale the loss, once for
-            # all. It saves 2 to 7 % of a step on a CPU, and a launch for each layer and inner step
-            # on a GPU.
+            # all: 2 to 7 % of a step on a CPU, a launch for each layer and inner step on a GPU.
             loss, rates = loss.times(rate), [1.0] * len(rates)
         return ConstantInputMlp(support, query, mlp, adapts, loss, rates)
 
     def step(self, adapted: ConstantInputMlp, second_order: bool) -> ConstantInputMlp:
         """Return w - a g, for the layers' weights w of each task and the gradients g of its support
-        loss, as factors of a g (mlp.py); those of the first layer are added up.
-        """
+        loss, as factors of a g (mlp.py); those of the first layer are added up."""
         upper, moved_SO = adapted.upper, adapted.scaled_grads_SO
         with torch.set_grad_enabled(second_order):
             first_SO = adapted.support.after_steps_NO(moved_SO)
+            # No gradient is taken below the lowest layer that adapts.
             lowest = 0 if adapted.first_adapts else upper.lowest_moving
             activations, grads = upper.step_gradients(first_SO.relu(), adapted.loss, lowest)
             first_grads_SO = None
@@ -329,11 +311,10 @@ class _LinearStack:
 
     @property
     def adapt(self) -> bool:
-        """Tell whether any of the layers adapts."""
         return any(self.names)
 
     def rates(self, rates: InnerRates) -> list[LayerRate]:
-        """Return the rate of each layer; 0 where it does not adapt."""
+        # 0 where a layer does not adapt: after_step never reads it.
         return [0.0 if name is None else rates.of_layer(name) for name in self.names]
 
     def one_rate(self, rates: Sequence[LayerRate]) -> float | None:
@@ -350,7 +331,6 @@ class _LinearStack:
         tasks: PaddedTasks,
         plan: AdaptationPlan,
     ) -> AdaptedMlp:
-        """Return the MLP before the first inner step."""
         dtype = _precision(rows_PD)
         sides = tasks.support.rectangles, tasks.query.rectangles
         sizes = [TaskSize(mine.rows, other.rows) for mine, other in zip(*sides, strict=True)]
@@ -375,7 +355,8 @@ class _LinearStack:
 def _row_loss(
     rows: PaddedRows, losses: LabelLosses, dtype: torch.dtype, prior: float = 0.0
 ) -> RowLoss:
-    """Return the sum over the tasks of their rows' (shrunken) mean loss, of this dtype."""
+    """Return the sum over the tasks of the mean loss of their rows (smoothed by `prior`)."""
+    # In float32 under autocast: the loss and its weights lose too much in 8 bits.
     weight_N = rows.mean_weights_N(torch.float32 if dtype in HALVES else dtype, prior)
     weight_NL, shape_NL = weight_N.unsqueeze(1), (rows.num_rows, len(losses.losses))
     label_NL = known_labels(rows.label_N, rows.weight).view(shape_NL)
@@ -385,9 +366,7 @@ def _row_loss(
 
 
 def _in_autocast(rows_NI: Tensor) -> Tensor:
-    """Return the rows in autocast's precision where that is on: operations with written-out
-    derivatives are closed to autocast.
-    """
+    # By hand: operations with written-out derivatives are closed to autocast.
     return rows_NI.to(_precision(rows_NI))
 
 

@@ -5,21 +5,14 @@ With h_0 the inputs and h_l = relu(z_l), layer l gives rows of a task
 
     z_l = g_l * (h_{l-1} W_l + b_l) - sum_j (h_{l-1} A_jl^T + c_l) (a G_jl)
 
-where g_l are the task's gates (1 without), and inner step j found the activations A_jl that enter
-the layer on the support rows and the gradients G_jl of the support loss at z_l; a is the inner
-rate, c_l a that of the biases. So an inner step takes two passes over the support rows: forward for
-the activations, and back for the gradients d_l at the outputs,
+where g_l are the task's gates (1 without), A_jl the activations that enter the layer on the support
+rows in inner step j and G_jl the gradients of the support loss at z_l; a is the inner rate, c_l a
+that of the biases. An inner step takes two passes over the support rows: forward for the
+activations, and back for the gradients d_l at the outputs,
 
     d_{l-1} = [h_{l-1} > 0] * ((g_l * d_l) W_l^T - sum_j (d_l (a G_jl)^T) A_jl),   d_0 without [...]
 
-autograd would find the same derivatives in five times as many operations, most of which allocate.
-A gradient that autograd hands to a `backward` here was made for it alone, except for those at z_L
-and d_0: whatever is added to the others is added in place. Tests hold all this to the equations as
-they stand, differentiated by autograd (tests/adaptation/fused/plain_mlp.py), and to the general
-loop.
-
-Shape suffixes: T tasks, N rows, S support rows, L labels, I inputs, O outputs.
-"""
+Shape suffixes: T tasks, N rows, S support rows, L labels, I inputs, O outputs"""
 
 from __future__ import annotations
 
@@ -42,14 +35,16 @@ if TYPE_CHECKING:
     from gmeta.adaptation.rates import LayerRate
     from gmeta.losses.objectives import RowLoss
 
+# autograd would find the derivatives below in five times as many operations, most of which
+# allocate. Tests hold them to the equations as they stand, differentiated by autograd
+# (tests/adaptation/fused/plain_mlp.py), and to the general loop.
 _relu_backward = torch.ops.aten.threshold_backward.grad_input
 
 
 @dataclass(frozen=True)
 class AdaptedMlp:
-    """Linear layers with ReLU between them, and how far the inner steps so far have moved each: one
-    operation a pass. Takes one rate for a layer or for each of its outputs.
-    """
+    """Linear layers with ReLU between them, and how far inner steps have moved each; one rate for a
+    layer or for each of its outputs."""
 
     weights_OI: tuple[Tensor, ...]
     biases_O: tuple[Tensor, ...]
@@ -68,10 +63,8 @@ class AdaptedMlp:
     def gradients(
         self, last_SO: Tensor, hidden: Sequence[Tensor], lowest: int
     ) -> tuple[Tensor, ...]:
-        """Return d_lowest, ..., d_L of the support rows, from d_L and h_1, ..., h_{L-1}.
-
-        d_0 is the gradient at the inputs.
-        """
+        """Return d_lowest, ..., d_L of the support rows, from d_L and h_1, ..., h_{L-1}; d_0 is the
+        gradient at the inputs."""
         if lowest == len(self.weights_OI):
             return (last_SO,)
         layers = self._layers(self.support)
@@ -84,8 +77,7 @@ class AdaptedMlp:
         self, inputs_SI: Tensor, loss: RowLoss, lowest: int
     ) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
         """Return the activations h_0, ..., h_{L-1} of the support rows and the gradients d_lowest,
-        ..., d_L of their loss.
-        """
+        ..., d_L of their loss."""
         *activations, last_SO = self.forward(inputs_SI, self.support)
         grads = self.gradients(loss.grad_NO(last_SO), activations[1:], lowest)
         return tuple(activations), grads
@@ -93,10 +85,8 @@ class AdaptedMlp:
     def after_step(
         self, activations: Sequence[Tensor], grads: Sequence[Tensor], rates: Sequence[LayerRate]
     ) -> Self:
-        """Return the MLP after one inner step, from what `step_gradients` returned.
-
-        `grads` may begin at any layer below the lowest that adapts; `rates` has one for each layer.
-        """
+        """Return the MLP after one inner step, from what `step_gradients` returned."""
+        # Counted from the end, as `grads` may begin at any layer below the lowest that adapts.
         mlp, count = self, len(self.weights_OI)
         for at, paths in enumerate(self.paths):
             if paths:
@@ -145,8 +135,6 @@ class AdaptedMlp:
 
 
 class _PassLayers(NamedTuple):
-    """An MLP for one pass over rows."""
-
     weights_OI: Sequence[Tensor]
     biases_O: Sequence[Tensor]
     gates_NO: Sequence[Tensor | None]  # of each row
@@ -155,20 +143,18 @@ class _PassLayers(NamedTuple):
 
     @property
     def tensors(self) -> list[Tensor]:
-        """Return all that autograd has to know of; `LayerGrads.in_order` is in their order."""
+        # All that autograd has to know of; `_LayerGrads.in_order` has this order, too.
         gates = [gate for gate in self.gates_NO if gate is not None]
         updates = [tensor for update in self.updates for tensor in update.flat]
         return [*self.weights_OI, *self.biases_O, *gates, *updates]
 
     @property
     def num_shared(self) -> int:
-        """Count the tensors that stand before those of the inner steps' updates."""
+        # The tensors of the updates stand behind these.
         return 2 * len(self.updates) + sum(gate is not None for gate in self.gates_NO)
 
 
 class _LayerGrads:
-    """The gradients of an MLP's tensors, as far as they are known."""
-
     def __init__(self, layers: _PassLayers) -> None:
         nothing: Grads = [None] * len(layers.updates)
         self.weights, self.biases, self.gates = nothing.copy(), nothing.copy(), nothing.copy()
@@ -177,7 +163,6 @@ class _LayerGrads:
 
     @property
     def in_order(self) -> Grads:
-        """Return the gradients in the order of the tensors."""
         gates = [self.gates[at] for at in self._gated]
         updates = [grad for grads in self.updates for grad in grads]
         return [*self.weights, *self.biases, *gates, *updates]
@@ -188,7 +173,8 @@ class _LayerGrads:
 
 
 class _Forward(torch.autograd.Function):
-    """h_0, ..., h_{L-1} and z_L; h_0 too, so that gradients of its other uses are added up here."""
+    """Computes h_0, ..., h_{L-1} and z_L; h_0 too: gradients of its other uses are added up
+    here."""
 
     @staticmethod
     def forward(
@@ -214,6 +200,8 @@ class _Forward(torch.autograd.Function):
     def backward(ctx: Any, *above: Tensor | None) -> tuple[Tensor | None, ...]:
         layers, ungated, saved = ctx.layers, ctx.ungated, ctx.saved
         ctx.layers = ctx.ungated = ctx.saved = None
+        # A gradient that autograd hands over was made for this call alone, except for those at z_L
+        # and d_0: products are added to the others in place.
         above, passed, found = _make_contiguous(above), ctx.saved_tensors, _LayerGrads(layers)
         wants_inputs, *wants = ctx.needs_input_grad[1:]
         wants_moved = any(wants[layers.num_shared :])
@@ -231,12 +219,7 @@ class _Forward(torch.autograd.Function):
                 if at or wants_inputs:
                     below = _add_product(below, shared, layers.weights_OI[at])
                 found.updates[at] = layers.updates[at].subtract_backward(
-                    saved[at],
-                    grad,
-                    passed[at],
-                    below,
-                    layers.sides,
-                    wants_moved,
+                    saved[at], grad, passed[at], below, layers.sides, wants_moved
                 )
             if at:
                 grad = (
@@ -248,7 +231,7 @@ class _Forward(torch.autograd.Function):
 
 
 class _Gradients(torch.autograd.Function):
-    """d_lowest, ..., d_{L-1} from d_L; ReLU has no second derivative, so none goes on to h."""
+    """Computes d_lowest, ..., d_{L-1} from d_L."""
 
     @staticmethod
     def forward(
@@ -298,18 +281,18 @@ class _Gradients(torch.autograd.Function):
                 found.gates[at], shared = carried * grad, grad * gate_SO
                 carried = carried.mul_(gate_SO) if onto is None else onto.addcmul_(carried, gate_SO)
             found.weights[at] = shared.mT @ below
-            found.updates[at] = layers.updates[at].subtract_back_backward(
+            found.updates[at] = layers.updates[at].subtract_from_gradients_backward(
                 saved[at - lowest], below, grad, carried, layers.sides[1]
             )
             below = carried
+        # ReLU has no second derivative, so no gradient goes on to the activations h.
         return (None, None, below, *[None] * (count - 1), *found.in_order)
 
 
 def _make_contiguous(grads: Sequence[Tensor | None]) -> tuple[Tensor | None, ...]:
-    """Return the gradients contiguous, as views of rectangles need them."""
+    # Views of rectangles need contiguous rows.
     return tuple(grad if grad is None else grad.contiguous() for grad in grads)
 
 
 def _add_product(into: Tensor | None, rows_NI: Tensor, matrix_IO: Tensor) -> Tensor:
-    """Return `rows_NI @ matrix_IO`, added in place to `into` if there is one."""
     return rows_NI @ matrix_IO if into is None else into.addmm_(rows_NI, matrix_IO)

@@ -1,20 +1,18 @@
-"""Features that all rows of a task share, as a user's own where tasks are users: read, multiplied
-and differentiated once a task in place of once a row. They save a quarter of a step of 26 features
-of which half are the user's (`common` in benchmarks/maml_step.py).
+"""Features that all rows of a task share, such as a user's own where tasks are users: read,
+multiplied and differentiated once a task instead of once a row (RecD, Zhao et al., arXiv
+2211.05239).
 
 Where the first decision layer sees the features side by side, with a row's own inputs v and its
 task's u,
 
     x W + b = v W_v + (u W_u + b),    x . x' + 1 = v . v' + (|u|^2 + 1)    of two rows of a task
 
-so to the layer, u is a bias that each task has for itself; and of an inner step's change, which
-asks for what two rows have in common (layer_change.py), the bias has |u|^2 + 1 in place of 1. Exact
-in any order of differentiation. This way recommendation models save most of their work where
-requests share a user (RecD, Zhao et al., arXiv 2211.05239); episodes always do.
+so to the layer, u is a bias of the task's own; and in an inner step's change, which takes the inner
+products of two rows (plain_update.py), the bias has |u|^2 + 1 instead of 1. Exact in any order of
+differentiation.
 
 Shape suffixes: T tasks, D embedding width, P task-row pairs, I inputs, O outputs, X all inputs side
-by side.
-"""
+by side"""
 
 from dataclasses import dataclass
 from functools import cache
@@ -28,7 +26,7 @@ from gmeta.adaptation.layout.sparse_matrix import Bags
 
 @dataclass(frozen=True)
 class CommonFeatures:
-    """Some single-id features of a batch, and which embedding rows they read."""
+    """Some single-id features of a batch, and the embedding rows that they read."""
 
     features: tuple[int, ...]
     bags: Bags  # of one value: bag t * len(features) + i
@@ -49,7 +47,7 @@ class CommonInputs(NamedTuple):
     def of(
         cls, features: CommonFeatures, rows_PD: Tensor, first_column: int, width: int
     ) -> "CommonInputs":
-        """Take the inputs from the embedding rows, for a layer of `width` columns in which the
+        """Return the inputs from the embedding rows, for a layer of `width` columns in which the
         features stand side by side from `first_column` on."""
         dim, device = rows_PD.shape[1], rows_PD.device
         order_X, num_own = _order_columns(features.features, first_column, dim, width, device)
@@ -62,7 +60,8 @@ class CommonInputs(NamedTuple):
         return weight_OX.index_select(1, own_X), torch.addmm(bias_O, self.values_TI, shared_OI.mT)
 
     def shared_product_T(self, second_order: bool) -> Tensor:
-        """Return |u|^2 + 1; without `second_order` one u is a support row's, and a constant."""
+        """Return |u|^2 + 1."""
+        # In first order one u is a support row's, and a constant.
         values_TI = self.values_TI
         other_TI = values_TI if second_order else values_TI.detach()
         return (values_TI * other_TI).sum(dim=1) + 1.0
@@ -77,6 +76,7 @@ class CommonInputs(NamedTuple):
 def _order_columns(
     features: tuple[int, ...], first: int, dim: int, width: int, device: torch.device
 ) -> tuple[Tensor, int]:
+    # Stable: both parts keep the layer's own order of columns.
     is_common_X = torch.zeros(width, dtype=torch.bool)
     for feature in features:
         is_common_X[first + feature * dim : first + (feature + 1) * dim] = True

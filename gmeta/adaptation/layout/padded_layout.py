@@ -1,10 +1,8 @@
-"""The rows of many tasks as [tasks, rows] rectangles, tasks of similar size in one.
-
-Padding is built in when the batch is arranged, so that products inside each task need no copies.
+"""The rows of many tasks as [tasks, rows] rectangles, tasks of similar size in one; padded on the
+host, so that products inside each task need no copies.
 
 Shape suffixes: T tasks, N rows, H longest list or task, F single-id or pooled features, K dense
-columns, D embedding width, P task-row pairs, X all inputs side by side.
-"""
+columns, D embedding width, P task-row pairs, X all inputs side by side"""
 
 from __future__ import annotations
 
@@ -54,11 +52,11 @@ class PaddedHistory:
 
 @dataclass(frozen=True)
 class PaddedRows:
-    """Where the rows of each task are on one side, and what their loss needs; padding rows weigh
-    nothing."""
+    """Where the rows of each task are on one side, and what their loss needs."""
 
     rectangles: tuple[Rectangle, ...]
     label_N: Tensor  # [N, labels] of several
+    # Padding rows weigh nothing.
     share_N: Tensor  # in the mean of its task's rows: 1 / their number, or 0 for one that pads
     task_N: Tensor  # int64: the row's task, counted rectangle by rectangle
     # Of each label in its row's loss: objectives.label_weights.
@@ -83,15 +81,15 @@ class PaddedRows:
         return torch.cat([rows.sum(dim=1) for rows in self.blocks(weighted_NX)])
 
     def mean_weights_N(self, dtype: torch.dtype, prior: float = 0.0) -> Tensor:
-        """Return the weight of each row in a sum over the tasks of the (shrunken) mean of their
-        rows, as RowLayout.mean_weights_N does; 0 for a row that pads."""
+        """Return the weight of each row in the sum of the tasks' (smoothed) means, as
+        RowLayout.mean_weights_N; 0 for padding."""
         share_N = self.share_N.to(dtype)
         return share_N / (1.0 + prior * share_N) if prior else share_N
 
 
 @dataclass(frozen=True)
 class PaddedFeatures:
-    """The features of the rows of one side, or of both. A row that pads has none, or any."""
+    """The features of the rows of one side, or of both. A padding row has none, or any."""
 
     bags: Bags  # the pooled features of row n are bags n * F to (n + 1) * F
     num_features: int
@@ -107,8 +105,8 @@ class PaddedFeatures:
 
 @dataclass(frozen=True)
 class PaddedTasks:
-    """Support and query rows of the tasks of a batch, for the fused loop; rectangle i of the one
-    side and of the other hold the same tasks in the same order."""
+    """Support and query rows of the tasks of a batch, for the fused loop; rectangle i of either
+    side holds the same tasks in the same order."""
 
     support: PaddedRows
     query: PaddedRows
@@ -119,26 +117,26 @@ class PaddedTasks:
 
     @property
     def padded_share(self) -> float:
-        """Return the share of padding among the rows; asked of tensors on the host."""
+        """Return the share of padding among the rows; for tensors on the host."""
         share_N = torch.cat([self.support.share_N, self.query.share_N])
         return float((share_N == 0).float().mean())
 
 
 @dataclass(frozen=True)
 class FusedLayout:
-    """How a batch is arranged for the fused loop."""
+    """How a batch is laid out for the fused loop."""
 
     pooling: Pooling  # how the model pools multi-id features
     history: int | None  # the one that it sees unpooled
     rows_per_task: bool  # every task has its own copy of the embedding rows it uses
     stacked: bool  # both sides' features stand in one
-    constant_support: bool  # nobody asks for the gradient of what the support rows use
-    # Weights of the first decision layer, if what all rows of a task share may stand apart; else 0.
+    constant_support: bool  # no gradient of what the support rows use is needed
+    # Weights of the first decision layer, if common features may be split off; else 0.
     first_layer_weights: int
     num_weights: int  # of the layers that adapt
     device: str  # the kind that the loop runs on: sizes that suit a CPU drown CUDA in launches
     dtype: torch.dtype  # of the layers, and so of what weighs losses
-    in_buckets: bool = False  # sizes are rounded up to few: batches/buckets.py
+    in_buckets: bool = False  # sizes are rounded up to few: data/buckets.py
 
 
 def kind_of_device(module: nn.Module) -> str:

@@ -1,8 +1,7 @@
 """Ragged rows of many tasks as padded [T, rows, ...] blocks and back, for products inside each
 task.
 
-Shape suffixes: T tasks, N rows, H longest list or task, X all inputs side by side.
-"""
+Shape suffixes: T tasks, N rows, H longest list or task, X all inputs side by side"""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -18,8 +17,7 @@ class RowLayout:
     lengths_T: Tensor  # int64
     num_rows: int  # N
     longest: int  # L
-    # Target of each row in the padded [T * H] block; None when all tasks have H rows and a view
-    # does.
+    # Target of each row in the padded [T * H] block; None: all tasks have H rows, a view will do.
     padded_index_N: Tensor | None
 
     @classmethod
@@ -43,7 +41,7 @@ class RowLayout:
         return self.lengths_T.numel()
 
     def pad(self, rows: Tensor) -> Tensor:
-        """Return rows [N, ...] as [T, L, ...]; rows that a task does not have are zero."""
+        """Return rows [N, ...] as [T, L, ...], zero where a task has fewer."""
         shape = (self.num_tasks, self.longest, *rows.shape[1:])
         if self.padded_index_N is None:
             return rows.reshape(shape)
@@ -74,8 +72,6 @@ class RowLayout:
         return sums_TX / self.lengths_T.clamp(min=1).to(rows_NX.dtype).unsqueeze(1)
 
     def mean_weights_N(self, dtype: torch.dtype, prior: float = 0.0) -> Tensor:
-        """Return 1 / (rows of the task): a weighted sum is then the sum of the tasks' means.
-
-        With a `prior` the mean is shrunken, as if `prior` more rows had the value 0.
-        """
+        """Return 1 / (rows of the task + prior): a weighted sum is then the sum of the tasks'
+        means, smoothed as if `prior` more rows had the value 0."""
         return self.spread(1.0 / (self.lengths_T.to(dtype) + prior))

@@ -1,8 +1,7 @@
-"""The support rows, or the query rows, of all tasks of a batch: which rows of one block they read.
+"""The support rows, or the query rows, of all tasks of a batch, and the embedding rows they read.
 
 Shape suffixes: N rows, F single-id or pooled features, M multi-id features, V values, K dense
-columns, D embedding width, P task-row pairs.
-"""
+columns, D embedding width, P task-row pairs"""
 
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -16,11 +15,9 @@ from gmeta_models.inputs import RowInputs
 
 @dataclass(frozen=True)
 class WorkingRows:
-    """The embedding rows that the sides index, and the rate at which they adapt.
+    """The embedding rows that the sides index, and the rate at which they adapt."""
 
-    Where embeddings adapt, every (task, id) has a row of its own.
-    """
-
+    # Where embeddings adapt, every (task, id) has a row of its own.
     values_PD: Tensor
     rate: float | Tensor  # broadcasts against values_PD
 
@@ -62,7 +59,7 @@ class Sides(NamedTuple):
 
 @dataclass(frozen=True)
 class TaskGroups:
-    """The tasks of a batch in groups of similar size, as products inside each task pad to the
-    group's longest."""
+    """The tasks of a batch in groups of similar size."""
 
+    # Products inside each task pad to the group's longest.
     groups: tuple[Sides, ...]

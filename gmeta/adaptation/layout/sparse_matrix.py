@@ -1,14 +1,6 @@
 """Weighted sums of chosen rows: a sparse matrix in compressed rows, and its transpose for backward.
 
-A gather is the case of one row a bag. torch's own backward of a gather clears a gradient of all
-rows and adds to it row by row, at 70 ns a row (280 with int32 positions); summing the bags of the
-transpose needs a fifth of that, and no clearing. The price is one sort on the host, paid where a
-batch is arranged, unless nobody differentiates: in first order that is the support side of most
-models. The rows chosen from are task-row pairs, or any others. A GPU adds in parallel what the rows
-of popular ids would sum one after the other, so there nothing is sorted.
-
-Shape suffixes: C jagged lists, V values, D embedding width, P task-row pairs.
-"""
+Shape suffixes: C jagged lists, V values, D embedding width, P task-row pairs"""
 
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -24,7 +16,7 @@ ENTRIES_OF_PADDING = 64
 
 
 class SparseRows(NamedTuple):
-    """A sparse [C, P] matrix: row c holds weight_V at columns index_V, offsets c to c + 1."""
+    """A sparse [C, P] matrix: row c holds weight_V at columns index_V, from offset c to c + 1."""
 
     index_V: Tensor  # int32
     offsets_C1: Tensor  # int32
@@ -49,8 +41,7 @@ class SparseRows(NamedTuple):
         return sums_CD[:num_bags] if self.padding else sums_CD
 
     def pad_to(self, num_entries: int) -> "SparseRows":
-        """Return the matrix with at least this many entries, for shapes that do not depend on how
-        many there are."""
+        """Return the matrix with at least this many entries: shapes then hang on no batch."""
         missing = num_entries - self.index_V.numel()
         padding = -(-num_entries // ENTRIES_OF_PADDING)
         ends = torch.arange(1, padding + 1) * missing // max(padding, 1)
@@ -67,7 +58,7 @@ class SparseRows(NamedTuple):
         """Return the [P, C] matrix, made on the host."""
         lengths_C = self.offsets_C1.diff().numpy()
         bag_V = np.repeat(np.arange(lengths_C.size, dtype=np.int32), lengths_C)
-        # torch's: by radix, where numpy compares. Arranging 100,000 ids takes 3 ms so, and 8 by it.
+        # torch's sort goes by radix: 100,000 ids take 3 ms with it, and 8 with numpy's.
         order_V = self.index_V.argsort(stable=True)
         lengths_P = torch.bincount(self.index_V, minlength=num_columns)
         weight_V = None if self.weight_V is None else self.weight_V[order_V]
@@ -91,8 +82,10 @@ class GatherMatrix(NamedTuple):
 
 
 class ScatterMatrix(NamedTuple):
-    """The transpose of a sparse matrix for a GPU: rows are added to as they come."""
+    """The transpose of a sparse matrix for a GPU."""
 
+    # A GPU adds in parallel what sums over bags would add one after the other for popular ids, so
+    # nothing is sorted here: rows are added to as they come.
     index_V: Tensor  # int32: the row that each adds to; from P on, one that pads
     bag_V: Tensor | None  # int32: the bag that adds; None: each bag once, in their order
     weight_V: Tensor | None  # None: all 1
@@ -102,9 +95,9 @@ class ScatterMatrix(NamedTuple):
     def of(
         cls, matrix: SparseRows, lengths_C: Tensor, num_rows: int, multi_row: bool = False
     ) -> "ScatterMatrix":
-        """Transpose a [C, P] matrix, whose bags have these lengths, on the host; `several`: as one
-        whose bags may have several rows, though these have not."""
+        """Return the transpose of a [C, P] matrix with bags of these lengths, made on the host."""
         is_there_C = lengths_C.numpy() > 0
+        # `multi_row` keeps the general form even if every bag has one row: one shape for all.
         at_most_one = np.count_nonzero(is_there_C) == matrix.index_V.numel()
         if at_most_one and not multi_row and matrix.weight_V is None:
             index_C = _padding_rows(lengths_C.numel(), num_rows)
@@ -142,8 +135,11 @@ Matrix = SparseRows | GatherMatrix | ScatterMatrix
 
 @dataclass(frozen=True)
 class Bags:
-    """Sums that are cheap to differentiate, any number of times."""
+    """Sums of bags of rows that are cheap to differentiate, any number of times."""
 
+    # torch's backward of a gather clears a gradient of all rows and adds to it row by row, at 70 ns
+    # a row (280 with int32 positions). Summing the bags of the transpose takes a fifth of that, for
+    # one sort on the host; where nothing is differentiated there is no transpose.
     forward: SparseRows | GatherMatrix
     backward: Matrix | None  # None: the sums are constants
 
@@ -159,9 +155,8 @@ class Bags:
         device: str = "cpu",
         multi_row: bool = False,
     ) -> "Bags":
-        """Make bags of these lengths over a block of `num_rows` rows, or of fewer, for a kind of
-        device; with `num_entries`, which hold all, shapes depend on these, on the bags and on the
-        rows alone, if `several` says whether bags may have more than one row in any batch."""
+        """Return bags of these lengths over a block of at most `num_rows` rows, for a kind of
+        device; padded to `num_entries`, if given, so that shapes depend on no batch."""
         forward = SparseRows(index_V.to(torch.int32), _offsets_of_lengths(lengths_C), weight_V)
         backward: SparseRows | ScatterMatrix | None = None
         if not constant:
@@ -180,7 +175,7 @@ class Bags:
     def single(
         cls, index_V: Tensor, num_rows: int, constant: bool = False, device: str = "cpu"
     ) -> "Bags":
-        """Make a plain gather of rows."""
+        """Return a plain gather of rows."""
         index_V = index_V.to(torch.int32)
         if device != "cpu":
             # One tensor for both: a batch takes it along once.
@@ -190,8 +185,7 @@ class Bags:
         return cls(forward, None if constant else forward.transpose(num_rows))
 
     def pool(self, rows_PD: Tensor) -> Tensor:
-        """Return the bags' sums: [C, D]. Raises ValueError: they are constants, and asked for where
-        rows are differentiated."""
+        """Return the bags' sums [C, D]. Raises ValueError: constants, and rows have gradients."""
         if self.backward is not None:
             pooled_CD: Tensor = _Pool.apply(rows_PD, self.forward, self.backward)
             return pooled_CD
@@ -221,7 +215,7 @@ class _Pool(torch.autograd.Function):
 
 
 def _padding_rows(count: int, num_rows: int) -> Tensor:
-    """Return rows behind the true ones, for `count` padding entries."""
+    # Behind the true rows, in turns: see ENTRIES_OF_PADDING.
     rows = torch.arange(num_rows, num_rows + ENTRIES_OF_PADDING, dtype=torch.int32)
     return rows.repeat(-(-count // ENTRIES_OF_PADDING))[:count]
 

@@ -113,7 +113,10 @@ def evaluate(
     if not os.access(place, os.W_OK):
         raise UserError(f"{place} cannot be written: name another folder for the report by --out")
     config, overrides = configs[0], overrides or []
-    _check_overrides(run, config, overrides, label)
+    _check_overrides(run, config.algorithm.name, overrides)
+    chosen = overridden(config, overrides)
+    # Made for its checks alone: a metric that the loss does not allow is refused here.
+    Scoring(chosen.loss_of(label), chosen.evaluation)
     if on_ranks.starts_ranks(nproc_per_node):
         arguments = ["evaluate", str(run), *overrides]
         arguments += [word for path in against or [] for word in ("--against", str(path))]
@@ -145,13 +148,13 @@ def _support_sizes(text: str) -> tuple[int, ...]:
     return tuple(sorted(sizes))
 
 
-def _check_overrides(run: Path, config: TrainConfig, overrides: list[str], label: str) -> None:
+def _check_overrides(run: Path, algorithm: str, overrides: list[str]) -> None:
     """Raise UserError for keys that an evaluation cannot change, before torch is loaded."""
     keys: tuple[str, ...] = FREE_KEYS
-    if config.algorithm.name == "anil":
+    if algorithm == "anil":
         # ANIL adapts its head alone: which layers adapt is not free.
         keys = FREE_KEYS[:3]
-    if config.algorithm.name == "metasgd":
+    if algorithm == "metasgd":
         # The rates of Meta-SGD, one for each weight that adapts, are trained weights of the run.
         keys = FREE_KEYS[1:3]
     allowed = [f"algorithm.{key}" for key in keys]
@@ -162,12 +165,9 @@ def _check_overrides(run: Path, config: TrainConfig, overrides: list[str], label
             near = difflib.get_close_matches(key, allowed, n=1)
             raise UserError(
                 f"{override!r} cannot be changed for the evaluation of {run}, trained with "
-                f"{config.algorithm.name}: allowed are {', '.join(allowed)}. "
+                f"{algorithm}: allowed are {', '.join(allowed)}. "
                 + (f"Did you mean {near[0]}?" if near else "Train another run instead")
             )
-    chosen = overridden(config, overrides)
-    # Made for its checks alone: a metric that the loss does not allow is refused here.
-    Scoring(chosen.loss_of(label), chosen.evaluation)
 
 
 def _check_comparable(roots: list[Path], configs: list[TrainConfig], label: str) -> None:

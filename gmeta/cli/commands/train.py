@@ -81,10 +81,10 @@ def train(
         # With --resume: the folder was checked above, and the service's store is in it before a
         # rank looks.
         arguments = ["train", str(config), *(overrides or []), "--resume"]
-        if service.needs_own_service(resolved):
+        if service.needs_own_service(resolved.data):
             # The service runs here, not in a rank, so that it outlives restarts of all ranks.
             os.environ[service.SERVICE_VARIABLE] = stack.enter_context(
-                service.start_embedded_service(resolved)
+                service.start_embedded_service(resolved.run.dir)
             ).address
             os.environ[AGENT_SERVES_VARIABLE] = "1"
         on_ranks.start_ranks_here(arguments, nproc_per_node, master_port, max_restarts)

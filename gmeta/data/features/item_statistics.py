@@ -1,23 +1,16 @@
-"""What the rows of the training split say of the values in a row, as dense inputs of any model: the
-mean label and the number of training rows with the row's value, such as an item.
+"""Statistics of training rows as dense inputs of any model: mean label and number of the training
+rows that have a row's value, such as its item.
 
 With S the sum of n labels, a the shrinkage, mu and sigma mean and deviation of all labels,
 
     mean    (S - n mu) / sigma / (n + a)          number    log(1 + n) / log(1 + 100)
 
-or, with item_features.log_odds, logit((S + a mu) / (n + a)) - logit(mu) for the mean: so all are 0
-of a value that training rows never had, and of ids outside the vocabulary. A row of a
-multi-id column gets the means over its known ids.
-
-A row that the model trains on is told what the tasks of the other folds say, mu and sigma included;
-so is every other row of its task, as if nobody had seen the task. To leave out the row alone would
-give its label away: among the rows of one item, those with a label of 1 would all have a smaller
-mean than those with a label of 0. Rows that are predicted are told what all training rows say.
-The 2 of a suffix: mean and number.
+or, with item_features.log_odds, logit((S + a mu) / (n + a)) - logit(mu) for the mean: both are 0
+for a value without training rows and for unknown ids. A multi-id column has the means over its
+known ids. The 2 of a suffix: mean and number.
 
 Shape suffixes: T tasks, N rows, H longest list or task, F single-id or pooled features, M multi-id
-features, V values, K dense columns, U unique ids, R rows of tables.
-"""
+features, V values, K dense columns, U unique ids, R rows of tables"""
 
 from __future__ import annotations
 
@@ -48,9 +41,6 @@ _SALT = np.uint64(0x17E3)
 
 
 class _Column(NamedTuple):
-    """A sparse column: its place among the single-id or the multi-id ones, its table and the
-    table's number of rows."""
-
     is_multi: bool
     place: int
     table: str
@@ -59,20 +49,16 @@ class _Column(NamedTuple):
 
 @dataclass(frozen=True)
 class ItemSums:
-    """Labels of the training rows, fold by fold: of all (number, sum, sum of squares), and of each
-    column's values (number, sum). Those of several ranks' rows can be added."""
+    """Sums of the labels of training rows by fold: of all rows (number, sum, sum of squares), and
+    of each column's values (number, sum). Sums of several ranks can be added."""
 
     total_by_fold: Floats
     columns: tuple[Floats, ...]  # of each [folds, R, 2]
 
 
 class ItemStatistics(nn.Module):
-    """Which statistics of training rows a learner takes, and their values.
-
-    What all training rows say lies in buffers: checkpoints and exports keep it with the model. What
-    the folds say is needed to train alone, and made anew from the dataset. Raises ValueError: a
-    pattern of `columns` matches no sparse column, or a table is too large.
-    """
+    """The statistics of training rows that a learner takes. Raises ValueError: a pattern of
+    `columns` matches no sparse column, or a table is too large."""
 
     def __init__(self, config: ItemFeaturesConfig, features: Features) -> None:
         super().__init__()
@@ -94,13 +80,15 @@ class ItemStatistics(nn.Module):
         self._shrinkage, self._log_odds = config.shrinkage, config.log_odds
         for index, column in enumerate(columns):
             self.register_buffer(_buffer(index), torch.zeros(column.num_values, 2))
+        # The statistics of all rows lie in buffers: checkpoints and exports keep them with the
+        # model. Those without a fold are needed to train alone, and made anew from the dataset.
         self._without_fold: list[npt.NDArray[np.float32]] | None = None  # of each [folds, R, 2]
         self._on_host: list[npt.NDArray[Any]] | None = None
-        self.register_load_state_dict_post_hook(lambda module, _: module.forget_copies())
+        self.register_load_state_dict_post_hook(lambda module, _: module.drop_host_copies())
 
     @property
     def width(self) -> int:
-        """Count the statistics of a row."""
+        """Return the number of statistics of a row."""
         return 2 * len(self._columns)
 
     def table_buffers(self) -> list[tuple[str, Tensor]]:
@@ -111,7 +99,7 @@ class ItemStatistics(nn.Module):
         ]
 
     def drop_host_copies(self) -> None:
-        """Take the values from the buffers again, which may hold others now."""
+        """Forget the host's copies of the buffers, which may hold other values now."""
         self._on_host = None
 
     def empty_sums(self) -> ItemSums:
@@ -130,7 +118,7 @@ class ItemStatistics(nn.Module):
             add_to_folds(by_fold, fold_N[row_V], id_V, label_N[row_V])
 
     def set_from_sums(self, sums: ItemSums) -> None:
-        """Take the statistics from the sums over the whole training split."""
+        """Set the statistics from the sums over the whole training split."""
         levels = [self._means_without_fold(sums, fold) for fold in range(NUM_FOLDS)]
         self._without_fold = [np.stack(of_column) for of_column in zip(*levels, strict=True)]
         for index, values_R2 in enumerate(self._means_without_fold(sums, None)):
@@ -146,16 +134,15 @@ class ItemStatistics(nn.Module):
         return _append_features(batch, found)
 
     def fold_statistics(self) -> FoldStatistics:
-        """Return the statistics that training rows are told. Raises ValueError: nobody took the
-        sums of the training split."""
+        """Return the statistics for training rows. Raises ValueError: there are no sums yet."""
         if self._without_fold is None:
             raise ValueError("the statistics of items were not taken from training rows")
         return FoldStatistics(self._columns, self._without_fold)
 
     def features_of_ids(self, ids_NF: Tensor, ids_NMH: Tensor, lengths_NM: Tensor) -> Tensor:
-        """Return what all training rows say of rows to predict [N, width], in tensors alone; their
-        lists are padded to one length."""
+        """Return the statistics of rows to predict [N, width]; their lists are padded alike."""
         found = []
+        # In tensors alone, as an exported program needs it.
         for index, column in enumerate(self._columns):
             values_R2 = self.get_buffer(_buffer(index))
             if not column.is_multi:
@@ -171,9 +158,8 @@ class ItemStatistics(nn.Module):
     def _means_without_fold(
         self, sums: ItemSums, fold: int | None
     ) -> list[npt.NDArray[np.float32]]:
-        """Return the values of each column without one fold's rows, or from all."""
         others = [other for other in range(NUM_FOLDS) if other != fold]
-        # Added up without it, not taken off the whole: not a bit may tell of what was left out.
+        # Added up without the fold, not subtracted: no bit may tell of the rows that are left out.
         count, total, squares = sums.total_by_fold[others].sum(axis=0)
         mean = total / max(count, 1.0)
         variance = squares / max(count, 1.0) - mean**2
@@ -195,7 +181,6 @@ class ItemStatistics(nn.Module):
         return found
 
     def _values_R2(self, index: int) -> npt.NDArray[Any]:
-        """Return what all training rows say of a column's values, on the host."""
         values = self.get_buffer(_buffer(index))
         if values.device.type == "cpu":
             shared: npt.NDArray[Any] = values.numpy()
@@ -208,8 +193,11 @@ class ItemStatistics(nn.Module):
 
 @dataclass(frozen=True)
 class FoldStatistics:
-    """What the rows of the other folds say of a training row's values."""
+    """The statistics of training rows: of the rows in other folds than a row's task."""
 
+    # To leave out the row alone would give its label away: among the rows of one item, those with a
+    # label of 1 would all have a smaller mean than those with a label of 0. So all rows of a task
+    # see the other folds, mu and sigma included, as if the task were new.
     columns: tuple[_Column, ...]
     without_fold: list[npt.NDArray[np.float32]]  # of each [folds, R, 2]
 
@@ -224,7 +212,6 @@ class FoldStatistics:
 
 
 def _append_features(batch: TaskBatch, found: list[npt.NDArray[np.float32]]) -> TaskBatch:
-    """Return the batch with these [N, 2] of each column behind its dense columns."""
     of_rows = torch.from_numpy(np.concatenate(found, axis=1)).to(batch.dense_NK.dtype)
     return replace(batch, dense_NK=torch.cat([batch.dense_NK, of_rows], dim=1))
 
@@ -234,14 +221,12 @@ def _buffer(index: int) -> str:
 
 
 def _fold_N(batch: TaskBatch) -> Int64:
-    """Return the fold of each row's task: 0 to NUM_FOLDS - 1."""
     mixed_T = splitmix64(batch.task_T.numpy().astype(np.uint64) ^ _SALT)
     fold_T = (mixed_T % np.uint64(NUM_FOLDS)).astype(np.int64)
     return np.repeat(fold_T, np.diff(batch.row_offsets_T1.numpy()))
 
 
 def _entries(batch: TaskBatch, column: _Column) -> tuple[Int64, Int64]:
-    """Return the row and the id of each value that a column holds."""
     unique_U = batch.unique_ids_U.numpy()
     if not column.is_multi:
         return np.arange(batch.num_rows), unique_U[batch.positions_NF[:, column.place].numpy()]
@@ -253,7 +238,6 @@ def _entries(batch: TaskBatch, column: _Column) -> tuple[Int64, Int64]:
 def _means_N2(
     row_V: Int64, id_V: Int64, values_V2: npt.NDArray[Any], num_rows: int
 ) -> npt.NDArray[np.float32]:
-    """Return the means over each row's known ids, 0 where it has none."""
     # Unknown ids hold 0: only the divisor must leave them out.
     known_N = np.bincount(row_V, id_V != OOV_ROW, num_rows)
     sums = [np.bincount(row_V, values_V2[:, place], num_rows) for place in range(2)]

@@ -1,29 +1,22 @@
-"""What the support rows of a task say of each of its rows, as dense inputs of any model: the task's
-mean label, and that of the support rows that share a value with the row.
+"""Statistics of a task's support rows as dense inputs of any model: the task's mean label, and that
+of the support rows that share a value with the row.
 
-A row inside the support never sees its own label: its statistics are of the task's other support
-rows. Every mean is shrunken, as few rows say little: with S the sum of n labels and a the
-shrinkage,
+Every mean is smoothed: with S the sum of n labels and a the shrinkage,
 
     mean of the task          m   = (S + a mu) / (n + a)             mu, sigma: the label prior
     spread of the task        s^2 = (sum (y - S / n)^2 + a sigma^2) / (n + a)
     mean of a shared value    m_v = (S_v + a m) / (n_v + a)          over the rows that share it
 
-With `residual_of` a column that [item_features] has, y is what is left of a label above what
-training rows say of the row's value there: m tells how far the task lies above its items, as the
-task's effect in a bias model does. Where that column's means are log-odds of clicks, so is m: with
-p what is foretold of each of the n rows, and their sum P,
+With `residual_of` a column that [item_features] has, y is the label minus that column's statistic,
+so m is the task's effect as in a bias model. Where those statistics are log-odds of clicks, so is
+m: with p the probability that they expect of each of the n rows, and P the sum of these,
 
     m = logit((S + a mu) / (n + a)) - logit((P + a mu) / (n + a))          0 of no rows
 
 and all other statistics are of y - p.
 
-A multi-id column counts a support row once for each id that it shares with the row. Ids outside the
-vocabulary are no values: nobody shares them.
-
 Shape suffixes: T tasks, N rows, F single-id or pooled features, M multi-id features, V values, K
-dense columns, U unique ids, P task-row pairs.
-"""
+dense columns, U unique ids, P task-row pairs"""
 
 from __future__ import annotations
 
@@ -52,13 +45,10 @@ _MANY_ROWS = 100.0
 
 @dataclass(frozen=True)
 class SupportStatistics:
-    """Which statistics a learner takes, and how they are shrunken.
+    """The statistics that a learner takes, and how they are smoothed."""
 
-    All are differences in units of the prior's deviation: the task's mean from the prior's, its
-    spread from the prior's, the mean of a shared value from the task's. So each is 0 where nothing
-    is known.
-    """
-
+    # All are in units of the prior's deviation: the task's mean minus the prior's, its spread minus
+    # the prior's, a shared value's mean minus the task's. Each is 0 where nothing is known.
     of_task: bool
     single_columns: tuple[int, ...]  # places among the single-id features
     multi_columns: tuple[int, ...]  # and among the multi-id ones
@@ -77,9 +67,8 @@ class SupportStatistics:
         prior: LabelPrior,
         items: ItemFeaturesConfig | None = None,
     ) -> SupportStatistics:
-        """Return the statistics that the config asks for; `items` says what stands between the
-        dense columns and these. Raises ValueError: a pattern of `columns` matches no sparse column,
-        or `residual_of` is none of the columns of `items`, or has nothing to change."""
+        """Return the statistics of a config; those of `items` stand between them and the dense
+        columns. Raises ValueError: `columns` or `residual_of` match nothing, or change nothing."""
         known = [column.name for column in features.sparse]
         chosen = choose_columns("support_features.columns", config.columns, known)
         num_single = len(features.single)
@@ -100,7 +89,7 @@ class SupportStatistics:
 
     @property
     def width(self) -> int:
-        """Count the statistics of a row: G."""
+        """Return the number of statistics of a row."""
         return len(self.names)
 
     def with_features(self, batch: TaskBatch) -> TaskBatch:
@@ -111,10 +100,10 @@ class SupportStatistics:
         return replace(batch, dense_NK=torch.cat([batch.dense_NK, of_rows], dim=1))
 
     def features_NK(self, batch: TaskBatch) -> npt.NDArray[np.float32]:
-        """Return the statistics of every row of the batch: made of the task's support rows, except
-        for the row itself."""
+        """Return the statistics of every row of the batch."""
         rows, expected_N = _LabelRows.of(batch, self.prior), self._expected_N(batch)
         rows = rows.minus_expected(expected_N)
+        # A support row never sees its own label: it gets those of the other support rows.
         tasks = rows.totals()
         mean_N = self._smooth(tasks.sum_N, tasks.count_N, np.zeros(len(tasks.sum_N)))
         found: list[Floats] = []
@@ -128,7 +117,6 @@ class SupportStatistics:
         return np.stack(found, axis=1).astype(np.float32)
 
     def _expected_N(self, batch: TaskBatch) -> Floats:
-        """Return what labels count from, in units of labels: from the prior, in its deviations."""
         if self.expected_place is None:
             return np.zeros(batch.num_rows)
         statistic_N: Floats = batch.dense_NK[:, self.expected_place].numpy().astype(np.float64)
@@ -138,7 +126,6 @@ class SupportStatistics:
         return (share_N - self.prior.mean) / self.prior.deviation
 
     def _log_odds_N(self, rows: _LabelRows, tasks: _Totals, expected_N: Floats) -> Floats:
-        """Return by how much the log-odds of the task's clicks lie above what is foretold."""
         deviation, mean, a = self.prior.deviation, self.prior.mean, self.prior_strength
         share_N = expected_N * deviation + mean
         expected_log_odds_N = rows.sum_of_others(np.where(rows.is_support_N, share_N, 0.0))
@@ -149,14 +136,12 @@ class SupportStatistics:
         return np.where(tasks.count_N > 0, effect_N, 0.0)
 
     def _smooth(self, sum_N: Floats, count_N: Floats, prior_N: Floats) -> Floats:
-        """Return the mean of the labels and `shrinkage` times the prior; the prior if none."""
         weight_N = count_N + self.prior_strength
         known_N = weight_N > 0
         total_N = sum_N + self.prior_strength * prior_N
         return np.divide(total_N, weight_N, out=prior_N.copy(), where=known_N)
 
     def _spread_N(self, tasks: _Totals) -> Floats:
-        """Return the shrunken standard deviation of each row's task, as its difference from 1."""
         count_N = np.maximum(tasks.count_N, 1.0)
         around_N = np.maximum(tasks.square_N - tasks.sum_N**2 / count_N, 0.0)
         variance_N = self._smooth(around_N, tasks.count_N, np.ones(len(around_N)))
@@ -172,7 +157,7 @@ class _Totals(NamedTuple):
 
 
 class _Entries(NamedTuple):
-    """One column: the (task, id) pairs that each row holds, each once."""
+    """The (task, id) pairs that each row holds in one column, each once."""
 
     row_V: Int64
     pair_V: Int64
@@ -181,8 +166,6 @@ class _Entries(NamedTuple):
 
 @dataclass(frozen=True)
 class _LabelRows:
-    """The rows of a batch; labels are counted from the prior, in units of its deviation."""
-
     task_N: Int64
     is_support_N: npt.NDArray[np.bool_]
     label_N: Floats  # 0 where it is no support row's
@@ -198,22 +181,17 @@ class _LabelRows:
         return cls(task_N, is_support_N, np.where(is_support_N, label_N, 0.0), len(rows_T))
 
     def minus_expected(self, expected_N: Floats) -> _LabelRows:
-        """Return the same rows, with labels that say how far they lie above these values."""
         return replace(self, label_N=self.label_N - np.where(self.is_support_N, expected_N, 0.0))
 
     def totals(self) -> _Totals:
-        """Return the sums of each row's task."""
         values = self.label_N, self.label_N**2, self.is_support_N.astype(np.float64)
         return _Totals(*map(self.sum_of_others, values))
 
     def shared_label_sums(self, entries: _Entries) -> tuple[Floats, Floats]:
-        """Return sum and number of the labels of the support rows that share the row's values in
-        one column, a row once for each id."""
         counted_N = self.is_support_N.astype(np.float64)
         return sum_of_sharing(self.label_N, *entries), sum_of_sharing(counted_N, *entries)
 
     def sum_of_others(self, value_N: Floats) -> Floats:
-        """Return the sum over each row's task, without its own value; query rows hold 0."""
         sum_T = np.bincount(self.task_N, value_N, self.num_tasks)
         others_N: Floats = sum_T[self.task_N] - value_N
         return others_N
@@ -222,7 +200,6 @@ class _LabelRows:
 def _find_expected_place(
     config: SupportFeaturesConfig, features: Features, items: ItemFeaturesConfig | None
 ) -> int:
-    """Return the place among a model's dense inputs of what training rows say of `residual_of`."""
     name = config.residual_of
     if not config.is_used:
         raise ValueError(
@@ -246,7 +223,7 @@ def _find_expected_place(
 def _columns(
     batch: TaskBatch, pairs: TaskRows | None, single: tuple[int, ...], multi: tuple[int, ...]
 ) -> list[_Entries]:
-    """Return the entries of these columns, single-id ones first, without unknown ids."""
+    """Return the entries of these columns, single-id ones first."""
     if pairs is None:
         return []
     num_pairs = pairs.level1_position_P.numel()
@@ -264,6 +241,7 @@ def _columns(
             found.append((key_V // max(num_pairs, 1), key_V % max(num_pairs, 1)))
     entries = []
     for row_V, pair_V in found:
+        # Unknown ids are no values: no two rows share them.
         known_V = known_P[pair_V]
         entries.append(_Entries(row_V[known_V], pair_V[known_V], num_pairs))
     return entries

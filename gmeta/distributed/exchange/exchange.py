@@ -1,6 +1,5 @@
 """What brings the rows of a step to the ranks that need them: `wire` is ours, `torchrec` is
-TorchRec's.
-"""
+TorchRec's."""
 
 from abc import ABC, abstractmethod
 from typing import TYPE_CHECKING

@@ -2,8 +2,7 @@
 that another process can do it. Among ranks the others stand in order, then this one.
 
 Shape suffixes: N rows, B tables, U unique ids, W ranks or workers, G groups of tables, Y shards of
-tables.
-"""
+tables"""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -51,8 +50,7 @@ class Routes:
     """All shards of all tables, as one rank sees them.
 
     Answers come rank by rank, so the fetched rows stand in the order of the wire. Rows that are cut
-    by columns are put together from several answers: they follow the others, table by table.
-    """
+    by columns are put together from several answers: they follow the others, table by table."""
 
     def __init__(self, shards: Sequence[Shard], rank: int, world_size: int) -> None:
         others = [peer for peer in range(world_size) if peer != rank]

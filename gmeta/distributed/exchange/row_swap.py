@@ -1,8 +1,7 @@
 """Rows on their way from the ranks that hold them, and their gradients on the way back: one
 AlltoAll each way. Among ranks the others stand in order, then this one.
 
-Shape suffixes: N rows, W ranks or workers, G groups of tables.
-"""
+Shape suffixes: N rows, W ranks or workers, G groups of tables"""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -23,8 +22,7 @@ class RowSwap:
 
     `to_send_G` are the rows of each group that this rank gives out, rank by rank, and `counts_WG`
     how many of them go to each; `num_asked` the values that it asks of each; `saw_gradient` is
-    called with the gradient of all it asked for.
-    """
+    called with the gradient of all it asked for."""
 
     def __init__(
         self,
@@ -71,8 +69,7 @@ class RowSwap:
     def values(self, gradient_scale: float) -> Tensor:
         """Return all that this rank asks for, flat, rank by rank; backward leads into the tables.
 
-        `gradient_scale` brings gradients to the middle of float16's range.
-        """
+        `gradient_scale` brings gradients to the middle of float16's range."""
         # No table is in the graph; backward must come here, also where this rank holds none and
         # only joins the AlltoAll.
         root = torch.zeros(0, device=self._device, requires_grad=True)
@@ -145,8 +142,10 @@ class _SwapRows(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[None, ...]:
         swap, scale, grad = ctx.swap, ctx.scale, grads[0].contiguous()
         ctx.swap = None  # the graph may outlive the step, but not the memory of its rows
-        swap.saw_gradient(grad)
-        to_others, own_grad = grad.split_with_sizes([swap.taken.numel(), swap.num_asked[-1]])
-        message = swap.send(to_others, swap.num_asked, swap.num_given, scale=scale)
-        swap.update([*swap.received(message, scale), own_grad])
+        swap.on_gradient(grad)
+        to_others, own_grad = grad.split_with_sizes(
+            [swap.remote_values.numel(), swap.num_requested[-1]]
+        )
+        message = swap.send(to_others, swap.num_requested, swap.num_sent, scale=scale)
+        swap.update([*swap.receive(message, scale), own_grad])
         return None, None, None

@@ -1,7 +1,6 @@
 """TorchRec's exchange: one AlltoAll each way for every kind of sharding.
 
-Shape suffixes: B tables, U unique ids, D embedding width.
-"""
+Shape suffixes: B tables, U unique ids, D embedding width"""
 
 from collections.abc import Callable
 from typing import Any

@@ -10,8 +10,7 @@ Ids travel and are sorted on the host, where a batch has them, and rows between 
 size is known before a kernel is launched, so that the host waits for none.
 
 Shape suffixes: B tables, U unique ids, D embedding width, W ranks or workers, G groups of tables, Y
-shards of tables.
-"""
+shards of tables"""
 
 import math
 from typing import Any
@@ -122,9 +121,7 @@ class _WireFetch(RowFetch):
         for counts_Y, received in zip(self._counts_WY[:-1], self._swap.parts(), strict=True):
             counts_Y[:] = received.numpy()
         self._swap = self._exchange.ranks.transport.swap(
-            self._remote_ids,
-            self._known.ids_W[:-1],
-            self._counts_WY[:-1].sum(axis=1).tolist(),
+            self._remote_ids, self._known.ids_W[:-1], self._counts_WY[:-1].sum(axis=1).tolist()
         )
 
     def look_up(self) -> None:

@@ -2,14 +2,12 @@
 
 The tables' optimizers are fused into backward, so without more a row would be updated before the
 norm is known. Here backward stops at the rows that this rank's tables gave out: every gradient is
-then known and none applied. The norm counts what the optimizers see: the layers' averaged
-gradients once, and each row's gradient summed over all ranks, once, by the rank that holds it. So
-it is the norm that one rank with dense gradients would find (Pascanu et al., arXiv 1211.5063,
-algorithm 1), at any number of ranks. The rest of backward then takes the scaled gradients to the
-tables.
+then known and none applied. The norm counts what the optimizers see: the layers' averaged gradients
+once, and each row's gradient summed over all ranks, once, by the rank that holds it. So it is the
+norm that one rank with dense gradients would find (Pascanu et al., arXiv 1211.5063, algorithm 1),
+at any number of ranks. The rest of backward then takes the scaled gradients to the tables.
 
-Shape suffixes: N rows, R rows of tables, D embedding width.
-"""
+Shape suffixes: N rows, R rows of tables, D embedding width"""
 
 from collections.abc import Iterable
 from typing import Any, NamedTuple
@@ -126,8 +124,7 @@ class GradientClipping:
     def apply(self) -> None:
         """Scale the gradient of the step down to the norm allowed, and update the tables with it.
 
-        Call it after backward and before the layers' step, on every rank.
-        """
+        Call it after backward and before the layers' step, on every rank."""
         grads = [layer.grad for layer in self._layers if layer.grad is not None]
         # Averaged over ranks already, by hooks inside backward.
         of_layers = torch.nn.utils.get_total_norm(grads)

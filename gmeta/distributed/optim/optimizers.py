@@ -1,6 +1,5 @@
 """The outer optimizers: one over the replicated layers, beside those fused into the tables'
-backward.
-"""
+backward."""
 
 import math
 from collections.abc import Callable, Iterable
@@ -114,8 +113,7 @@ def rate_scale(schedule: str, warmup_steps: int, step: int, total_steps: int) ->
     >>> [rate_scale("linear", 2, step, 6) for step in range(6)]
     [0.5, 1.0, 1.0, 0.75, 0.5, 0.25]
     >>> rate_scale("linear", 2, 9, 6)
-    0.25
-    """
+    0.25"""
     if step < warmup_steps:
         return (step + 1) / warmup_steps
     # The warm-up may be longer than the run; then the schedule stands at its beginning.
@@ -132,8 +130,8 @@ def _adam_groups(sharded: nn.Module) -> list[Group]:
 def _set_adam_step(groups: Iterable[Group], step: int) -> None:
     """Tell tables with Adam that `step` steps were done: its bias correction depends on it.
 
-    By themselves fbgemm's count lookups, also those of a validation, and start at 0 after a resume.
-    """
+    By themselves fbgemm's count lookups, also those of a validation, and start at 0 after a
+    resume."""
     for group in groups:
         if isinstance(group, PlainTables):
             group.set_optimizer_step(step)

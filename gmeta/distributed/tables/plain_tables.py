@@ -4,8 +4,7 @@ TorchRec shards tables over modules of fbgemm. Here is what it asks of such a mo
 lookup, which is our exchange's, so sharding, state dicts and checkpoints are TorchRec's own: no
 kernel of fbgemm, and every optimizer on a CPU as on CUDA.
 
-Shape suffixes: R rows of tables, D embedding width.
-"""
+Shape suffixes: R rows of tables, D embedding width"""
 
 from itertools import accumulate
 from typing import Any, NamedTuple, final
@@ -40,8 +39,7 @@ class PlainTables(nn.Module):
 
     It is made in place of fbgemm's SplitTableBatchedEmbeddingBagsCodegen, with its arguments; those
     that only its kernels read are left alone. Raises KeyError: the optimizer is not in STATES.
-    Raises ValueError: the tables have several widths.
-    """
+    Raises ValueError: the tables have several widths."""
 
     def __init__(
         self,

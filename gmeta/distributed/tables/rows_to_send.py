@@ -1,8 +1,7 @@
 """Which rows of a group of tables are given out in a step, and which of them stand several times:
 worked out on the host, without the tables.
 
-Shape suffixes: N rows, U unique ids, R rows of tables, D embedding width.
-"""
+Shape suffixes: N rows, U unique ids, R rows of tables, D embedding width"""
 
 import threading
 from dataclasses import dataclass

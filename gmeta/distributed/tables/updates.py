@@ -3,8 +3,7 @@
 fbgemm's CPU backward spends 600 to 1,600 ns a row, which makes a whole step more than twice as long
 (benchmarks/torchrec_step.py), and its CUDA kernels need a build for the CUDA at hand.
 
-Shape suffixes: N rows, U unique ids, R rows of tables, D embedding width.
-"""
+Shape suffixes: N rows, U unique ids, R rows of tables, D embedding width"""
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable
@@ -177,8 +176,7 @@ class FastGroup:
 def sum_by_row(row_N: Tensor, grad_ND: Tensor) -> Tensor:
     """Return the sum of the gradients of each distinct row, and 0 behind them: [N, D].
 
-    On any device, and without waiting for it to say how many distinct rows there are.
-    """
+    On any device, and without waiting for it to say how many distinct rows there are."""
     # Places of equal rows are found by a running count, not by `unique`, whose size a device would
     # have to tell the host.
     sorted_N, order_N = row_N.sort()

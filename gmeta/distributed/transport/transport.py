@@ -1,8 +1,7 @@
 """What carries a step's messages between the ranks: gloo over TCP; NCCL between GPUs.
 
 Every rank makes the same calls in the same order; what a call returns may be waited for in any
-order, or not at all.
-"""
+order, or not at all."""
 
 from collections.abc import Sequence
 from typing import Protocol, final
@@ -43,8 +42,7 @@ class Transport:
     """Swaps and sums between all ranks of the job; nothing where there is one rank alone.
 
     `rows` carries the swaps and `control` the sums. Values on a GPU go through the job's own group,
-    NCCL: nothing here waits for them, only the stream does.
-    """
+    NCCL: nothing here waits for them, only the stream does."""
 
     def __init__(self, rows: dist.ProcessGroup, control: dist.ProcessGroup) -> None:
         self._rows = rows

@@ -1,6 +1,5 @@
 """What a run begins with: its own newest checkpoint, the weights of another run, the run on the
-increment before, or nothing.
-"""
+increment before, or nothing."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -9,7 +8,7 @@ from typing import Literal
 
 import numpy as np
 
-from gmeta.config.train_config import TrainConfig
+from gmeta.config.train_config import OuterConfig, TrainConfig
 from gmeta.distributed.optim.optimizers import OuterOptimizer
 from gmeta.distributed.ranks import Ranks
 from gmeta.distributed.sharded_learner import DistributedLearner
@@ -29,13 +28,12 @@ from metaio.stream.chain import read_reset_rows
 @dataclass(frozen=True)
 class Beginning:
     """The checkpoint that a run begins with, if any, how, and the increments that its model is
-    trained on, that of the run included.
-    """
+    trained on, that of the run included."""
 
     how: Literal["fresh", "resumed", "weights", "continued"]
     checkpoint: Path | None
     lineage: Lineage
-    read_reset_rows: dict[str, Int64]
+    reset_rows: dict[str, Int64]
 
     @property
     def told(self) -> list[str]:
@@ -45,7 +43,7 @@ class Beginning:
         if self.how == "resumed":
             return [f"goes on from {self.checkpoint}"]
         if self.how == "continued":
-            num_reset = sum(rows.size for rows in self.read_reset_rows.values())
+            num_reset = sum(rows.size for rows in self.reset_rows.values())
             reset = f"; {num_reset:,} reused rows begin anew" if num_reset else ""
             before, own = (one.increment for one in self.lineage[-2:])
             numbers = ", ".join(map(str, range(before + 1, own)))
@@ -55,7 +53,7 @@ class Beginning:
 
     def load(
         self,
-        config: TrainConfig,
+        outer: OuterConfig,
         sharded: DistributedLearner,
         optimizer: OuterOptimizer,
         ranks: Ranks,
@@ -64,9 +62,8 @@ class Beginning:
 
         Raises:
             GMetaError: the checkpoint is damaged; on every rank alike.
-            UserError: it is of another model.
-        """
-        optimizer.count_earlier_steps = count_earlier_steps(self.lineage)
+            UserError: it is of another model."""
+        optimizer.steps_before = count_earlier_steps(self.lineage)
         if self.checkpoint is None:
             return RunProgress()
         if self.how == "resumed":
@@ -74,8 +71,8 @@ class Beginning:
         if self.how == "weights":
             load_checkpoint(self.checkpoint, sharded, None, ranks, PARTS_OF_ALGORITHMS)
         else:
-            rows = self.read_reset_rows
-            load_into_grown_tables(self.checkpoint, sharded, optimizer, ranks, config.outer, rows)
+            rows = self.reset_rows
+            load_into_grown_tables(self.checkpoint, sharded, optimizer, ranks, outer, rows)
         return RunProgress()
 
 
@@ -86,12 +83,11 @@ def beginning_of(
 
     Raises:
         UserError, GMetaError: the config or the dataset does not fit it, see check_resumable,
-            find_start_checkpoint, find_continued_checkpoint.
-    """
+            find_start_checkpoint, find_continued_checkpoint."""
     if newest is not None:
         check_resumable(folder, newest, config, dataset)
         return Beginning("resumed", newest, read_lineage(read_about(newest)), {})
-    if start := find_start_checkpoint(config, dataset):
+    if start := find_start_checkpoint(config.run, dataset):
         # The same data, so its increment is the last one of theirs; its steps were taken by
         # optimizers that begin anew.
         seen = tuple(replace(one, steps=0) for one in read_lineage(read_about(start)))

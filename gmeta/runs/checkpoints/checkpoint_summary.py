@@ -1,6 +1,5 @@
 """What a checkpoint holds, and whether all of it is there: from its index and the sizes of its
-files, without reading a tensor unless checksums are asked for.
-"""
+files, without reading a tensor unless checksums are asked for."""
 
 from dataclasses import dataclass
 from math import prod

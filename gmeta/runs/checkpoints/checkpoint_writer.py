@@ -1,9 +1,8 @@
 """Writing checkpoints beside training: the step waits for a copy of the state in host memory, a
 thread writes it.
 
-A checkpoint appears whole or not at all: the rename of its temporary folder, after everything in
-it is on disk, is the one commit point. At most one is being written; the next waits for it.
-"""
+A checkpoint appears whole or not at all: the rename of its temporary folder, after everything in it
+is on disk, is the one commit point. At most one is being written; the next waits for it."""
 
 import shutil
 import threading
@@ -54,11 +53,9 @@ class CheckpointWriter:
     best. All ranks make one, and call it in the same places.
 
     `committed` is called on every rank with a checkpoint's path, by the training thread, once it
-    has that name.
-    `lineage` are the increments that the model is trained on, of which the last one is not over.
-    Without `run.checkpoint_in_background` a step waits until its checkpoint is written, and no copy
-    is made. Where the config names a mirror, that gets what is committed.
-    """
+    has that name. `lineage` are the increments that the model is trained on, of which the last one
+    is not over. Without `run.checkpoint_in_background` a step waits until its checkpoint is
+    written, and no copy is made. Where the config names a mirror, that gets what is committed."""
 
     def __init__(
         self,
@@ -100,8 +97,7 @@ class CheckpointWriter:
         """Checkpoint the state as it is now, with rank 0's `files` (texts by name) beside it.
 
         Waits for the checkpoint before, if that is still being written; call `finish` first to know
-        that it was committed.
-        """
+        that it was committed."""
         self.finish()
         self._final = self._folder / checkpoint_name(progress.step)
         state = collect_state(self._sharded, self._optimizer)
@@ -252,8 +248,7 @@ def _allocate_buffers(value: Any) -> Any:
     """Return uninitialised tensors of the shapes and types in a state on the CPU.
 
     torch's stager would make them by a deep copy: at the first checkpoint the tables would be in
-    memory three times.
-    """
+    memory three times."""
     if isinstance(value, dict):
         return {key: _allocate_buffers(one) for key, one in value.items()}
     if isinstance(value, ShardedTensor):

@@ -1,12 +1,11 @@
 """Which checkpoint stands for a run, and with which config it can be used.
 
-Needs no TorchRec: a launcher checks a config in less time than importing it takes.
-"""
+Needs no TorchRec: a launcher checks a config in less time than importing it takes."""
 
 from pathlib import Path
 from typing import Any
 
-from gmeta.config.train_config import TrainConfig, config_from_dict
+from gmeta.config.train_config import RunConfig, TrainConfig, config_from_dict, flat
 from gmeta.errors import ConfigError, GMetaError, UserError
 from gmeta.platform.files.local_paths import check_local
 from gmeta.runs.checkpoints.progress_file import read_about, read_progress
@@ -19,14 +18,13 @@ from gmeta.runs.run_folder import (
 )
 
 
-def checkpoint_to_use(folder: Path, config: TrainConfig) -> Path | None:
+def checkpoint_to_use(folder: Path, run: RunConfig) -> Path | None:
     """Return the checkpoint that stands for a run: of its best validation if it stops early, else
-    the newest; None if there is none.
-    """
+    the newest; None if there is none."""
     checkpoints = list_checkpoints(folder)
     if not checkpoints:
         return None
-    if config.run.early_stop_patience:
+    if run.early_stop_patience:
         best = folder / checkpoint_name(read_progress(checkpoints[-1]).best_step)
         if best in checkpoints:
             return best
@@ -35,11 +33,7 @@ def checkpoint_to_use(folder: Path, config: TrainConfig) -> Path | None:
 
 def named_checkpoint(key: str, named: str) -> tuple[RunFolder, Path]:
     """Return the run and the checkpoint that the config's `key` names: for a run folder, the one
-    that stands for it.
-
-    Raises:
-        UserError: there is no checkpoint.
-    """
+    that stands for it. Raises UserError: there is no checkpoint."""
     check_local(key, named)
     path = Path(named)
     if STEP_FOLDER.fullmatch(path.name):
@@ -47,7 +41,7 @@ def named_checkpoint(key: str, named: str) -> tuple[RunFolder, Path]:
         folder, found = RunFolder(path.parent.parent), path if path.is_dir() else None
     else:
         folder = RunFolder(path)
-        found = checkpoint_to_use(folder.checkpoints, folder.read_config())
+        found = checkpoint_to_use(folder.checkpoints, folder.read_config().run)
     if found is None:
         raise UserError(
             f"{key} = {named!r} has no checkpoint: a run folder that has one, or one of "
@@ -58,8 +52,7 @@ def named_checkpoint(key: str, named: str) -> tuple[RunFolder, Path]:
 
 def best_not_kept(run: RunFolder) -> str:
     """Return the line that says that the newest checkpoint stands for a run that stops early,
-    because the best was not kept; "" where it was, or there is none.
-    """
+    because the best was not kept; "" where it was, or there is none."""
     config, checkpoints = run.read_config(), list_checkpoints(run.checkpoints)
     if not (config.run.early_stop_patience and checkpoints):
         return ""
@@ -79,27 +72,26 @@ def check_config(path: Path, config: TrainConfig) -> None:
 
     Raises:
         UserError: one differs.
-        GMetaError: the checkpoint was trained with something that this release does not have.
-    """
+        GMetaError: the checkpoint was trained with something that this release does not have."""
     told = read_about(path).get("config")
     if told is None:
         return
     try:
         # Through the settings: a later release may have keys beyond, with defaults.
-        before = tied_config(config_from_dict(told))
+        before = tied_config(config_from_dict(told, is_saved=True))
     except ConfigError as error:
         raise GMetaError(
             f"checkpoint {path} was trained with what this release does not have ({error}). "
             "Use the release that wrote it"
         ) from error
-    for section, now in tied_config(config).items():
-        for key, value in now.items():
-            if value != before[section][key]:
-                raise UserError(
-                    f"{section}.{key} = {value!r}, but checkpoint {path} was trained with "
-                    f"{before[section][key]!r}, and its weights mean nothing with another. Set it "
-                    "as it was, or train a new run, which may begin with run.start_from"
-                )
+    was, now = flat(before), flat(tied_config(config))
+    for key in {**now, **was}:
+        if now.get(key) != was.get(key):
+            raise UserError(
+                f"{key} = {now.get(key)!r}, but checkpoint {path} was trained with "
+                f"{was.get(key)!r}, and its weights mean nothing with another. Set it as it was, "
+                "or train a new run, which may begin with run.start_from"
+            )
 
 
 def tied_config(config: TrainConfig) -> dict[str, Any]:

@@ -2,8 +2,7 @@
 
 torch.distributed.checkpoint keeps it as a pickle, and a pickle from a stranger can run code. Here
 every class that it names becomes an inert record, and the index is built anew from what the records
-say, each value checked. Items that are no tensors are refused: torch would unpickle them freely.
-"""
+say, each value checked. Items that are no tensors are refused: torch would unpickle them freely."""
 
 import copyreg
 import pickle
@@ -74,8 +73,7 @@ def read_index(path: Path) -> Metadata:
 
     Raises:
         OSError, ValueError, pickle.UnpicklingError: it cannot be read, names what no checkpoint of
-            ours holds, or points outside the folder; more where it is damaged, see files.DAMAGE.
-    """
+            ours holds, or points outside the folder; more where it is damaged, see files.DAMAGE."""
     with (path / INDEX_FILE).open("rb") as file:
         metadata = _decode_state(_Unpickler(file).load(), "Metadata")
     locations = {
@@ -92,8 +90,7 @@ def fit_grown_index(
     index: Metadata, wanted: Mapping[str, Any], prefixes: tuple[str, ...]
 ) -> Metadata:
     """Return an index that fits the nested state `wanted` also where a tensor of one of these
-    prefixes has more rows there: torch loads the rows that are stored, and leaves the rest.
-    """
+    prefixes has more rows there: torch loads the rows that are stored, and leaves the rest."""
     tensors = dict(index.state_dict_metadata)
     for name, size in _iterate_sizes(wanted):
         stored = tensors.get(name)

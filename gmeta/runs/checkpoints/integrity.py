@@ -1,7 +1,6 @@
 """The files of one checkpoint, and whether they are what was written.
 
-torch.distributed.checkpoint's format, with progress.json beside it, which has their checksums.
-"""
+torch.distributed.checkpoint's format, with progress.json beside it, which has their checksums."""
 
 import pickle
 from collections.abc import Iterator, Mapping

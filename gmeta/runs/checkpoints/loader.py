@@ -1,7 +1,6 @@
 """How a checkpoint of a sharded run is loaded, and what one holds.
 
-Any world size reads what any other wrote.
-"""
+Any world size reads what any other wrote."""
 
 from pathlib import Path
 from typing import Any
@@ -26,11 +25,7 @@ from gmeta.runs.run_progress import RunProgress
 # What algorithms learn beside the model: weights to begin with may be of a run without.
 PARTS_OF_ALGORITHMS = ("learner.encoder.", "learner.generator.", "learner.rates.")
 # What has a row for each id: weights, what an optimizer keeps of them, statistics of items.
-_TABLE_KEYS = (
-    f"model.{TABLES_PREFIX}",
-    f"optimizer.state.{TABLES_PREFIX}",
-    "model.learner.items.",
-)
+_TABLE_KEYS = (f"model.{TABLES_PREFIX}", f"optimizer.state.{TABLES_PREFIX}", "model.learner.items.")
 
 
 def load_checkpoint(
@@ -114,8 +109,7 @@ def _initialise_optimizer_state(optimizer: CombinedOptimizer) -> None:
     """Make the layers' optimizer hold all the state it will have, so that a checkpoint can fill it.
 
     torch's optimizers create state at their first step: this takes one with zero gradients. It may
-    move the layers (weight decay), so load them afterwards.
-    """
+    move the layers (weight decay), so load them afterwards."""
     for _, part in optimizer.optimizers:
         if isinstance(part, KeyedOptimizerWrapper):
             part.init_state()

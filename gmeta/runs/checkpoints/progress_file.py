@@ -1,6 +1,5 @@
 """progress.json of a checkpoint: how far the run was, with which model, algorithm and loss, and the
-checksums of all other files and its own.
-"""
+checksums of all other files and its own."""
 
 import json
 from collections.abc import Mapping
@@ -87,8 +86,7 @@ def read_file_entries(about: Mapping[str, Any]) -> dict[str, FileChecksum]:
 def restore_replaced(folder: Path) -> None:
     """Give a checkpoint its name back, if its writer was killed while putting another in its place.
 
-    One process calls it, before any lists the checkpoints.
-    """
+    One process calls it, before any lists the checkpoints."""
     for put_aside in folder.glob(f"{REPLACED_PREFIX}*"):
         final = folder / put_aside.name.removeprefix(REPLACED_PREFIX)
         # Else the new one has its name, and this one goes with all that was left over.

@@ -2,9 +2,8 @@
 disk, or never saw the disk of the one before.
 
 A checkpoint is there once its progress file is, which goes up last and holds the checksums of all
-others: objects appear whole, and whoever lists the run sees a complete checkpoint or none. One of
-a step that is there already goes beside it, as step-00000020.1, and counts once it is complete.
-"""
+others: objects appear whole, and whoever lists the run sees a complete checkpoint or none. One of a
+step that is there already goes beside it, as step-00000020.1, and counts once it is complete."""
 
 import logging
 import re

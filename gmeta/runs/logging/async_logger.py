@@ -25,8 +25,7 @@ class AsyncLogger(Logger):
     """Calls a logger on one thread, in order, and waits `patience_s` for each call: rank 0 waits,
     and all others for rank 0 in their next collective.
 
-    After a NoAnswerError the logger is not to be called again: it may be at work still.
-    """
+    After a NoAnswerError the logger is not to be called again: it may be at work still."""
 
     def __init__(self, logger: Logger, patience_s: float) -> None:
         self._logger, self._patience_s = logger, patience_s
@@ -37,27 +36,15 @@ class AsyncLogger(Logger):
         threading.Thread(target=self._work, name="gmeta-logger", daemon=True).start()
 
     def begin(self, run: RunInfo) -> None:
-        """Have the logger get ready.
-
-        Raises:
-            NoAnswerError: it took too long.
-        """
+        """Have the logger get ready. Raises NoAnswerError: it took too long."""
         self._call(lambda: self._logger.begin(run))
 
     def log(self, reading: Reading) -> None:
-        """Have the logger write a reading down.
-
-        Raises:
-            NoAnswerError: it took too long.
-        """
+        """Have the logger write a reading down. Raises NoAnswerError: it took too long."""
         self._call(lambda: self._logger.log(reading))
 
     def end(self, status: Status) -> None:
-        """Have the logger close what is open.
-
-        Raises:
-            NoAnswerError: it took too long.
-        """
+        """Have the logger close what is open. Raises NoAnswerError: it took too long."""
         self._call(lambda: self._logger.end(status))
 
     def _call(self, work: Callable[[], None]) -> None:

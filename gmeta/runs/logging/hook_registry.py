@@ -27,11 +27,8 @@ NAMED_CALLBACKS: Registry[type[Callback]] = Registry(
 
 
 def find_hooks(run: RunConfig) -> tuple[dict[str, type[Logger]], dict[str, type[Callback]]]:
-    """Return the loggers and the callbacks that a config names.
-
-    Raises:
-        ConfigError: one is unknown, cannot be imported, or is something else.
-    """
+    """Return the loggers and the callbacks that a config names. Raises ConfigError: one is unknown,
+    cannot be imported, or is something else."""
     try:
         loggers = {name: NAMED_LOGGERS.find(name) for name in run.loggers}
         callbacks = {name: NAMED_CALLBACKS.find(name) for name in run.callbacks}

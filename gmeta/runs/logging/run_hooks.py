@@ -38,11 +38,8 @@ class RunHooks:
     """All ranks make one and call it in the same places; loggers are rank 0's alone."""
 
     def __init__(self, config: TrainConfig, ranks: Ranks) -> None:
-        """Find what the config names; nothing is made or opened yet.
-
-        Raises:
-            ConfigError: it names something that is not there.
-        """
+        """Find what the config names; nothing is made or opened yet. Raises ConfigError: it names
+        something that is not there."""
         self._named_loggers, self._named_callbacks = find_hooks(config.run)
         self._ranks = ranks
         self._timeout_s = config.run.collective_timeout_s
@@ -80,11 +77,8 @@ class RunHooks:
         also: Mapping[str, Logger] = MappingProxyType({}),
     ) -> None:
         """Open the loggers and those in `also`, which the config does not name, and tell the
-        callbacks that training begins; they may ask `stop` from here on. Collective.
-
-        Raises:
-            GMetaError: a logger or a callback failed.
-        """
+        callbacks that training begins; they may ask `stop` from here on. Collective. Raises
+        GMetaError: a logger or a callback failed."""
         self._info = replace(self._info, done_steps=progress.step, total_steps=total_steps)
         self._stop, self._run = stop, Run(self._info, self._ranks, stop)
         self._run.epoch = progress.epoch
@@ -172,8 +166,8 @@ class RunHooks:
                 work(callback)
 
     def _call_callbacks_or_stop(self, work: Callable[[Callback], None]) -> None:
-        """Call each callback between two steps: what one raises asks all ranks to end, for they
-        are on their way into the next collective."""
+        """Call each callback between two steps: what one raises asks all ranks to end, for they are
+        on their way into the next collective."""
         try:
             self._call_callbacks(work)
         except GMetaError as error:

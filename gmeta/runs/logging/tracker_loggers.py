@@ -2,8 +2,7 @@
 
 Where they report to is theirs to know: WANDB_PROJECT, WANDB_MODE; MLFLOW_TRACKING_URI,
 MLFLOW_EXPERIMENT_NAME. The tracker's id of a run lies in its folder, so that a resumed run goes on
-in the same place.
-"""
+in the same place."""
 
 import importlib
 import os
@@ -52,11 +51,8 @@ class WandB(Logger):
         self._run: Any = None
 
     def begin(self, run: RunInfo) -> None:
-        """Begin a run there, or go on with the one from before.
-
-        Raises:
-            UserError: wandb is not installed.
-        """
+        """Begin a run there, or go on with the one from before. Raises UserError: wandb is not
+        installed."""
         self._run = _import_tracker("wandb").init(
             id=_read_run_id(run, "wandb"),
             resume="allow",
@@ -87,10 +83,7 @@ class MLflow(Logger):
 
     def begin(self, run: RunInfo) -> None:
         """Begin a run there with the config as its parameters, or go on with the one from before.
-
-        Raises:
-            UserError: mlflow is not installed.
-        """
+        Raises UserError: mlflow is not installed."""
         mlflow = _import_tracker("mlflow")
         known = _read_run_id(run, "mlflow")
         begun = mlflow.start_run(run_id=known, run_name=None if known else run.folder.name)

@@ -1,13 +1,6 @@
 """Products of many rows with a matrix, in float32 on a CPU.
 
-torch's go through MKL, which is slower than oneDNN on AMD's processors: with these a MAML step
-takes 5 % less, with 20 support rows a task 6 % (benchmarks/maml_step.py, an EPYC). But oneDNN
-generates code for every number of rows that it has not seen, 0.8 ms each, and ragged tasks bring
-new ones with every step. So most rows go through oneDNN in a piece of one of few sizes, the rest
-through MKL.
-
-Shape suffixes: N rows, I inputs, O outputs.
-"""
+Shape suffixes: N rows, I inputs, O outputs"""
 
 import torch
 import torch.nn.functional as F
@@ -15,6 +8,10 @@ from torch import Tensor
 
 from gmeta_models.internals import onednn_linear
 
+# torch's products go through MKL, which is slower than oneDNN on AMD's processors: these save 5 %
+# of a MAML step, with 20 support rows a task 6 % (benchmarks/maml_step.py, an EPYC). But oneDNN
+# generates code for every new number of rows, 0.8 ms each, and ragged tasks bring new ones with
+# every step: so most rows go through oneDNN in a piece of one of few sizes, the rest through MKL.
 LEAST_WORK = 4_000_000  # multiply-adds below which MKL is done before oneDNN has begun
 DIGITS = 5  # leading binary digits of the piece's rows: 16 sizes from 1,024 rows to 2,047
 
