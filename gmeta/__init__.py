@@ -1,8 +1,5 @@
-"""gmeta: distributed optimisation-based meta-learning for recommendation models.
-
-`gmeta.load` serves an exported model, `gmeta.follow` the model of a channel; importing gmeta alone
-loads nothing.
-"""
+"""gmeta: distributed optimisation-based meta-learning for recommendation models. `gmeta.load`
+serves an exported model, `gmeta.follow` the model of a channel."""
 
 from typing import TYPE_CHECKING, Any
 
@@ -19,8 +16,8 @@ former_paths.install()
 
 
 def __getattr__(name: str) -> Any:
-    """Import `load` or `follow` at its first use, since the data-shard service must not load
-    torch."""
+    """Import `load` or `follow` at its first use."""
+    # Importing gmeta alone loads nothing: the data-shard service must not load torch.
     if name == "load":
         from gmeta.serving.model_loader import load
 

@@ -1,7 +1,4 @@
-"""Task-grouped training data: prepare it, store it, and stream it as batches of whole episodes.
-
-Importing the package alone loads no torch: only reading batches needs it.
-"""
+"""Task-grouped training data: prepare it, store it, and stream it as batches of episodes."""
 
 import importlib
 from typing import TYPE_CHECKING, Any
@@ -13,6 +10,7 @@ from metaio.format.dataset_writer import Provenance, write_dataset
 from metaio.format.features import Features, FeatureSpec, TableSpec
 from metaio.read.episode_order import BlockEpisodes, EpisodeOrder, OrderConfig
 
+# Batches are tensors: prepare, and tools that only open datasets, must not load torch.
 if TYPE_CHECKING:
     from metaio.read.batch import TaskBatch, empty_batch
     from metaio.read.reader import BatchReader, EpisodeRange, RangeReader, read_ranges
@@ -42,18 +40,10 @@ __all__ = [
     "write_dataset",
 ]
 
-_TORCH = {
-    "TaskBatch": "metaio.read.batch",
-    "empty_batch": "metaio.read.batch",
-    "BatchReader": "metaio.read.reader",
-    "EpisodeRange": "metaio.read.reader",
-    "RangeReader": "metaio.read.reader",
-    "read_ranges": "metaio.read.reader",
-}
-
 
 def __getattr__(name: str) -> Any:
     """Import what needs torch at its first use."""
-    if name not in _TORCH:
+    if name not in __all__:
         raise AttributeError(f"module 'metaio' has no attribute {name!r}")
-    return getattr(importlib.import_module(_TORCH[name]), name)
+    module = "batch" if name in ("TaskBatch", "empty_batch") else "reader"
+    return getattr(importlib.import_module(f"metaio.read.{module}"), name)

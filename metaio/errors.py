@@ -1,8 +1,6 @@
-"""The one error tree of metaio: what a caller may catch, and what the command line prints as one
-line.
+"""The error tree of metaio: what callers catch, and what the command line prints as one line.
 
-Every message has four parts: what is wrong, the value, what is allowed, what to do.
-"""
+Every message has four parts: what is wrong, the value, what is allowed, what to do."""
 
 from collections.abc import Sequence
 
@@ -20,21 +18,22 @@ class DataError(MetaIOError):
 
 
 class QuarantinedError(DataError):
-    """The rows of a window are refused for what they hold: the stream goes on without them."""
+    """The rows of a window are refused for what they hold; the stream goes on without them."""
 
 
+# A class of its own, since nothing is wrong with such files: together with others they may make
+# episodes, so a stream keeps them for its next increment.
 class TooFewRowsError(DataError):
-    """Inputs have no rows, or too few for an episode: nothing is wrong with them, and together with
-    others they may make some. `files` names those that are known to have none."""
+    """Inputs hold no rows, or too few for an episode; `files` are those known to hold none."""
 
     def __init__(self, message: str, files: Sequence[str] = ()) -> None:
         super().__init__(message)
         self.files = files
 
 
+# A class of its own, since the same input may be read later: it must not be quarantined.
 class AccessError(DataError):
-    """An input cannot be read now, whatever it holds: because of the disk, the network or the
-    memory."""
+    """An input cannot be read now, whatever it holds: the disk, the network or memory failed."""
 
 
 class UrlError(MetaIOError):
@@ -49,20 +48,21 @@ class FormatError(MetaIOError):
     """A prepared dataset cannot be read: a missing, truncated, altered or too new file."""
 
 
-# Of a dataset whose files are damaged.
+# What to do about a dataset whose files are damaged.
 REMEDY = (
     "Copy the dataset again or prepare it again; gmeta inspect --verify lists every damaged file"
 )
 
 
 def to_one_line(text: str, most: int = 800) -> str:
-    """Return `text` as a message may show it: one line, not too long, whatever somebody wrote."""
+    """Return `text` as one printable line of at most `most` characters, whatever it held."""
+    # Names and messages come from files of others: escapes could control the terminal.
     line = "".join(c if c.isprintable() else ascii(c)[1:-1] for c in text[:most])
     return line if len(text) <= most else f"{line} ..."
 
 
 def make_content_error(what: str) -> FormatError:
-    """Return the error about a file whose checksum holds and whose content makes no sense."""
+    """Return the error about a file whose checksum is right but whose content makes no sense."""
     return FormatError(
         f"{to_one_line(what)}. The program that wrote it is at fault; see docs/format.md"
     )

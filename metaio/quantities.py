@@ -1,21 +1,19 @@
-"""A number and what it counts, or how long it is, as messages say it."""
+"""Formats counts and durations for messages."""
 
 
 def format_count(number: int, noun: str) -> str:
     """Return a number and what it counts, such as `7 rows`.
 
-    >>> counted(1, "row"), counted(2815, "row")
-    ('1 row', '2,815 rows')
-    """
+    >>> format_count(1, "row"), format_count(2815, "row")
+    ('1 row', '2,815 rows')"""
     return f"{number:,} {noun}" if number == 1 else f"{number:,} {noun}s"
 
 
 def format_duration(seconds: float) -> str:
-    """Return a duration in the largest unit that leaves at least two.
+    """Return a duration in the largest unit of which it has at least two.
 
-    >>> [duration(s) for s in (0.4, 90, 7_300, 400_000)]
-    ['0.4 s', '90 s', '2.0 h', '4.6 days']
-    """
+    >>> [format_duration(s) for s in (0.4, 90, 7_300, 400_000)]
+    ['0.4 s', '90 s', '2.0 h', '4.6 days']"""
     for per_unit, unit in ((86_400, "days"), (3_600, "h"), (60, "min")):
         if seconds >= 2 * per_unit:
             return f"{seconds / per_unit:.1f} {unit}"

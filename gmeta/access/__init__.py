@@ -1,1 +1,1 @@
-"""Who may call a server, and how servers log: TLS, tokens, roles, limits."""
+"""Who may call a server, and how servers log: TLS, tokens, roles, rate limits."""

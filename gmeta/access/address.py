@@ -1,5 +1,4 @@
-"""Addresses as they are written on a command line: HOST:PORT, checked before anything listens or
-calls."""
+"""Addresses of the form HOST:PORT, checked before anything listens or calls."""
 
 import errno
 import socket
@@ -16,8 +15,7 @@ class AddressError(AntdtError, UserError):
 
 
 def split_address(name: str, address: str) -> tuple[str, int]:
-    """Return (host, port) to listen on; `name` says in the message which option has the value.
-    Raise AddressError."""
+    """Return (host, port) to listen on; `name` is the option that the message names."""
     host, port = _halves(address)
     if not host or not 0 <= port <= HIGHEST_PORT:
         raise AddressError(
@@ -28,8 +26,8 @@ def split_address(name: str, address: str) -> tuple[str, int]:
 
 
 def check_target(address: str) -> None:
-    """Raise AddressError unless it is a service's address, with or without a scheme of gRPC's
-    (`dns:///HOST:PORT`, `unix:PATH`)."""
+    """Raise AddressError unless `address` is a service's."""
+    # A scheme of gRPC's is accepted too: `dns:///HOST:PORT`, `unix:PATH`.
     host, port = _halves(address)
     if not address.startswith("unix:") and (not host or not 0 < port <= HIGHEST_PORT):
         raise AddressError(
@@ -44,16 +42,17 @@ def _halves(address: str) -> tuple[str, int]:
 
 
 def check_free(name: str, host: str, port: int) -> None:
-    """Raise AddressError where an address cannot be bound, and say why: gRPC only says that it
-    cannot."""
+    """Raise AddressError with the reason where an address cannot be bound."""
+    # Tried before gRPC does: its own error says only that it cannot bind.
     try:
         family, kind, protocol, _, where = socket.getaddrinfo(
             host.strip("[]"), port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
         )[0]
         with socket.socket(family, kind, protocol) as probe:
-            # As gRPC does: a port that a service before has just left is free.
+            # As gRPC does: a port that an earlier service has just left is free.
             probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            probe.bind(where)  # never listens: a client that tries again must not meet it
+            # Never listens: a client that tries again must not meet this probe.
+            probe.bind(where)
     except OSError as error:
         help_text = (
             "Stop the service that has it, or choose another port"

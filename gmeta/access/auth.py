@@ -1,10 +1,4 @@
-"""Who calls: the proofs of a caller's role, and the guard in front of every RPC.
-
-Two proofs can be asked for, and each one that is configured must be given: a client certificate
-(its URI names a role) and a bearer token (its file names the role). A caller acts in the role that
-both allow. A call without its proof takes up nothing: it is judged before its message is waited
-for. Health probes show no proof, and have places of their own.
-"""
+"""Who calls: the proofs of a caller's role, and the guard in front of every RPC."""
 
 import asyncio
 import base64
@@ -24,7 +18,8 @@ from gmeta.access.roles import ALLOWED, SERVICE_PREFIX, Role, may_call, role_of_
 
 MIN_TOKEN_LENGTH = 16
 MAX_CALLS = 8192  # under way at once, of callers who have shown their proof; streams count too
-MAX_PROBES = 64  # under way at once
+# Under way at once. Strangers can send them, so few: each holds a task.
+MAX_PROBES = 64
 MESSAGE_TIMEOUT_S = 10.0  # for a call's message to come
 _OPEN_PREFIX = "/grpc.health."  # probes show no proof
 _RELOAD_EVERY_S = 1.0
@@ -32,9 +27,8 @@ _RELOAD_EVERY_S = 1.0
 
 @final
 class Tokens:
-    """A folder of token files named after roles: `worker`, `operator`, `viewer`. Each holds one
-    token a line; no token gives a role without a file. Replaced files take effect within a
-    second."""
+    """A folder of token files, one token a line, named after roles: `worker`, `operator`,
+    `viewer`. No token gives a role that has no file."""
 
     def __init__(self, folder: Path) -> None:
         """Read the folder's files. Raise CredentialError."""
@@ -46,13 +40,12 @@ class Tokens:
         self._next_look_s = 0.0
 
     def role_of(self, authorization: str) -> Role | None:
-        """Return the role behind `Bearer TOKEN`, or behind `Basic` with the token as the password
-        (what a browser sends); None for a stranger."""
+        """Return the role behind the header `Bearer TOKEN` or `Basic`; None for a stranger."""
         now_s = time.monotonic()
         if now_s >= self._next_look_s:
             self._next_look_s = now_s + _RELOAD_EVERY_S
             self._roles.refresh()
-        # Looked up by digest: how long it takes tells nothing about the tokens.
+        # Looked up by digest: the time that it takes reveals nothing about the tokens.
         return self._roles.value.get(_digest(_token_in(authorization)))
 
     def _read_roles(self) -> dict[bytes, Role]:
@@ -88,6 +81,7 @@ def _token_in(authorization: str) -> str:
     scheme, _, rest = authorization.partition(" ")
     if scheme.lower() == "bearer":
         return rest.strip()
+    # What a browser sends: the token is the password, under any user name.
     if scheme.lower() == "basic":
         try:
             return base64.b64decode(rest, validate=True).decode().partition(":")[2]
@@ -107,7 +101,7 @@ class CallerCredentials(NamedTuple):
 
     @staticmethod
     def from_context(context: Any) -> "CallerCredentials":
-        """Return what a call's context shows."""
+        """Return what the context of a call shows."""
         of_connection = context.auth_context()
 
         def texts(key: str) -> tuple[str, ...]:
@@ -127,12 +121,10 @@ class CallerCredentials(NamedTuple):
 
 @final
 class Guard(grpc.aio.ServerInterceptor):  # type: ignore[misc]
-    """Stands before every RPC and every request of a stream, health probes apart: proof, role,
-    rate."""
+    """Checks proof, role and rate before every RPC and every request of a stream."""
 
     def __init__(self, tokens: Tokens | None, certificates: bool, limits: CallLimits) -> None:
-        """Guard by these tokens, if any; with `certificates` the handshake has demanded and
-        verified a client certificate."""
+        """Take the tokens, if any, and whether the handshake demands a client certificate."""
         self._tokens = tokens
         self._certificates = certificates
         self._limits = limits
@@ -144,25 +136,24 @@ class Guard(grpc.aio.ServerInterceptor):  # type: ignore[misc]
     async def intercept_service(
         self, continuation: Callable[[Any], Awaitable[Any]], details: Any
     ) -> Any:
-        """Return the method's handler behind this guard. The handler is wrapped, not the call
-        refused here: the peer is known only inside it."""
+        """Return the method's handler behind this guard."""
         handler = await continuation(details)
         if handler is None:
             return None
         if details.method.startswith(_OPEN_PREFIX):
             return _guard_handler(handler, lambda context: self._probe())
+        # The handler is wrapped, not the call refused here: only the handler sees the peer.
         return _guard_handler(handler, lambda context: self._call(details.method, context))
 
     @contextmanager
     def _call(self, method: str, context: Any) -> Iterator[None]:
-        """Judge a call, and hold a place for it until it ends. Raise RefusedError."""
+        """Check a call, and hold a place for it until it ends. Raise RefusedError."""
         try:
             self._check(method, CallerCredentials.from_context(context))
+            # After the proofs, so that strangers take up no place.
             if self._num_calls >= MAX_CALLS:
-                message = (
-                    f"{MAX_CALLS} calls are under way; no more are taken. Retry after a pause."
-                )
-                raise _busy_refusal(message)
+                text = f"{MAX_CALLS} calls are under way; no more are taken. Retry after a pause."
+                raise _busy_refusal(text)
         except RefusedError as error:
             self.on_refused(method.rpartition("/")[2], error, context.peer())
             raise
@@ -174,10 +165,9 @@ class Guard(grpc.aio.ServerInterceptor):  # type: ignore[misc]
 
     @contextmanager
     def _probe(self) -> Iterator[None]:
-        """Hold a place for a probe. When there are too many, the oldest loses its place: an honest
-        probe brings its message along and is answered at once. Raise RefusedError in the one that
-        loses."""
+        """Hold a place for a probe. Raise RefusedError in the oldest of too many."""
         task = asyncio.current_task()
+        # The oldest loses its place: an honest probe brings its message and is answered at once.
         if len(self._probes) >= MAX_PROBES:
             oldest = next(iter(self._probes))
             del self._probes[oldest]
@@ -195,10 +185,9 @@ class Guard(grpc.aio.ServerInterceptor):  # type: ignore[misc]
             self._probes.pop(task, None)
 
     def admission(self, context: Any) -> Callable[[str], None]:
-        """Return a function that judges each request of a stream as if it came by itself, so that a
-        stream whose proof has expired or was withdrawn ends with the next request. It raises
-        RefusedError."""
+        """Return a function that checks each request of a stream; it raises RefusedError."""
         credentials = CallerCredentials.from_context(context)
+        # So a stream whose proof has expired or was withdrawn ends at its next request.
         return lambda rpc: self._check(SERVICE_PREFIX + rpc, credentials)
 
     def _check(self, method: str, credentials: CallerCredentials) -> None:
@@ -217,8 +206,9 @@ class Guard(grpc.aio.ServerInterceptor):  # type: ignore[misc]
             raise _busy_refusal(refusal)
 
     def _check_proofs(self, credentials: CallerCredentials) -> list[Role]:
-        """Return one role for each proof that is asked for. Raise RefusedError where one is
-        missing."""
+        """Return one role for each required proof. Raise RefusedError where one is missing."""
+        # Each proof that is configured must be shown: a client certificate, whose URI names a role,
+        # and a bearer token, whose file names the role. The caller may do what both roles allow.
         roles = []
         if self._tokens is not None:
             role = self._tokens.role_of(credentials.authorization)
@@ -232,7 +222,8 @@ class Guard(grpc.aio.ServerInterceptor):  # type: ignore[misc]
             roles.append(role)
         if self._certificates:
             late_s = time.time() - credentials.valid_until_s
-            if late_s > 0:  # it was valid at the handshake
+            # It was valid at the handshake, but a connection may live longer.
+            if late_s > 0:
                 raise RefusedError(
                     "UNAUTHENTICATED",
                     "UNAUTHENTICATED",
@@ -244,11 +235,11 @@ class Guard(grpc.aio.ServerInterceptor):  # type: ignore[misc]
 
 
 def _guard_handler(handler: Any, place: Callable[[Any], AbstractContextManager[None]]) -> Any:
-    """Return the handler with `place` entered before its message is waited for. gRPC sees a handler
-    of a stream of messages: for a single message it would wait itself, without an end."""
+    """Return the handler with `place` entered before its message is awaited."""
     behaviour = handler.unary_unary or handler.unary_stream or handler.stream_stream
 
     async def answer(requests: Any, context: Any) -> Any:
+        # The place comes first: a call without proof must take up nothing while it is awaited.
         try:
             with place(context):
                 return await behaviour(await _read_message(context), context)
@@ -268,6 +259,7 @@ def _guard_handler(handler: Any, place: Callable[[Any], AbstractContextManager[N
         except RefusedError as error:
             await abort(context, error)
 
+    # gRPC sees a handler of a stream: for a single message it would wait itself, without an end.
     codecs = handler.request_deserializer, handler.response_serializer
     if handler.unary_unary:
         return grpc.stream_unary_rpc_method_handler(answer, *codecs)
@@ -290,12 +282,11 @@ async def _read_message(context: Any) -> Any:
 
 
 def _name_identity(credentials: CallerCredentials, roles: list[Role]) -> str:
-    """Return the name under which calls count together. All workers of a job show the same
-    credentials, so their addresses tell them apart; a person or a dashboard is one caller from
-    anywhere."""
+    """Return the name under which calls are counted together."""
     names = [role.value for role in roles] + list(credentials.common_names)
+    # All workers of a job show the same credentials: only their addresses differ, and without the
+    # port a worker's connections count together. Anybody else is one caller from anywhere.
     if Role.WORKER in roles:
-        # Without the port: a worker's connections count together.
         names.append(credentials.peer.rpartition(":")[0])
     return " ".join(names)
 

@@ -1,7 +1,4 @@
-"""Secrets and certificates by file: read, checked, and read again when somebody replaces them.
-
-No secret is ever part of a message, a log line or a config: only the paths of their files are.
-"""
+"""Secrets and certificates in files: read, checked, and read again after they are replaced."""
 
 import functools
 import ipaddress
@@ -25,12 +22,13 @@ Value = TypeVar("Value")
 _TOKEN = re.compile(r"[!-~]+")  # what an HTTP header may hold
 
 
+# No message, log line or config ever holds a secret: they name the path of its file.
 class CredentialError(AntdtError, UserError):
     """A certificate, key or token file is missing, unreadable, empty or does not fit."""
 
 
 def read_file(path: Path) -> bytes:
-    """Return a credential file's content. Raise CredentialError."""
+    """Return the content of a credential file. Raise CredentialError."""
     try:
         return Path(path).read_bytes()
     except OSError as error:
@@ -40,8 +38,7 @@ def read_file(path: Path) -> bytes:
 
 
 def read_tokens(path: Path) -> list[str]:
-    """Return the tokens in a file, one a line: several while an old one is being replaced. Raise
-    CredentialError."""
+    """Return the tokens in a file, one a line. Raise CredentialError."""
     try:
         lines = [line.strip() for line in read_file(path).decode().splitlines()]
     except UnicodeDecodeError as error:
@@ -49,6 +46,7 @@ def read_tokens(path: Path) -> list[str]:
             f"the token file {path} is no text; it must hold one token a line. Write a long random "
             "token to it."
         ) from error
+    # Several while an old token is being replaced.
     tokens = [line for line in lines if line]
     if not tokens:
         raise CredentialError(
@@ -63,13 +61,12 @@ def read_tokens(path: Path) -> list[str]:
     return tokens
 
 
+# A connection shows the same certificate at each of its calls: it is parsed once.
 @functools.lru_cache(maxsize=1024)
 def end_of_certificate(pem: bytes) -> float:
-    """Return when a verified certificate expires, in seconds since 1970.
-
-    The standard library reads no certificate that it has not verified itself: RFC 5280, section
-    4.1, as far as `notAfter`.
-    """
+    """Return when a verified certificate expires, in seconds since 1970."""
+    # The standard library reads no certificate that it has not verified itself. This parses RFC
+    # 5280, section 4.1, as far as `notAfter`.
     ((_, certificate),) = _parse_der(ssl.PEM_cert_to_DER_cert(pem.decode()))
     # 0xA0 is the version, which may be absent (section 4.1.2.1).
     fields = [value for tag, value in _parse_der(_parse_der(certificate)[0][1]) if tag != 0xA0]
@@ -102,8 +99,7 @@ def is_loopback(host: str) -> bool:
 
 @final
 class WatchedFiles:
-    """Notices that one of some files was replaced or rewritten (also through the symbolic links
-    by which Kubernetes swaps a mounted Secret)."""
+    """Notices that one of some files was replaced or rewritten."""
 
     def __init__(self, paths: Sequence[Path | None]) -> None:
         self._paths = [path for path in paths if path is not None]
@@ -111,7 +107,8 @@ class WatchedFiles:
         self._seen = self._stat_all()
 
     def have_changed(self) -> bool:
-        """Return whether a file is another than when this was last asked."""
+        """Return whether a file has changed since the last call."""
+        # Of threads that look at once, one sees the change and reads the files.
         with self._lock:
             now = self._stat_all()
             different = now != self._seen
@@ -124,8 +121,7 @@ class WatchedFiles:
 
 @final
 class ReloadedValue(Generic[Value]):
-    """What `read` makes of some files, made anew once one of them is replaced. Where the new files
-    cannot be used the old value stays, and the event `failed` is logged."""
+    """What `read` makes of some files, read again after one of them was replaced."""
 
     def __init__(
         self, paths: Sequence[Path | None], read: Callable[[], Value], failure: str
@@ -137,12 +133,13 @@ class ReloadedValue(Generic[Value]):
         self.value = read()
 
     def refresh(self) -> bool:
-        """Return whether there is a new value since this was last asked."""
+        """Return whether the value was replaced by this call."""
         if not self._files.have_changed():
             return False
         try:
             self.value = self._read()
         except CredentialError as error:
+            # The old value stays: a file half replaced must not lock everybody out.
             event(logging.ERROR, self._failed, message=str(error))
             return False
         return True
@@ -153,13 +150,14 @@ def _stat_stamp(path: Path) -> tuple[int, int, int] | None:
         status = path.stat()
     except OSError:
         return None
-    # Inode and size beside the time: a file replaced within one tick of the clock has another.
+    # Inode and size too: a file replaced within one tick of the clock keeps the time. `stat`
+    # follows the symbolic links by which Kubernetes swaps a mounted Secret.
     return status.st_mtime_ns, status.st_ino, status.st_size
 
 
 @dataclass(frozen=True)
 class ServerTls:
-    """The service's certificate and key, and the authority that signs its callers' certificates."""
+    """The server's certificate and key, and the authority that signs its callers' certificates."""
 
     cert: Path
     key: Path
@@ -167,8 +165,7 @@ class ServerTls:
 
     @staticmethod
     def of(cert: Path | None, key: Path | None, client_ca: Path | None) -> "ServerTls | None":
-        """Return the three files, or None without TLS. Raise CredentialError when half of it is
-        given."""
+        """Return the three files, or None without TLS. Raise CredentialError for half a pair."""
         if cert is None and key is None and client_ca is None:
             return None
         if cert is None or key is None:
@@ -185,9 +182,7 @@ class ServerTls:
         return [self.cert, self.key, *([self.client_ca] if self.client_ca else [])]
 
     def context(self) -> ssl.SSLContext:
-        """Return the context of TLS over HTTP with the files as they are now; a client may, but
-        need not, show a certificate: what it must show depends on what it asks for. Raise
-        CredentialError unless the files can be read and the key is the certificate's."""
+        """Return the context for HTTP over TLS. Raise CredentialError for unusable files."""
         for path in self.files:
             read_file(path)
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
@@ -197,6 +192,7 @@ class ServerTls:
             context.load_cert_chain(self.cert, self.key, password="")
             if self.client_ca:
                 context.load_verify_locations(self.client_ca)
+                # Not CERT_REQUIRED: a probe needs no proof, and a token is a proof too.
                 context.verify_mode = ssl.CERT_OPTIONAL
         except (ssl.SSLError, ValueError) as error:
             raise CredentialError(
@@ -208,9 +204,7 @@ class ServerTls:
 
 
 def take_port(server: Any, address: str, tls: ServerTls | None) -> int:
-    """Have a gRPC server listen at an address, and return its port. New connections get replaced
-    files of TLS at once; where those do not fit together, that is logged and the old ones stay.
-    Raise CredentialError, and RuntimeError where the address cannot be had."""
+    """Bind a gRPC server to an address; return the port. Raise CredentialError or RuntimeError."""
     if tls is None:
         return int(server.add_insecure_port(address))
 
@@ -220,6 +214,7 @@ def take_port(server: Any, address: str, tls: ServerTls | None) -> int:
         roots = read_file(tls.client_ca) if tls.client_ca else None
         return grpc.ssl_server_certificate_configuration([pair], roots)
 
+    # gRPC asks `fetch` at each new connection, so replaced files take effect at once.
     configuration = ReloadedValue(tls.files, read, "certificate_not_rotated")
 
     def fetch() -> Any:
@@ -235,7 +230,7 @@ def take_port(server: Any, address: str, tls: ServerTls | None) -> int:
 
 
 def client_credentials(ca: Path | None, cert: Path | None, key: Path | None) -> Any:
-    """Return TLS for a client that trusts `ca`; None without TLS. Raise CredentialError."""
+    """Return a client's TLS, or None without `ca`. Raise CredentialError."""
     if ca is None:
         if cert is not None or key is not None:
             raise CredentialError(
@@ -255,13 +250,13 @@ def client_credentials(ca: Path | None, cert: Path | None, key: Path | None) -> 
 
 @final
 class Bearer:
-    """The caller's token as metadata of each call, read again when its file is replaced."""
+    """The caller's token as metadata of each call, read again after its file is replaced."""
 
     def __init__(self, path: Path) -> None:
         """Read the file. Raise CredentialError."""
         self._token = ReloadedValue([path], lambda: read_tokens(path)[0], "token_not_rotated")
 
     def metadata(self) -> tuple[tuple[str, str], ...]:
-        """Return what the next call carries. While the file cannot be read the old token stays."""
+        """Return the metadata of the next call; an unreadable file leaves the old token."""
         self._token.refresh()
         return (("authorization", f"Bearer {self._token.value}"),)

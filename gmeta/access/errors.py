@@ -1,4 +1,4 @@
-"""Refusals of a call, and the base of all errors of the data-shard service and of who may call."""
+"""Refusals of a call, and the base of all errors of the data-shard service and of access."""
 
 from typing import Any
 
@@ -10,7 +10,7 @@ class AntdtError(GMetaError):
 
 
 REASON_KEY = "gmeta-reason"  # key of the trailing metadata for a refusal's Reason
-# Status codes by which the service says that the call was wrong, not that it failed.
+# Status codes that mean that the call was wrong, not that the service failed.
 _USERS_TO_MEND = (
     "INVALID_ARGUMENT",
     "NOT_FOUND",
@@ -21,11 +21,8 @@ _USERS_TO_MEND = (
 
 
 class RefusedError(AntdtError):
-    """The ledger (or the server's edge) refuses a call; nothing of it was applied.
-
-    `code` is the name of a gRPC status code, `reason` the name of a `Reason` of the proto
-    without its prefix.
-    """
+    """The ledger or the server's edge refuses a call; nothing of it was applied. `code` is the name
+    of a gRPC status code, `reason` that of a `Reason` of the proto without its prefix."""
 
     def __init__(self, code: str, reason: str, message: str) -> None:
         super().__init__(message)
@@ -35,5 +32,5 @@ class RefusedError(AntdtError):
             self.exit_code = UserError.exit_code
 
     def __reduce__(self) -> tuple[Any, ...]:
-        # By default an exception is unpickled, on other ranks, from its message alone.
+        # Errors travel to other ranks; by default they are unpickled from the message alone.
         return type(self), (self.code, self.reason, str(self)), vars(self)

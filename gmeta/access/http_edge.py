@@ -1,11 +1,4 @@
-"""The service's HTTP address: `/healthz` for probes, and pages for those who may look, over TLS
-where the service has it.
-
-To look, a caller shows a token of the role operator or viewer (Bearer, or as the password of
-Basic), or a client certificate of one; either is enough, so that a browser and a scraper need only
-one of them. Before that a connection is one of those that wait: when too many do, the oldest is
-closed, so that a probe, which sends its request at once, is always answered.
-"""
+"""The HTTP address of a server: `/healthz` for probes, and pages for callers with a role."""
 
 from __future__ import annotations
 
@@ -36,7 +29,7 @@ Route = Callable[["HttpRequest"], None]
 
 @final
 class HttpRequest(BaseHTTPRequestHandler):
-    """One request. A route answers it with `send`, or writes a stream to `wfile` by itself."""
+    """One request. A route answers it with `send`, or writes a stream to `wfile` itself."""
 
     server: RouteServer
     server_version = "gmeta"
@@ -44,7 +37,7 @@ class HttpRequest(BaseHTTPRequestHandler):
     timeout = REQUEST_TIMEOUT_S
 
     def do_GET(self) -> None:
-        """Answer one request: a probe's without a proof, any other once the caller is known."""
+        """Answer one request: a probe without a proof, any other once the caller is known."""
         try:
             path = urlsplit(self.path).path
         except ValueError:  # such as http://[
@@ -68,7 +61,7 @@ class HttpRequest(BaseHTTPRequestHandler):
         return None
 
     def may_look(self) -> bool:
-        """Return whether the caller may still look; a stream asks before each of its parts."""
+        """Return whether the caller may still look; a stream calls this before each part."""
         return self.server.role_of(self) in (Role.OPERATOR, Role.VIEWER)
 
     do_HEAD = do_GET
@@ -80,8 +73,8 @@ class HttpRequest(BaseHTTPRequestHandler):
         headers: Mapping[str, str] | None = None,
         content_type: str = "text/plain; charset=utf-8",
     ) -> None:
-        """Send a whole answer; for HEAD its headers alone. Log callers who may not look, but not
-        each of many."""
+        """Send a complete answer; for HEAD its headers alone."""
+        # Refusals are logged at a limited rate: strangers must not fill the disk.
         if status in (401, 403) and self.server.refusals.admit(""):
             path, peer = urlsplit(self.path).path[:200], self.client_address[0]
             event(logging.INFO, "refused", path=path, status=status, peer=peer)
@@ -104,6 +97,7 @@ class RouteServer(ThreadingHTTPServer):
     """Serves routes in threads of its own from `start` to `stop`."""
 
     daemon_threads = True
+    # A service that is started again gets its port back at once.
     allow_reuse_address = True
     request_queue_size = 2 * MAX_WAITING  # connections that the kernel holds meanwhile
 
@@ -116,7 +110,7 @@ class RouteServer(ThreadingHTTPServer):
         tls: ServerTls | None = None,
         tokens: Tokens | None = None,
     ) -> None:
-        """Bind the address. Raise OSError for a port in use, CredentialError."""
+        """Bind the address. Raise OSError for a port in use, or CredentialError."""
         self.routes = routes
         self.is_serving = is_serving
         self._tls = tls
@@ -126,7 +120,6 @@ class RouteServer(ThreadingHTTPServer):
         self._waiting: dict[socket.socket, float] = {}  # with the time since when, the oldest first
         self._lock = threading.Lock()  # guards those that wait
         if tls is not None:
-            # A token is enough too: see the top.
             self._context = ReloadedValue(tls.files, tls.context, "certificate_not_rotated")
         self._thread = threading.Thread(target=self.serve_forever, name="antdt-http", daemon=True)
         if ":" in host:
@@ -134,19 +127,20 @@ class RouteServer(ThreadingHTTPServer):
         super().__init__((host.strip("[]"), port), HttpRequest)
 
     def start(self) -> int:
-        """Serve from now on; return the port."""
+        """Begin to serve; return the port."""
         self._thread.start()
         return int(self.server_address[1])
 
     def stop(self) -> None:
-        """End at once; streams under way end with the process."""
+        """Stop now; streams under way end with the process."""
         self.shutdown()
         self.server_close()
         self._thread.join()
 
     def role_of(self, request: HttpRequest) -> Role | None:
-        """Return whose request it is: None for a stranger's, a viewer's where nothing asks for a
-        proof."""
+        """Return the caller's role: None for a stranger, VIEWER if no proof is required."""
+        # A token of the role operator or viewer (Bearer, or as the password of Basic) or a client
+        # certificate of one: either is enough, so a browser and a scraper need only one of them.
         if self._tokens is None and (self._tls is None or self._tls.client_ca is None):
             return Role.VIEWER
         if self._tls is not None and self._tls.client_ca is not None:
@@ -155,9 +149,8 @@ class RouteServer(ThreadingHTTPServer):
             if certificate and ssl.cert_time_to_seconds(certificate["notAfter"]) > time.time():
                 names = certificate.get("subjectAltName", ())
                 return role_of_certificate(name for kind, name in names if kind == "URI")
-        return (
-            self._tokens.role_of(request.headers.get("Authorization", "")) if self._tokens else None
-        )
+        authorization = request.headers.get("Authorization", "")
+        return self._tokens.role_of(authorization) if self._tokens else None
 
     def answer(self, route: Route, request: HttpRequest) -> None:
         """Answer a request whose caller may look; one too many is dropped."""
@@ -188,8 +181,8 @@ class RouteServer(ThreadingHTTPServer):
             request.close()
 
     def service_actions(self) -> None:
-        """Hang up on callers who have not sent a request in time; called twice a second. The
-        socket's own timeout is for each read alone."""
+        """Hang up on callers whose request did not come in time; runs twice a second."""
+        # The socket's own timeout is for each read alone: a caller could send a byte at a time.
         late_s = time.monotonic() - REQUEST_TIMEOUT_S
         with self._lock:
             for connection, since_s in self._waiting.items():
@@ -198,6 +191,7 @@ class RouteServer(ThreadingHTTPServer):
 
     def _begin_wait(self, connection: socket.socket) -> None:
         with self._lock:
+            # Of too many the oldest is closed: a probe sends its request at once and is answered.
             if len(self._waiting) >= MAX_WAITING:
                 oldest = next(iter(self._waiting))
                 del self._waiting[oldest]
@@ -210,7 +204,7 @@ class RouteServer(ThreadingHTTPServer):
 
 
 def _hang_up(connection: socket.socket) -> None:
-    """Wake the thread that reads from the connection: it finds its end. Done below TLS, whose state
-    belongs to that thread."""
+    """Wake the thread that reads from the connection: it finds the connection at its end."""
+    # Below TLS, whose state belongs to that thread.
     with suppress(OSError):  # it has ended by itself
         socket.socket.shutdown(connection, socket.SHUT_RDWR)

@@ -1,5 +1,4 @@
-"""Structured logs: one JSON object a line on stderr, with the time, the level, the event's name and
-its fields."""
+"""Structured logs: one JSON object a line on stderr, with time, level, event and fields."""
 
 import errno
 import json
@@ -16,7 +15,7 @@ LOGGER_NAME = "gmeta.antdt"
 
 @final
 class JsonFormatter(logging.Formatter):
-    """`log.info("event_name", extra={"fields": {...}})` as one line of JSON."""
+    """Formats `log.info("event_name", extra={"fields": {...}})` as one line of JSON."""
 
     def format(self, record: logging.LogRecord) -> str:
         """Return the record as one line of JSON, its traceback included."""
@@ -37,13 +36,12 @@ class DecisionLog:
     """The controller's evaluations, one line of JSON each, for `gmeta antdt-replay`."""
 
     def __init__(self, path: Path) -> None:
-        """Open the file and go on after what it holds. Raise OSError when it cannot be written."""
+        """Open the file to append to it. Raise OSError when it cannot be written."""
         path.parent.mkdir(parents=True, exist_ok=True)
         self._file = path.open("ab", buffering=0)
 
     def write(self, line: str) -> None:
-        """Write one whole line, unbuffered. One that the disk does not take is left out: workers
-        are watched and moved all the same."""
+        """Write one complete line, unbuffered, or none."""
         before = os.fstat(self._file.fileno()).st_size
         content = (line + "\n").encode()
         try:
@@ -51,13 +49,15 @@ class DecisionLog:
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         except OSError as error:
             with suppress(OSError):  # a pipe, or a mount that is gone, cannot be cut
-                self._file.truncate(before)  # the next line must not begin in the middle of this
+                # The next line must not begin in the middle of this one.
+                self._file.truncate(before)
+            # Logged, not raised: workers are watched and moved also while the disk is full.
             event(logging.ERROR, "decision_not_logged", error=error.strerror)
 
 
 def configure_logging(level: str = "INFO") -> None:
-    """Send this package's logs to stderr as JSON lines. For the service process only, never on
-    import."""
+    """Send this package's logs to stderr as JSON lines."""
+    # For the service process only, never on import: a trainer has its own logging.
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(JsonFormatter())
     logger = logging.getLogger(LOGGER_NAME)

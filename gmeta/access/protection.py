@@ -1,4 +1,4 @@
-"""What protects a server that a command starts: TLS, and the proofs that its callers show."""
+"""What protects a server: TLS, and the proofs that its callers show."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,7 +11,7 @@ NOTHING = "nothing"  # of all options that protect a server
 
 @dataclass(frozen=True, kw_only=True)
 class Protection:
-    """The files that were given; the config of a server is one."""
+    """The files that protect a server; the config of a server extends it."""
 
     tls_cert: Path | None = None
     tls_key: Path | None = None
@@ -25,7 +25,7 @@ class Protection:
 
     @property
     def protection(self) -> str:
-        """Return the options given, as on the command line."""
+        """Return the options that are set, as on the command line."""
         options = {
             "--tls-cert": self.tls_cert,
             "--tls-key": self.tls_key,
@@ -35,6 +35,6 @@ class Protection:
         return " ".join(f"{name} {path}" for name, path in options.items() if path) or NOTHING
 
     def load_credentials(self) -> tuple[ServerTls | None, Tokens | None]:
-        """Return TLS and the tokens, None where they are not asked for. Raise CredentialError."""
+        """Return TLS and tokens, each None if it is not set. Raise CredentialError."""
         tls = ServerTls.of(self.tls_cert, self.tls_key, self.tls_client_ca)
         return tls, Tokens(self.tokens) if self.tokens else None

@@ -1,4 +1,4 @@
-"""How many calls a second the service takes from one caller."""
+"""How many calls a second a server takes from one caller."""
 
 import threading
 import time
@@ -34,6 +34,7 @@ class RateLimit:
         """Return whether the caller may make one more call now."""
         now_s = self._clock()
         with self._lock:
+            # Taken out and put back at the end: the first bucket is of the longest silent caller.
             left, at_s = self._buckets.pop(caller, (self._burst, now_s))
             # Filled by the time since the last call: no timer, whatever the number of callers.
             left = min(self._burst, left + (now_s - at_s) * self._rate)

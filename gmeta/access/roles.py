@@ -27,16 +27,16 @@ SERVICE_PREFIX = f"/{pb.DESCRIPTOR.services_by_name['ShardService'].full_name}/"
 
 
 def may_call(role: Role, method: str) -> bool:
-    """Return whether the role may make the call, by its full name. A call listed for no role is
-    refused; reflection, which tells only what the proto does, is open to every role."""
+    """Return whether the role may make the call of this full name."""
+    # Reflection is open to every role: it shows only what the proto does.
     if not method.startswith(SERVICE_PREFIX):
         return True
     return method.removeprefix(SERVICE_PREFIX) in ALLOWED[role]
 
 
 def role_of_certificate(uris: Iterable[str]) -> Role:
-    """Return the role that a client certificate's URI names: `spiffe://ANY/gmeta/operator`. A
-    certificate without one is a worker's: the role that every job hands to its pods."""
+    """Return the role that the URI of a client certificate names, else WORKER."""
+    # As in `spiffe://ANY/gmeta/operator`. Worker is the role that every job gives to its pods.
     for uri in uris:
         for role in Role:
             if uri.endswith(f"/gmeta/{role.value}"):

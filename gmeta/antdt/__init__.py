@@ -1,10 +1,5 @@
-"""AntDT: the stateful data-shard service, its client, and what keeps stragglers from holding a
-job up.
-
-from gmeta.antdt import DatasetSpec, ShardClient
-
-docs/antdt.md tells the whole story. Nothing here imports torch.
-"""
+"""AntDT: the stateful data-shard service, its client, and what deals with stragglers. See
+docs/antdt.md. Nothing here imports torch."""
 
 from gmeta.access.errors import AntdtError
 from gmeta.antdt.client.client import ShardClient

@@ -1,7 +1,5 @@
-"""The one error tree of the data-shard service, its stores and its client.
-
-Every message has four parts: what is wrong, the value, what is allowed, what to do.
-"""
+"""The error tree of the data-shard service, its stores and its client. Every message has four
+parts: what is wrong, the value, what is allowed, what to do."""
 
 from typing import Any
 
@@ -10,17 +8,13 @@ from gmeta.errors import UserError
 
 
 def shutdown_refusal() -> RefusedError:
-    """Return the refusal of a service that ends, after which a client asks its successor."""
-    return RefusedError(
-        "UNAVAILABLE",
-        "SHUTTING_DOWN",
-        "the service is shutting down; retry: its successor answers.",
-    )
+    """Return the refusal of a service that ends; its successor answers the retry."""
+    message = "the service is shutting down; retry: its successor answers."
+    return RefusedError("UNAVAILABLE", "SHUTTING_DOWN", message)
 
 
 class FencedError(AntdtError):
-    """This process belongs to the past (a newer process or generation took over): it must stop
-    training."""
+    """A newer process or generation took over: this process must stop training."""
 
     def __init__(self, reason: str, message: str) -> None:
         super().__init__(message)
@@ -31,8 +25,7 @@ class FencedError(AntdtError):
 
 
 class LeaseLostError(AntdtError):
-    """A lease expired, was revoked or could not be renewed in time: its shard is, or will be,
-    another worker's."""
+    """A lease expired, was revoked or not renewed in time: its shard is another worker's."""
 
 
 class ServiceUnavailableError(AntdtError):

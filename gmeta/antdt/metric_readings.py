@@ -1,7 +1,5 @@
-"""What a trainer measured of the model (loss, validation), kept for people who watch the job.
-
-Volatile, and nothing is decided by it: after a restart of the service the curves begin anew.
-"""
+"""What a trainer measured of the model (loss, validation), for people who watch the job. Volatile:
+after a restart of the service the curves begin anew."""
 
 import math
 from collections.abc import Iterable, Mapping
@@ -23,8 +21,7 @@ class MetricReading(NamedTuple):
 
 @final
 class MetricHistory:
-    """The readings of the present generation of a job, and of those before it up to where it was
-    rolled back to."""
+    """The readings of a job's present generation, and of earlier ones up to its roll-back."""
 
     def __init__(self) -> None:
         self._generation = 0
@@ -37,29 +34,28 @@ class MetricHistory:
                 self._generation = generation
                 # Later readings are of a model that is gone.
                 self._by_step = {at: old for at, old in self._by_step.items() if at < step}
-            values_of_step = self._by_step.setdefault(step, {})
-            values_of_step.update(values)
+            of_step = self._by_step.setdefault(step, {})
+            of_step.update(values)
             # A step keeps as many names as one call can bring: the newest ones.
-            for name in list(values_of_step)[
-                : max(0, len(values_of_step) - MAX_READINGS_PER_CALL * MAX_VALUES)
-            ]:
-                del values_of_step[name]
+            num_surplus = max(0, len(of_step) - MAX_READINGS_PER_CALL * MAX_VALUES)
+            for name in list(of_step)[:num_surplus]:
+                del of_step[name]
         if len(self._by_step) > MAX_POINTS:
             self._drop_every_second()
 
     def curves(self) -> Curves:
-        """Return name -> [(step, value), ...] by step; None for what is no finite number, which
-        JSON does not know."""
+        """Return name -> [(step, value), ...] by step; None for a value that is not finite."""
         curves_by_name: Curves = {}
         for step in sorted(self._by_step):
             for name, value in self._by_step[step].items():
+                # JSON has no infinity and no NaN.
                 point = step, value if math.isfinite(value) else None
                 curves_by_name.setdefault(name, []).append(point)
         return curves_by_name
 
     def _drop_every_second(self) -> None:
-        """Keep every second point of each name, and always its newest, so that a curve keeps its
-        whole length."""
+        """Keep every second point of each name, and always its newest."""
+        # So a curve keeps its whole length, at half the points.
         seen: dict[str, int] = {}
         kept: dict[int, dict[str, float]] = {}
         for step in sorted(self._by_step, reverse=True):

@@ -1,5 +1,4 @@
-"""The nouns of the ledger: datasets, callers, grants, leases and workers, with the limits that
-bound them."""
+"""The nouns of the ledger: datasets, callers, grants, leases, workers, and their limits."""
 
 import hashlib
 import json
@@ -35,7 +34,7 @@ _NAME = re.compile(r"[A-Za-z0-9_.:@/-]{1,128}")
 
 
 class ShardState(IntEnum):
-    """One byte per shard; READY is zero: a fresh epoch needs no page."""
+    """One byte per shard; READY is zero, so a fresh epoch needs no page."""
 
     READY = 0
     DOING = 1
@@ -45,7 +44,7 @@ class ShardState(IntEnum):
 
     @property
     def display_name(self) -> str:
-        """Return the word that `gmeta shards ls` has for it."""
+        """Return the word that `gmeta shards ls` shows."""
         return "todo" if self is ShardState.READY else self.name.lower()
 
 
@@ -83,12 +82,7 @@ class Grant(NamedTuple):
 
 @dataclass(frozen=True)
 class DatasetSpec:
-    """What a dataset is, in units that may not be split (episodes). Checked here, trusted
-    everywhere else.
-
-    `speculative`: a shard's result may be discarded, so two workers may do the same shard and the
-    first one to complete it counts. Such a shard counts as a whole: there is no progress within it.
-    """
+    """What a dataset is, in units that may not be split (episodes). Every field is checked."""
 
     name: str
     num_units: int
@@ -98,6 +92,8 @@ class DatasetSpec:
     fingerprint: str = ""
     shuffle: bool = True
     max_attempts: int = DEFAULT_MAX_ATTEMPTS
+    # A shard's result may be discarded, so two workers may do the same shard: the first to complete
+    # it counts. It counts as a whole, without progress within it.
     speculative: bool = False
 
     def __post_init__(self) -> None:
@@ -126,7 +122,7 @@ class DatasetSpec:
         return shard_index * self.units_per_shard
 
     def length_of(self, shard_index: int) -> int:
-        """Return how many units the shard has; the last one may be short."""
+        """Return how many units the shard has."""
         return min(self.units_per_shard, self.num_units - self.start_of(shard_index))
 
     @property
@@ -135,9 +131,9 @@ class DatasetSpec:
         return hashlib.sha256(json.dumps(self.to_dict(), sort_keys=True).encode()).hexdigest()
 
     def to_dict(self) -> dict[str, Any]:
-        """Return plain values, for ledger and manifests. `speculative` only where it is set: specs
-        without it keep the digest that they had before the field existed."""
+        """Return plain values, for ledger and manifests."""
         plain = asdict(self)
+        # Specs without it keep the digest that they had before the field existed.
         if not self.speculative:
             del plain["speculative"]
         return plain
@@ -145,20 +141,18 @@ class DatasetSpec:
 
 @dataclass(slots=True)
 class LedgerLease:
-    """A shard in a worker's hands. `deadline_s` lives on the server's monotonic clock and is never
-    stored."""
+    """A shard in a worker's hands."""
 
     token: int
     dataset: str
     position: int
     worker_id: str
-    deadline_s: float = 0.0
+    deadline_s: float = 0.0  # on the server's monotonic clock, so never stored
 
 
 @dataclass(slots=True)
 class Worker:
-    """A worker id, the one process that speaks for it, and the last numbered call of that
-    process."""
+    """A worker id, the one process that speaks for it, and that process's last numbered call."""
 
     worker_id: str
     incarnation: str
@@ -173,11 +167,7 @@ class Worker:
 
 @dataclass(slots=True)
 class Backups:
-    """Which shards may be leased a second time, and which two leases are of one shard.
-
-    Two leases of a shard are equals: either may complete it, and the first one does. When one ends
-    in another way, the other goes on as if it had always been the only one.
-    """
+    """Which shards may be leased a second time, and which two leases are of one shard."""
 
     wanted: set[int] = field(default_factory=set)  # tokens whose shard another worker may do too
     # For each token the other token of its shard; `LedgerState.drop_lease` keeps it true.
@@ -185,6 +175,8 @@ class Backups:
 
     def pair(self, token: int, other: int) -> None:
         """Record that the two tokens are leases of one shard."""
+        # The two are equals: the first to complete the shard counts, and if one ends in another
+        # way, the other goes on as if it had always been the only one.
         self.twins[token], self.twins[other] = other, token
 
     def drop(self, token: int) -> None:
@@ -213,8 +205,8 @@ def argument_refusal(message: str) -> RefusedError:
 
 
 def check_type(what: str, value: object, kind: type) -> None:
-    """Raise RefusedError unless `value` is exactly of `kind`: JSON's `true` and `1.0` are no
-    integers."""
+    """Raise RefusedError unless `value` is exactly of `kind`."""
+    # Not isinstance: JSON's `true` and `1.0` are no integers.
     if type(value) is not kind:
         raise argument_refusal(
             f"{what} is {value!r:.80}; allowed is a value of type {kind.__name__}. Correct the "
@@ -237,9 +229,8 @@ def check_name(what: str, value: str) -> None:
     if not _NAME.fullmatch(value):
         excerpt = value[:MAX_NAME_CHARS]
         raise argument_refusal(
-            f"{what} is {excerpt!r}; allowed are 1 to {MAX_NAME_CHARS} letters, digits and "
-            "_.:@/- . "
-            "Choose such a name."
+            f"{what} is {excerpt!r}; allowed are 1 to {MAX_NAME_CHARS} letters, digits and _.:@/- "
+            ". Choose such a name."
         )
 
 

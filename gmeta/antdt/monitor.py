@@ -1,9 +1,5 @@
-"""Which workers are slow, since when, and why: windows over each worker's own time per task.
-
-Pure: reports and the time come in, verdicts go out. "Own" time is compute, data wait and own
-transfers; the time that a rank waits for its peers says nothing about the rank (AntDT, arXiv
-2404.09679, calls the measure batch processing time; per task it survives unequal batches).
-"""
+"""Which workers are slow, since when and why: windows over each worker's own time per task. Pure:
+reports and the time come in, verdicts go out."""
 
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
@@ -53,11 +49,11 @@ class _WorkerHistory:
             self.slow_from_the_start = self.num_slow >= config.short_slow
 
     def totals_of_window(self) -> Report | None:
-        """Return the totals since the window began; None when no task was finished in it."""
+        """Return the totals since the window began; None without a finished task."""
         return _subtract_reports(self.at_window_start, self.newest)
 
     def take_delta(self) -> Report | None:
-        """Return `news`, and begin the next window."""
+        """Return the totals of the window, and begin the next one."""
         delta = self.totals_of_window()
         self.num_idle += 1
         if delta is not None:
@@ -65,23 +61,21 @@ class _WorkerHistory:
         return delta
 
     def take_long_delta(self) -> Report | None:
-        """Return what was done since the last window that was not cut short, and begin the next
-        one."""
+        """Return the totals of the window that was not cut short, and begin the next one."""
         delta = _subtract_reports(self.at_long_start, self.newest)
         if delta is not None:
             self.at_long_start = self.newest
         return delta
 
     def has_changed_pace(self, ratio: float) -> bool:
-        """Return whether own time per task is at least `ratio` times what it was in the last
-        window, or at most 1/`ratio` of it."""
-        totals_of_window = self.totals_of_window()
-        if totals_of_window is None or not self.short:
+        """Return whether own time per task changed by `ratio` since the last window."""
+        totals = self.totals_of_window()
+        if totals is None or not self.short:
             return False
-        now_ms, then_ms = (
-            sum(totals_of_window.own_ms) / totals_of_window.tasks_done,
-            self.short[-1].own_ms,
-        )
+        # Own time is compute, data wait and own transfers: waiting for peers says nothing about
+        # this rank. AntDT (arXiv 2404.09679) calls it batch processing time; per task it survives
+        # unequal batches.
+        now_ms, then_ms = sum(totals.own_ms) / totals.tasks_done, self.short[-1].own_ms
         return not then_ms / ratio < now_ms < then_ms * ratio
 
 
@@ -93,7 +87,7 @@ def _subtract_reports(before: Report | None, newest: Report | None) -> Report | 
 
 @final
 class Monitor:
-    """Feed it with `observe`; `close_window` judges every worker once a window is over."""
+    """Judges every worker at the end of each window, by what `observe` has taken in."""
 
     def __init__(self, config: MonitorConfig, now_s: float) -> None:
         self.config = config
@@ -115,14 +109,13 @@ class Monitor:
             worker.newest = report
 
     def forget(self, worker_ids: Iterable[str]) -> None:
-        """Drop what is known of workers that left: nobody is compared with them any more."""
+        """Drop what is known of workers that left, so that none is compared with them."""
         for worker_id in worker_ids:
             self._workers.pop(worker_id, None)
             self.health.pop(worker_id, None)
 
     def close_window(self, now_s: float) -> bool:
-        """Judge every worker if the window is over or cut short; return False while it is
-        neither."""
+        """Judge every worker if the window is over or cut short; return whether it was."""
         is_over = now_s >= self._window_end_s
         if not is_over and not self._cut_short(now_s):
             return False
@@ -141,14 +134,13 @@ class Monitor:
         return True
 
     def _cut_short(self, now_s: float) -> bool:
-        """Return whether all workers have news and some became much slower or faster: they hurried
-        their reports, so that the reaction need not wait for the end of the window."""
+        """Return whether all workers have news and some became much slower or faster."""
+        # They hurried their reports: the reaction need not wait for the end of the window.
+        workers, ratio = self._workers.values(), self.config.slow_ratio
         return (
             now_s >= self._may_cut_s
-            and all(worker.totals_of_window() is not None for worker in self._workers.values())
-            and any(
-                worker.has_changed_pace(self.config.slow_ratio) for worker in self._workers.values()
-            )
+            and all(worker.totals_of_window() is not None for worker in workers)
+            and any(worker.has_changed_pace(ratio) for worker in workers)
         )
 
     def _windows(self, take: Callable[[_WorkerHistory], Report | None]) -> dict[str, WorkerWindow]:
@@ -174,8 +166,7 @@ class Monitor:
         if len(short) < config.short_slow:
             return "unknown"
         if worker.verdict in STRAGGLERS:
-            # The ratio of recovery lies below that of slowness: a verdict must not flicker between
-            # them.
+            # Recovery has a lower ratio than slowness, so that a verdict does not flicker.
             recovered = sum(window.ratio < config.recovered_ratio for window in short)
             if recovered >= config.short_slow:
                 return "healthy"
@@ -187,7 +178,7 @@ class Monitor:
         long = worker.long
         if len(long.windows) < config.long_windows or long.num_slow < config.long_slow:
             return "transient"
-        # The share of all its windows that is asked of the long ones, without a division.
+        # Of all its windows as large a share as of the long ones must be slow; without a division.
         always = worker.num_slow * config.long_windows >= worker.num_windows * config.long_slow
         of_hardware = worker.slow_from_the_start and always
         steady = of_hardware and long.spread() <= config.steady_spread

@@ -1,10 +1,4 @@
-"""In which order the shards of an epoch are offered: a seeded permutation that is computed,
-never stored.
-
-All shard state is kept by *position* in this order, so an epoch in progress is one long run of
-DONE and a few exceptions, and a checkpoint manifest stays a few hundred bytes at ten million
-shards.
-"""
+"""The order in which an epoch's shards are offered: a permutation that is computed, not stored."""
 
 import hashlib
 import math
@@ -29,10 +23,11 @@ class ShardOrder:
     >>> sorted(order.index_of(position) for position in range(10)) == list(range(10))
     True
     >>> [order.position_of(order.index_of(position)) for position in (0, 3, 9)]
-    [0, 3, 9]
-    """
+    [0, 3, 9]"""
 
     def __init__(self, num_shards: int, seed: int, epoch: int, shuffle: bool) -> None:
+        # All shard state is kept by position in this order: an epoch in progress is one long run of
+        # DONE and a few exceptions, so a manifest of ten million shards has a few hundred bytes.
         self._num_shards = num_shards
         self._shuffle = shuffle and num_shards > 1
         self._left_size = max(1, math.isqrt(max(num_shards - 1, 0)) + 1)
@@ -80,8 +75,8 @@ def _round_key(seed: int, epoch: int, number: int) -> int:
 
 
 def _mix(value: int) -> int:
-    """Return the finaliser of splitmix64 (Steele, Lea, Flood, Fast Splittable Pseudorandom Number
-    Generators, 2014)."""
+    """Return the finaliser of splitmix64 for `value`."""
+    # Steele, Lea, Flood, Fast Splittable Pseudorandom Number Generators, 2014.
     value = ((value ^ (value >> 30)) * 0xBF58476D1CE4E5B9) & _MASK64
     value = ((value ^ (value >> 27)) * 0x94D049BB133111EB) & _MASK64
     return value ^ (value >> 31)

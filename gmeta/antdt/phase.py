@@ -1,9 +1,8 @@
-"""What a job is doing now, as far as the service knows, which hears of it only from workers."""
-
-from __future__ import annotations
+"""What a job is doing now, as far as its workers' calls show it."""
 
 from typing import TYPE_CHECKING, Literal, get_args
 
+# For types alone: at run time it would lengthen the longest chain of imports.
 if TYPE_CHECKING:
     from gmeta.antdt.ledger.ledger import Ledger
 
@@ -13,9 +12,9 @@ Phase = Literal["waiting", "running", "ended", "gone"]
 PHASES: tuple[Phase, ...] = get_args(Phase)
 
 
-def silent_workers(ledger: Ledger, now_s: float) -> frozenset[str]:
-    """Return the workers of the present generation that were not heard from for longer than a lease
-    lives: by then whatever they held is handed out again."""
+def silent_workers(ledger: "Ledger", now_s: float) -> frozenset[str]:
+    """Return the present workers that were not heard from for longer than a lease lives."""
+    # By then whatever they held is handed out again.
     return frozenset(
         name
         for name in present_workers(ledger)
@@ -25,8 +24,8 @@ def silent_workers(ledger: Ledger, now_s: float) -> frozenset[str]:
     )
 
 
-def phase_of(ledger: Ledger, silent: frozenset[str]) -> Phase:
-    """Return what the job is doing; `silent` is what `silent_workers` found."""
+def phase_of(ledger: "Ledger", silent: frozenset[str]) -> Phase:
+    """Return what the job is doing; `silent` is what `silent_workers` returned."""
     present = present_workers(ledger)
     if not present:
         return "waiting"
@@ -36,8 +35,8 @@ def phase_of(ledger: Ledger, silent: frozenset[str]) -> Phase:
     return "ended" if tables and all(table.finished for table in tables) else "gone"
 
 
-def present_workers(ledger: Ledger) -> list[str]:
-    """Return the workers without those left over from before a restart of the job with fewer: they
-    no longer report, and must not be waited for."""
+def present_workers(ledger: "Ledger") -> list[str]:
+    """Return the workers of the present generation."""
+    # Those left over from a larger job before a restart no longer report: not waited for.
     state = ledger.state
     return [n for n, worker in state.workers.items() if worker.generation == state.generation]

@@ -6,7 +6,7 @@ from typing import Literal, NamedTuple
 
 from gmeta_keys import key
 
-# Fields of a report's message, each with _ms, and of a DatasetStatus: as people are shown them.
+# Fields of the report's message (each with _ms) and of DatasetStatus, in the order shown.
 SPENT = ("compute", "data_wait", "communication", "peer_wait")
 SHARD_STATES = ("todo", "doing", "done_open", "done_committed", "skipped", "quarantined")
 
@@ -37,8 +37,9 @@ class MonitorConfig:
 
 
 class Report(NamedTuple):
-    """Totals of one worker process since its start: a lost or repeated report does no harm."""
+    """Totals of one worker process since its start."""
 
+    # Totals, not differences: a lost or repeated report does no harm.
     step: int = 0
     tasks_done: int = 0
     compute_ms: float = 0.0
@@ -71,7 +72,7 @@ class WorkerHealth:
     tasks_per_s: float = 0.0  # by compute and data wait alone, in the short windows
     tasks_per_s_long: float = 0.0
     tasks_per_s_newest: float = 0.0  # in the newest window alone
-    overhead_ms: float = 0.0  # of a step, apart from its tasks; needs batches of two sizes
+    overhead_ms: float = 0.0  # of a step, beside its tasks; needs batches of two sizes
     slow_for_s: float = 0.0
     evidence: str = ""
     peer_wait_ms: float = 0.0  # of a step, the least of the short windows

@@ -1,7 +1,5 @@
-"""Windows of a worker's time, each compared with the other workers in the same window.
-
-Pure: differences of reports go in. What follows from many windows is the monitor's business.
-"""
+"""Windows of a worker's time, each compared with the other workers in the same window. Pure:
+differences of reports go in. The monitor draws conclusions from many windows."""
 
 from collections import deque
 from collections.abc import Mapping, Sequence
@@ -26,11 +24,11 @@ class WorkerWindow(NamedTuple):
 
 @final
 class LongWindows:
-    """The long windows of a worker with their sums, so that a new one costs the same however many
-    there are."""
+    """The long windows of a worker with their sums."""
 
     def __init__(self, config: MonitorConfig) -> None:
         self.windows: deque[WorkerWindow] = deque()
+        # Sums, so that a new window costs the same however many there are.
         self.num_slow = 0  # above the ratio of recovery: a straggler stays one down to it
         self.tasks = 0
         self.work_ms = 0.0
@@ -58,8 +56,8 @@ class LongWindows:
         self.work_ms += sign * window.tasks * window.work_ms
 
     def overhead_ms(self) -> float:
-        """Return the intercept of own time per step against tasks per step, by least squares; 0
-        while the batch hardly varied."""
+        """Return the part of a step's own time that does not depend on its tasks."""
+        # The intercept of own time against tasks per step, by least squares; 0 if x hardly varied.
         if self._count < 2:
             return 0.0
         x, y = self._x / self._count, self._y / self._count
@@ -77,8 +75,7 @@ class LongWindows:
 
 
 def compare_windows(deltas: Mapping[str, Report], config: MonitorConfig) -> dict[str, WorkerWindow]:
-    """Return the window of every worker, compared with the median of the others: with two workers,
-    each with the other."""
+    """Return the window of every worker, compared with the median of the others."""
     parts = [tuple(ms / delta.tasks_done for ms in delta.own_ms) for delta in deltas.values()]
     own_ms = [sum(part) for part in parts]
     typical_own = _medians_of_others(own_ms)
@@ -91,6 +88,7 @@ def compare_windows(deltas: Mapping[str, Report], config: MonitorConfig) -> dict
             part - median for part, median in zip(parts[index], typical[index], strict=True)
         )
         ratio = own_ms[index] / typical_own[index] if typical_own[index] > 0 else 1.0
+        # A ratio alone would call a worker slow for some microseconds a task.
         is_slow = ratio > config.slow_ratio and own_ms[index] - typical_own[index] > config.floor_ms
         windows[name] = WorkerWindow(
             delta.tasks_done,
@@ -122,7 +120,8 @@ def _medians_of_others(values: Sequence[float]) -> list[float]:
 
 
 def tasks_per_s(windows: Sequence[WorkerWindow]) -> float:
-    """Return the median speed, since a window in which the shares change mixes both; of two windows
-    the faster, because the other may include the start."""
+    """Return the median speed of the windows."""
+    # The median: a window in which the shares change mixes both speeds. Of two windows the faster:
+    # the other may include the start.
     task_ms = median_low([window.work_ms for window in windows])
     return 1000 / task_ms if task_ms > 0 else 0.0

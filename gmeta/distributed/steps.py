@@ -87,7 +87,7 @@ def iterate_steps(
     update with the lookup.
 
     With the totals every rank learns that one was asked to stop, and `stop.agreed` ends the steps
-    on all of them. Where `take_replanned` says before a step (on all ranks alike) that the last
+    on all of them. Where `adopt_new_plan` says before a step (on all ranks alike) that the last
     episodes asked for are planned anew, they are asked for and announced again: their ids have not
     travelled yet."""
 

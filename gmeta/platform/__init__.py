@@ -1,1 +1,1 @@
-"""This machine: threads, forks, numerics, files, and what private parts of torch we use."""
+"""This machine: threads, forks, numerics, files, and the private parts of torch in use."""

@@ -1,9 +1,4 @@
-"""Processes that are forked from one that has imported what they need: trials, and stages of the
-loop.
-
-Ctrl-C goes to all processes of a terminal. It is for the process that started these, and ends them:
-they do not hear it.
-"""
+"""Processes that are forked from one with everything imported: trials, stages of `gmeta follow`."""
 
 import multiprocessing
 import os
@@ -22,8 +17,8 @@ from gmeta_keys.stop_flag import StopFlag
 def forking_context(preload: Sequence[str]) -> ForkServerContext:
     """Return the context of processes that start with these modules imported."""
     context = multiprocessing.get_context("forkserver")
-    # To import fbgemm asks whether there is a GPU. Where torch asks CUDA, and not the driver's
-    # NVML, no process that is forked after that can use one.
+    # Importing fbgemm looks for a GPU. If torch looks by CUDA, and not by the driver's NVML, no
+    # process that is forked after that can use one.
     os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"
     # First the modules that quieten the others and switch off garbage collection.
     context.set_forkserver_preload(
@@ -31,6 +26,8 @@ def forking_context(preload: Sequence[str]) -> ForkServerContext:
     )
     # Processes inherit the server's mask, which also prevents tracebacks from its own imports.
     resource_tracker.ensure_running()  # first, as starting it unblocks SIGINT
+    # Ctrl-C goes to all processes of a terminal. It is for the process that started these, which
+    # ends them: they must not get it too.
     mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:
         forkserver.ensure_running()
@@ -45,14 +42,13 @@ _folders: dict[int, str] = {}  # of the server's socket, by the process that ask
 
 
 def remove_folder() -> None:
-    """Remove the folder of the server's socket, for a process that ends without what Python does
-    at its exit."""
+    """Remove the folder of the server's socket."""
+    # For a process that ends without Python's own clean-up at exit.
     shutil.rmtree(_folders.pop(os.getpid(), ""), ignore_errors=True)
 
 
 def start(process: BaseProcess) -> None:
-    """Start a process of `forking_context`. Raises KeyboardInterrupt: Ctrl-C came meanwhile; the
-    process was ended."""
+    """Start a process of `forking_context`; end it and raise KeyboardInterrupt after Ctrl-C."""
     # Cut off in the middle, a start leaves a process that dies by a traceback, or that nobody ends.
     with _hold_interrupt() as is_heard:
         process.start()
@@ -63,12 +59,12 @@ def start(process: BaseProcess) -> None:
 
 @contextmanager
 def _hold_interrupt() -> Iterator[StopFlag]:
-    """Hold a first Ctrl-C back during a `with` block, and yield an Asked that tells whether it
-    came; a second one comes through."""
+    """Hold a first Ctrl-C back in a `with` block; yield a flag that says whether it came."""
     is_heard = StopFlag()
 
     def hold(*_: object) -> None:
         if is_heard:
+            # A second one comes through.
             raise KeyboardInterrupt
         is_heard.stop()
 

@@ -1,6 +1,4 @@
-"""Modules that packages of users import and that have moved: the former path still works, and warns
-with the new one.
-"""
+"""Modules that users' packages import and that have moved: a former path works, with a warning."""
 
 import importlib
 import sys
@@ -23,7 +21,7 @@ FORMER_PATHS = {
 
 
 class FormerPathFinder(MetaPathFinder, Loader):
-    """Finds a module by its former path; last in `sys.meta_path`, so a module that exists wins."""
+    """Finds a module by its former path."""
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
@@ -34,7 +32,7 @@ class FormerPathFinder(MetaPathFinder, Loader):
         return ModuleSpec(fullname, self, is_package=not FORMER_PATHS[fullname])
 
     def exec_module(self, module: ModuleType) -> None:
-        """Fill the module of the former path with what the new one defines: the same objects."""
+        """Fill the module of the former path with the objects of the new one."""
         if path := FORMER_PATHS[module.__name__]:
             moved = importlib.import_module(path)
             names = {name: value for name, value in vars(moved).items() if name[:2] != "__"}
@@ -46,4 +44,5 @@ class FormerPathFinder(MetaPathFinder, Loader):
 def install() -> None:
     """Let former paths be imported, once a process."""
     if not any(isinstance(finder, FormerPathFinder) for finder in sys.meta_path):
+        # Last, so that a module that exists wins.
         sys.meta_path.append(FormerPathFinder())

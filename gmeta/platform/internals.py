@@ -1,8 +1,5 @@
-"""Every private name of torch and TorchRec that the engine uses, each behind a function of ours.
-
-When a new version moves one, tests/platform/test_internals.py names it, and this is the file to
-mend.
-"""
+"""Every private name of torch and TorchRec that the engine uses, each behind a function of its own.
+When a new version moves one, tests/platform/test_internals.py names it: change it here."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -28,10 +25,8 @@ class TableKernel(NamedTuple):
 
 
 def table_kernels(module: nn.Module) -> Iterator[TableKernel]:
-    """Yield this rank's groups of tables, wherever TorchRec has put them in `module`.
-
-    If they move: whatever `ShardedEmbeddingCollection.forward` calls to look rows up.
-    """
+    """Yield this rank's groups of tables, wherever TorchRec has put them in `module`."""
+    # If they move: whatever `ShardedEmbeddingCollection.forward` calls to look rows up.
     for part in module.modules():
         if isinstance(part, ShardedEmbeddingCollection):
             for lookup in part._lookups:
@@ -41,11 +36,8 @@ def table_kernels(module: nn.Module) -> Iterator[TableKernel]:
 
 @contextmanager
 def keep_tables_in(kind: type[nn.Module]) -> Iterator[None]:
-    """Have TorchRec keep the tables that it shards inside the block in modules of this kind, in
-    place of fbgemm's.
-
-    If it moves: whatever `BatchedFusedEmbedding` makes its `emb_module` of.
-    """
+    """Have TorchRec keep the tables that it shards inside the block in modules of this kind."""
+    # In place of fbgemm's. If it moves: what `BatchedFusedEmbedding` makes its `emb_module` of.
     before = kernels.SplitTableBatchedEmbeddingBagsCodegen
     kernels.SplitTableBatchedEmbeddingBagsCodegen = kind
     try:
@@ -57,43 +49,31 @@ def keep_tables_in(kind: type[nn.Module]) -> Iterator[None]:
 def update_in_backward(
     tables: nn.Module, optimizer: type[torch.optim.Optimizer], settings: dict[str, Any]
 ) -> None:
-    """Have TorchRec fuse this optimizer into the backward of tables that it has not placed yet.
-
-    torch's `_apply_optimizer_in_backward` says it by the same attributes, and comes with eight
-    optimizers that are compiled where it is imported: 0.2 s of the start of each rank.
-
-    If they move: what TorchRec's ShardedEmbeddingCollection and its planner read of a parameter.
-    """
+    """Have TorchRec fuse this optimizer into the backward of tables not placed yet."""
+    # torch's `_apply_optimizer_in_backward` sets the same attributes, but comes with eight
+    # optimizers that are compiled at import: 0.2 s of the start of each rank. If they move: what
+    # TorchRec's ShardedEmbeddingCollection and its planner read of a parameter.
     for table in tables.parameters():
-        settings_by_name: Any = table
-        settings_by_name._in_backward_optimizers = []
-        settings_by_name._optimizer_classes, settings_by_name._optimizer_kwargs = (
-            [optimizer],
-            [settings],
-        )
+        parameter: Any = table
+        parameter._in_backward_optimizers = []
+        parameter._optimizer_classes, parameter._optimizer_kwargs = [optimizer], [settings]
 
 
 def call_after_backward(function: Callable[[], None]) -> None:
-    """Have `function` called when the backward that runs now has done its last operation.
-
-    If it moves: torch's DistributedDataParallel and FSDP2 need the same.
-    """
+    """Have `function` called when the backward that runs now has done its last operation."""
+    # If it moves: torch's DistributedDataParallel and FSDP2 need the same.
     torch.autograd.Variable._execution_engine.queue_callback(function)
 
 
 def job_store() -> Store:
-    """Return the store through which the ranks of this job met.
-
-    If it moves: start_ranks can make the store itself, in place of init_process_group.
-    """
+    """Return the store through which the ranks of this job met."""
+    # If it moves: start_ranks can make the store itself, in place of init_process_group.
     return _get_default_store()
 
 
 def empty_like_sharded(value: ShardedTensor) -> ShardedTensor:
-    """Return a ShardedTensor of the same layout, with uninitialised memory for this rank's shards.
-
-    If it moves: DTensor replaces ShardedTensor where TorchRec's state dict does.
-    """
+    """Return a ShardedTensor of the same layout, its shards here uninitialised."""
+    # If it moves: DTensor replaces ShardedTensor where TorchRec's state dict does.
     return ShardedTensor._init_from_local_shards_and_global_metadata(
         [Shard(torch.empty_like(shard.tensor), shard.metadata) for shard in value.local_shards()],
         value.metadata(),
@@ -102,15 +82,13 @@ def empty_like_sharded(value: ShardedTensor) -> ShardedTensor:
 
 
 def place_row_states(optimizer: KeyedOptimizer) -> None:
-    """Have the state that a sharded optimizer keeps of each row lie where the row does: on a rank
-    that holds a single row TorchRec takes it for one number of the whole table, and no checkpoint
-    of all ranks can be made. Where a table is cut by columns, all ranks hold the same rows, and it
-    lies right.
-
-    If it moves: TorchRec's EmbeddingFusedOptimizer makes these states.
-    """
+    """Have the state that a sharded optimizer keeps of each row lie where the row does."""
+    # On a rank that holds a single row TorchRec takes its state for one number of the whole table,
+    # and no checkpoint of all ranks can be made. If it moves: TorchRec's EmbeddingFusedOptimizer
+    # makes these states.
     for table, states in optimizer.state.items():
         places = table.metadata().shards_metadata
+        # Cut by columns: all ranks hold the same rows, and the state lies right.
         if any(one.shard_offsets[1] for one in places):
             continue
         for name, state in states.items():

@@ -16,20 +16,17 @@ MOST_THRESHOLD_BYTES = 32 << 20
 
 
 def autocast(precision: str, device: torch.device) -> AbstractContextManager[None]:
-    """Return a context in which matrices are multiplied in bfloat16 where `precision` is "bf16";
-    values stay float32.
-
-    Without torch's cache of cast weights: inner steps differentiate through the casts, and parts of
-    a step free their graphs.
-    """
+    """Return a context in which matrices are multiplied in bfloat16, if `precision` is "bf16"."""
     if precision != BF16:
         return nullcontext()
+    # Values stay float32. Without the cache of cast weights: inner steps differentiate through the
+    # casts, and parts of a step free their graphs.
     return torch.autocast(device.type, dtype=torch.bfloat16, cache_enabled=False)
 
 
 @contextmanager
 def multiply_in_float32(device: torch.device) -> Iterator[None]:
-    """Have matrices of float32 multiplied as float32 inside, whatever the run's precision is."""
+    """Multiply matrices of float32 as float32 in the block, whatever the run's precision."""
     is_half = torch.is_autocast_enabled(device.type)
     matmul = torch.backends.cuda.matmul if device.type == "cuda" else None
     before = matmul.fp32_precision if matmul is not None else ""
@@ -64,26 +61,23 @@ def make_deterministic() -> None:
 
 
 def seed_step(seed: int, step: int, rank: int) -> None:
-    """Have what a model draws in a step, such as its dropout, follow from these alone: the same
-    after a resume, and not the same on all ranks."""
+    """Seed what a model draws in a step, such as its dropout, by these numbers alone."""
+    # So a resumed run draws the same, and ranks do not.
     mixed = ((seed * 1_000_003 + step) * 1_000_003 + rank) % 2**63
-    # torch.manual_seed asks for every kind of device, in each step.
+    # torch.manual_seed would look for every kind of device, in each step.
     torch.default_generator.manual_seed(mixed)
     if torch.cuda.is_initialized():
         torch.cuda.manual_seed_all(mixed)
 
 
 def keep_freed_memory(at_most: int = 2**31 - 1) -> bool:
-    """Have malloc keep up to `at_most` freed bytes from now on, for the next step or request;
-    return whether malloc can be told so.
-
-    glibc gives large blocks back to the system, which then zeroes every page again when it is first
-    touched: without this a step of 26 tables x 32 has 4,000 page faults in place of 60, and takes a
-    fifth longer; a large batch of requests a quarter.
-    """
+    """Have malloc keep up to `at_most` freed bytes; return whether it can."""
     try:
         mallopt = ctypes.CDLL(None).mallopt
     except AttributeError:
         return False  # another C library
+    # glibc gives large blocks back to the system, which zeroes every page again at its next use.
+    # Without this a step of 26 tables x 32 has 4,000 page faults in place of 60 and takes a fifth
+    # longer; a large batch of requests a quarter.
     kept = mallopt(M_MMAP_THRESHOLD, MOST_THRESHOLD_BYTES)
     return bool(kept and mallopt(M_TRIM_THRESHOLD, at_most))

@@ -1,10 +1,4 @@
-"""How many threads a step takes on the CPU: whichever number is faster here and now.
-
-Threads meet after every product, and until then they spin. With a core for each, two are 1.1 to 1.7
-times as fast as one; where another program or a container's quota takes a core from one of them,
-every product waits for the scheduler, and a step took up to fifty times as long. No number of
-threads is right for both, so it is tried out, again and again.
-"""
+"""How many threads a step takes on the CPU: whichever number is faster here and now."""
 
 import statistics
 import time
@@ -27,14 +21,14 @@ SLOW_STEPS, TOO_SLOW = 2, 2.0
 
 
 def work_to_predict(num_rows: int, num_weights: int, inner_steps: int) -> int:
-    """Return the work of predicting, in rows x weights: an inner step passes the rows forward and
-    back, and what predicts, forward alone."""
+    """Return the work of predicting, in rows x weights."""
+    # An inner step passes the rows forward and back, the prediction forward alone.
     return num_rows * num_weights * (1 + 2 * inner_steps)
 
 
 @final
 class ThreadChoice:
-    """One thread or `most`; told what each step took."""
+    """One thread or `most`, by the time that each step took."""
 
     def __init__(self, most: int) -> None:
         self._most = most
@@ -49,12 +43,15 @@ class ThreadChoice:
             return self._most if work >= THREADED_WORK else 1
         if work < LEAST_WORK:
             return 1
+        # Threads meet after every product, and spin until then. With a core for each, two are 1.1
+        # to 1.7 times as fast as one; where another program or a container's quota takes a core,
+        # every product waits for the scheduler, and a step took up to fifty times as long. No
+        # number is right for both, so it is tried out, again and again.
         return self._trial[-1] if self._trial else self._chosen
 
     @contextmanager
     def use_for(self, work: int) -> Iterator[None]:
-        """Run the block, which is a step of this work, on the chosen number of threads; afterwards
-        torch has as many as before, where another model's choice begins."""
+        """Run the block, a step of this work, on the chosen number of threads."""
         before, threads = torch.get_num_threads(), self.threads_for(work)
         torch.set_num_threads(threads)
         began = time.perf_counter()
@@ -62,6 +59,7 @@ class ThreadChoice:
             yield
         finally:
             self.record(time.perf_counter() - began, work, threads)
+            # Another model's choice begins from the number before.
             torch.set_num_threads(before)
 
     def record(self, seconds: float, work: int, threads: int) -> None:

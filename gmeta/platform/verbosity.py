@@ -35,10 +35,10 @@ def is_json() -> bool:
 
 @contextmanager
 def stdout_for_result() -> Iterator[None]:
-    """Keep standard output for the result; what else is printed, as by a tracker or a callback of
-    somebody, goes to standard error."""
+    """Keep standard output for the result; other prints in the block go to standard error."""
     token = _kept_stdout.set(sys.stdout)
     try:
+        # Such as those of a tracker, or of a user's callback.
         with redirect_stdout(sys.stderr):
             yield
     finally:

@@ -1,5 +1,3 @@
 """Serving: an exported folder as one object that adapts to a task and predicts, in one process.
 
-`gmeta.load` is the way in. Needs torch, but neither TorchRec nor a process group nor the dataset
-that the model was trained on.
-"""
+`gmeta.load` needs torch, but no TorchRec, process group or dataset."""

@@ -1,6 +1,4 @@
-"""Where serving computes: the device that was asked for, whatever device the caller's own tensors
-are made on.
-"""
+"""The device that serving computes on, whatever device the caller's own tensors are made on."""
 
 from collections.abc import Callable
 from functools import wraps
@@ -16,12 +14,11 @@ R = TypeVar("R")
 
 
 def on_the_cpu(function: Callable[P, R]) -> Callable[P, R]:
-    """Return the function with the CPU as its default device, whatever torch.set_default_device or
-    a device as a context says."""
+    """Return the function with the CPU as its default device, whatever the caller's default is."""
 
     @wraps(function)
     def run_on_cpu(*args: P.args, **kwargs: P.kwargs) -> R:
-        # Looked at first: under a device as a context every call of torch takes a little longer.
+        # Most callers have this default, and a device context slows every call of torch inside it.
         if torch.get_default_device().type == "cpu":
             return function(*args, **kwargs)
         with torch.device("cpu"):
@@ -38,6 +35,7 @@ def parse_device(name: str) -> torch.device:
     if kind == "cpu":
         return HOST
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    # Checked here: torch reports a missing GPU only when the first tensor is made on it.
     if int(index or 0) >= count:
         raise UserError(
             f"device {name!r} is not there: torch sees {count} GPUs. Use device='cpu', or install "

@@ -1,8 +1,7 @@
-"""Encoded rows, taken apart and joined.
+"""Encoded rows, ids and numbers in NumPy arrays: split, chosen and joined.
 
 Shape suffixes: N rows, F single-id or pooled features, M multi-id features, V values, K dense
-columns.
-"""
+columns"""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -18,16 +17,17 @@ from metaio.ragged import Float32, Int64, index_entries, offsets, sum_rows
 
 @dataclass(frozen=True)
 class EncodedColumns:
-    """Rows as ids and numbers; `values_V` row by row and, within a row, feature by feature. Labels
-    are [N, labels] of several, NaN where one is not known; W is 1 where rows have weights, else 0.
-    """
+    """Rows as ids and numbers. Labels are [N, labels] of several, NaN where one is not known."""
 
+    # take_rows, join_rows and the spool files of bulk/ go by the order of these fields.
     task_N: Int64
     label_N: Float32
     ids_NF: npt.NDArray[np.integer[Any]]
     dense_NK: Float32
     lengths_NM: npt.NDArray[np.int32]
+    # Row by row and, within a row, feature by feature.
     values_V: npt.NDArray[np.integer[Any]]
+    # W is 1 where rows have weights, else 0.
     weight_NW: Float32
 
     @property
@@ -39,32 +39,25 @@ class EncodedColumns:
 def split_rows(rows: EncodedColumns, lengths: Sequence[int]) -> list[EncodedColumns]:
     """Return consecutive stretches of `lengths` rows, as views."""
     value_ends = offsets(sum_rows(rows.lengths_NM))
-    ends = np.cumsum([0, *lengths])
-    return [
-        EncodedColumns(
-            rows.task_N[first:stop],
-            rows.label_N[first:stop],
-            rows.ids_NF[first:stop],
-            rows.dense_NK[first:stop],
-            rows.lengths_NM[first:stop],
-            rows.values_V[value_ends[first] : value_ends[stop]],
-            rows.weight_NW[first:stop],
-        )
-        for first, stop in pairwise(ends.tolist())
-    ]
+    parts = []
+    for first, stop in pairwise(np.cumsum([0, *lengths]).tolist()):
+        arrays = {name: array[first:stop] for name, array in vars(rows).items()}
+        arrays["values_V"] = rows.values_V[value_ends[first] : value_ends[stop]]
+        parts.append(EncodedColumns(**arrays))
+    return parts
 
 
 def take_rows(rows: EncodedColumns, chosen: Int64) -> EncodedColumns:
     """Return the chosen rows, in the order chosen."""
+    # Values are ragged: chosen rows have values at places of their own.
     values = index_entries(offsets(sum_rows(rows.lengths_NM)), chosen)
-    arrays = vars(rows).items()
-    return EncodedColumns(
-        *(array[values if name == "values_V" else chosen] for name, array in arrays)
-    )
+    arrays = {name: array[chosen] for name, array in vars(rows).items() if name != "values_V"}
+    return EncodedColumns(**arrays, values_V=rows.values_V[values])
 
 
 def join_rows(parts: Sequence[EncodedColumns]) -> EncodedColumns:
     """Return the rows one part after the other."""
+    # np.concatenate would copy the only part.
     if len(parts) == 1:
         return parts[0]
     arrays = (np.concatenate([vars(part)[name] for part in parts]) for name in vars(parts[0]))
@@ -72,7 +65,7 @@ def join_rows(parts: Sequence[EncodedColumns]) -> EncodedColumns:
 
 
 def empty_rows(features: Features) -> EncodedColumns:
-    """Return 0 rows of these features."""
+    """Return 0 rows with these features."""
     return EncodedColumns(
         np.zeros(0, np.int64),
         np.zeros(labels_shape(features, 0), np.float32),
@@ -86,4 +79,5 @@ def empty_rows(features: Features) -> EncodedColumns:
 
 def labels_shape(features: Features, num_rows: int) -> tuple[int, ...]:
     """Return the shape of the labels of `num_rows` rows."""
+    # One label has no axis of its own, as in a TaskBatch.
     return (num_rows, features.num_labels) if features.num_labels > 1 else (num_rows,)

@@ -21,15 +21,15 @@ def task_batch(
     chosen_E: tuple[Int64, Int64],
     lengths_T: tuple[Int64, Int64],
 ) -> TaskBatch:
-    """Return a batch of episodes: `chosen_E` are indices of support and query rows, task by task,
-    and `lengths_T` how many of each a task has."""
+    """Return a batch of the rows `chosen_E` (indices of each side), `lengths_T` of them a task."""
     support_E, query_E = chosen_E
     support_T, query_T = lengths_T
-    order_N = reorder_row_by_row(
-        np.stack(lengths_T, axis=1), [support_E, query_E + support.num_rows]
-    )
+    # A block holds each task's support rows and then its query rows; here each side is one array.
+    sides = [support_E, query_E + support.num_rows]
+    order_N = reorder_row_by_row(np.stack(lengths_T, axis=1), sides)
     both = take_rows(join_rows([support, query]), order_N)
     rows = Rows(
+        # Numbered within the batch, which may hold several pieces of one long task.
         task_T=np.arange(len(support_T)),
         row_lengths_T=support_T + query_T,
         support_lengths_T=support_T,

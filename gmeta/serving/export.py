@@ -1,7 +1,4 @@
-"""Export: a run's checkpoint as a folder that serves alone, without ranks, TorchRec or the dataset.
-
-Reads what any number of ranks wrote, one table at a time, in one process.
-"""
+"""Export: a run's checkpoint as a folder that serves without ranks, TorchRec or the dataset."""
 
 import warnings
 from collections.abc import Callable, Mapping
@@ -53,21 +50,21 @@ _REMEDY = "Export an earlier one with --step, or remove it and train on from the
 
 @dataclass(frozen=True)
 class ExportResult:
-    """What an export wrote, in bytes; `float32_table_bytes` is what the tables were trained in.
-    `chosen` is how it adapts where that is not as the run's config says."""
+    """What an export wrote; `adaptation` is None where it is that of the run's config."""
 
     step: int
     num_bytes: int
     table_bytes: int
+    # What the tables took in training: the base of the saving that is reported.
     float32_table_bytes: int
     adaptation: AlgorithmConfig | None = None
 
 
 class CheckpointReader:
-    """Reads whole tensors of a checkpoint, however many ranks they were sharded over, after its
-    files were checked against their checksums."""
+    """Reads full tensors of a checkpoint, however many ranks they were sharded over."""
 
     def __init__(self, path: Path) -> None:
+        # First: a file that is damaged is named before torch fails on what is inside.
         check_files(path, remedy=_REMEDY)
         self._path = path
         with translate_damage(path, _REMEDY):
@@ -77,20 +74,20 @@ class CheckpointReader:
         """Return these tensors by name, in the type that they were trained in."""
         with translate_damage(self._path, _REMEDY):
             found = {name: self._empty(name) for name in names}
-        # torch warns that it loads in a single process, which is what was asked for.
         with translate_damage(self._path, _REMEDY), warnings.catch_warnings():
+            # An export is one process by design, which torch warns of.
             warnings.filterwarnings("ignore", message="torch.distributed is disabled")
             load_shards(found, storage_reader=self._reader, no_dist=True)
         return found
 
     def _empty(self, name: str) -> Tensor:
-        """Return an empty tensor of the whole size: the reader fills in what each rank wrote."""
         entry = self._reader.index.state_dict_metadata.get(name)
         if not isinstance(entry, TensorStorageMetadata):
             raise GMetaError(
                 f"checkpoint {self._path} has no tensor {name}: it is of another model than "
                 "the run's config. Export a step of the same run"
             )
+        # Of the full size: the reader fills in what each rank wrote.
         return torch.empty(entry.size, dtype=entry.properties.dtype)
 
 
@@ -101,12 +98,11 @@ def export_run(
     step: int | None = None,
     overwrite: bool = False,
 ) -> ExportResult:
-    """Write the model of a run's checkpoint to use, or that of `step`, to the folder `out`, which
-    appears whole or not at all."""
+    """Write the model of a run's checkpoint (`step`, or the one in use) to the folder `out`."""
     run = RunFolder(root)
     config = run.read_config()
     checkpoint = _choose_checkpoint(run, step)
-    check_free(out, overwrite)  # told before the checkpoint is read, which may take minutes
+    check_free(out, overwrite)  # before the checkpoint is read, which may take minutes
     check_config(checkpoint, config)
     check_registered(root, config.model, config.algorithm, run.read_environment())
     try:
@@ -116,6 +112,7 @@ def export_run(
     # Vocabularies are copied from the dataset: of another one they would name other rows.
     run.check_dataset(dataset.url, dataset.fingerprint)
     found_step = parse_checkpoint_step(checkpoint)
+    # Rate and steps that an evaluation chose hold for the weights of one step alone.
     chosen = read_chosen_adaptation(run, config.algorithm, found_step)
     if chosen is not None:
         config = replace(config, algorithm=chosen)
@@ -130,8 +127,7 @@ def export_run(
     read = reader.read(list(names.values()))
     layers = {key: read[name] for key, name in names.items()}
     _check_finite(layers, untrained)
-
-    # Asked for one by one: the largest table, not the model, must fit into memory.
+    # Read one by one: the largest table, not the model, must fit into memory.
     widths = widths_of_tables(dataset.features, config.model)
 
     def table(name: str) -> Tensor:
@@ -149,11 +145,10 @@ def export_run(
 
 
 def _check_finite(layers: Mapping[str, Tensor], untrained: Mapping[str, Tensor]) -> None:
-    """Raise NotFiniteError for a value that is not finite, unless a model of somebody's own starts
-    with it, as with a mask of -inf."""
     for name, values in layers.items():
         is_wrong = ~values.isfinite()
         if values.shape == untrained[name].shape:  # else its loading says more
+            # A plug-in model may start with such values, as with a mask of -inf.
             is_wrong &= values != untrained[name]
         if is_wrong.any():
             raise NotFiniteError(
@@ -168,16 +163,14 @@ def write_model(
     layers: Mapping[str, Tensor],
     table: Callable[[str], Tensor],
 ) -> None:
-    """Write layers, tables (asked for by name, one at a time) and config.json into `folder`.
-
-    Files that stand in it already, such as vocabularies, become part of the model. Raises
-    NotFiniteError: a value of a table is not finite.
-    """
+    """Write layers, tables (got one by one, by name) and config.json into `folder`."""
+    # safetensors refuses strided views.
     _save_tensors({key: value.contiguous() for key, value in layers.items()}, folder / LAYERS_FILE)
     for index, spec in enumerate(description.features.tables):
         stored = store_table(spec.name, table(spec.name), description.table_format)
         _save_tensors(stored.to_tensors(), folder / table_file(index), {"table": spec.name})
-    # Last, so that it lists every file there is, with its checksum.
+    # Last, so that it lists every file: vocabularies, which the caller has copied, are files of the
+    # model too.
     paths = sorted(path for path in folder.rglob("*") if path.is_file())
     files = {path.relative_to(folder).as_posix(): describe_file(path) for path in paths}
     write_config(folder, replace(description, files=files))
@@ -214,15 +207,15 @@ def _make_description(
     recipe, place = dataset.manifest.recipe, dataset.manifest.stream
     schema = parse_schema(recipe["schema"]) if "schema" in recipe else None
     moments = {name: (mean, std) for name, (mean, std) in recipe.get("moments", {}).items()}
+    kinds = recipe.get("kinds", {})
+    columns = ExportedColumns(dataset.task, dataset.label, schema, moments, kinds)
     return ExportedConfig(
         model=config.model,
         algorithm=config.algorithm,
         loss=config.outer.loss,
         huber_delta=config.outer.huber_delta,
         features=dataset.features,
-        columns=ExportedColumns(
-            dataset.task, dataset.label, schema, moments, recipe.get("kinds", {})
-        ),
+        columns=columns,
         table_format=table_format,
         item_features=config.item_features,
         labels=config.labels,
@@ -230,6 +223,7 @@ def _make_description(
         source={
             "run": str(root),
             "step": step,
+            # The path of a stream leads to many datasets; the URL names the increment.
             "dataset": dataset.url if place else config.data.path,
             "dataset_fingerprint": dataset.fingerprint,
             **({"stream": place.stream, "increment": place.increment} if place else {}),
@@ -246,4 +240,5 @@ def _copy_vocabularies(dataset: Dataset, folder: Path) -> None:
     for table, entry in dataset.manifest.vocabularies.items():
         name = vocabulary_file(table)
         (folder / name).parent.mkdir(exist_ok=True)
+        # Verified: config.json will vouch for the copy with a checksum of its own.
         (folder / name).write_bytes(read_verified_file(dataset, name, entry))

@@ -1,7 +1,4 @@
-"""The exported folder, version 1: config.json, safetensors files and vocabularies.
-
-config.json names every other file with its size and checksum; docs/serving.md describes it.
-"""
+"""The exported folder, version 1 (docs/serving.md): config.json, safetensors and vocabularies."""
 
 import json
 import os
@@ -46,16 +43,14 @@ REMEDY = "Copy the folder again, or export the run again"
 
 @dataclass(frozen=True)
 class ExportedColumns:
-    """What rows look like: raw columns as `schema` describes them, or table ids where it is None.
-
-    `moments` are mean and deviation of the dense columns that the schema standardises, `kinds` says
-    of each sparse column whether its raw values are integer or text.
-    """
+    """What rows look like: raw columns as `schema` says, or table ids where it is None."""
 
     task: str
     label: str
     schema: Schema | None
+    # Mean and deviation of the dense columns that the schema standardises.
     moments: dict[str, tuple[float, float]]
+    # Whether the raw values of a sparse column are integer or text.
     kinds: dict[str, Kind] = field(default_factory=dict)
 
 
@@ -71,6 +66,7 @@ class ExportedConfig:
     table_format: TableFormat
     source: dict[str, Any]
     files: dict[str, FileChecksum]
+    # A model of an earlier release has none of the keys from here on.
     huber_delta: float = 1.0
     support_features: SupportFeaturesConfig = field(default_factory=SupportFeaturesConfig)
     item_features: ItemFeaturesConfig = field(default_factory=ItemFeaturesConfig)
@@ -89,23 +85,24 @@ class ExportedConfig:
 
     @property
     def judged_loss(self) -> Loss:
-        """Return the loss of that label."""
+        """Return the loss of the judged label."""
         return cast(Loss, self.losses[self.judged])
 
     @property
     def judged_scoring(self) -> Scoring:
-        """Return how predictions of that label are measured."""
-        evaluation = EvaluationConfig(positive_rating=self.positive_rating)
-        return Scoring(self.judged_loss, evaluation)
+        """Return how predictions of the judged label are measured."""
+        return Scoring(self.judged_loss, EvaluationConfig(positive_rating=self.positive_rating))
 
 
 def table_file(index: int) -> str:
     """Return the name of the file of the table at this place of `features.tables`."""
+    # By place, as a table's name need not be one that a file may have.
     return f"table-{index:05d}.safetensors"
 
 
 def vocabulary_file(table: str) -> str:
     """Return the path of a table's vocabulary, as in the dataset that it was copied from."""
+    # The name comes from config.json, which anybody may have written: "../x" would lead elsewhere.
     if not is_name(table):
         raise GMetaError(
             f"table {table!r:.80} cannot have a vocabulary: it would lie elsewhere. {REMEDY}"
@@ -135,9 +132,9 @@ def write_config(folder: Path, config: ExportedConfig) -> None:
 
 
 def checksum_in(folder: Path) -> str:
-    """Return what names the content of an exported folder, 16 hexadecimal digits: the hash of
-    config.json, which holds the checksum of every other file."""
+    """Return 16 hexadecimal digits that name the content of an exported folder."""
     try:
+        # config.json holds the checksum of every other file, so its own hash covers them all.
         return xxh3_hex((folder / CONFIG_FILE).read_bytes())
     except (FileNotFoundError, NotADirectoryError, IsADirectoryError):
         raise _no_model_error(folder, CONFIG_FILE) from None
@@ -150,15 +147,13 @@ def _no_model_error(folder: Path, name: str) -> UserError:
 
 
 def read_config(folder: Path, name: str = CONFIG_FILE) -> ExportedConfig:
-    """Return the config of an exported folder; a delta holds that of its model by another
-    `name`."""
+    """Return the config of an exported folder; a delta has that of its model as file `name`."""
     path = folder / name
     try:
         body = read_json(path)
     except (FileNotFoundError, NotADirectoryError, IsADirectoryError):
-        raise _no_model_error(
-            folder, name
-        ) from None  # in a notebook the whole chain would be shown
+        # `from None`: a notebook shows the whole chain.
+        raise _no_model_error(folder, name) from None
     except ValueError as error:
         raise GMetaError(f"{path} is not JSON: it was cut short or edited. {REMEDY}") from error
     # Any folder of a run has a config.json too.
@@ -182,7 +177,6 @@ def read_config(folder: Path, name: str = CONFIG_FILE) -> ExportedConfig:
 def _parse_config(path: Path, body: dict[str, Any]) -> ExportedConfig:
     # The checksum held, but whoever can write the folder can make it hold.
     try:
-        # A model of a release before these keys has none of them.
         outer = {"loss": body["loss"], "huber_delta": body.get("huber_delta", 1.0)}
         sections = {key: body[key] for key in ("model", "algorithm")}
         inputs = {key: body.get(key, {}) for key in ("support_features", "item_features", "labels")}
@@ -231,8 +225,7 @@ def _parse_config(path: Path, body: dict[str, Any]) -> ExportedConfig:
 
 
 def _parse_columns(section: dict[str, Any]) -> ExportedColumns:
-    """Return what config.json says of the columns. Raise ValueError or its like where it makes no
-    sense."""
+    """Return the section of the columns; ValueError or its like where it makes no sense."""
     task, label, kinds = section["task"], section["label"], section.get("kinds", {})
     moments = {name: (float(mean), float(std)) for name, (mean, std) in section["moments"].items()}
     if not (isinstance(task, str) and isinstance(label, str)):
@@ -241,6 +234,7 @@ def _parse_columns(section: dict[str, Any]) -> ExportedColumns:
         raise ValueError("a column is neither integer nor text")
     if section["schema"] is None:
         return ExportedColumns(task, label, None, moments, kinds)
+    # The schema repeats task, label and moments: encoding trusts that they agree.
     schema = parse_schema(section["schema"])
     if (task, label) != (schema.task.column, schema.label_text):
         raise ValueError("its schema has another task or label column")
@@ -250,8 +244,7 @@ def _parse_columns(section: dict[str, Any]) -> ExportedColumns:
 
 
 def check_files(folder: Path, config: ExportedConfig, checksums: bool) -> None:
-    """Compare the files with config.json: sizes always, contents if asked. Raise GMetaError for one
-    that is missing, cut short or altered."""
+    """Raise GMetaError for a file of another size or, with `checksums`, of another content."""
     for difference in find_differences(folder, config.files, CONFIG_FILE, contents=checksums):
         raise GMetaError(f"{difference}. {REMEDY}")
 
@@ -262,10 +255,9 @@ def is_export(folder: Path) -> bool:
         return True
     try:
         read_config(folder)
-    except UserError:
-        return False
-    except GMetaError:
-        return True
+    except GMetaError as error:
+        # UserError: there is no model; any other: there is one that this release cannot read.
+        return not isinstance(error, UserError)
     return True
 
 
@@ -281,15 +273,14 @@ MODEL_FOLDER = FolderKind("exported model", is_export)
 
 @contextmanager
 def new_folder(out: Path, overwrite: bool, kind: FolderKind = MODEL_FOLDER) -> Iterator[Path]:
-    """Yield a temporary folder that becomes `out` when the block ends without an error; else it is
-    removed, at the next export if the process was killed."""
+    """Yield a temporary folder that becomes `out` when the block ends without an error."""
     out = Path(os.path.abspath(out))  # so that "." has a name and a parent
     check_free(out, overwrite, kind)
     out.parent.mkdir(parents=True, exist_ok=True)
+    # What a killed export left at this place is removed by the next one.
     with open_exclusive_folder(out.parent / f".{out.name}.partial", str(out)) as partial:
         yield partial
-        paths = (*partial.rglob("*"), partial)
-        for path in paths:
+        for path in (paths := (*partial.rglob("*"), partial)):
             # safetensors writes for the owner alone; a model is passed around.
             path.chmod(0o755 if path.is_dir() else 0o644)
         flush_to_disk(paths)
@@ -298,8 +289,7 @@ def new_folder(out: Path, overwrite: bool, kind: FolderKind = MODEL_FOLDER) -> I
 
 
 def check_free(out: Path, overwrite: bool, kind: FolderKind = MODEL_FOLDER) -> None:
-    """Raise UserError for a place that is taken by one of its kind that may not be replaced, or by
-    something else."""
+    """Raise UserError for a place that holds something else, or what may not be replaced."""
     if not out.exists():
         return
     if kind.holds(out):

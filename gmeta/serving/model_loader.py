@@ -1,4 +1,4 @@
-"""Reads an exported folder into a ServedModel; every way it can be damaged ends in one line."""
+"""Reads an exported folder into a ServedModel; each kind of damage ends in one line."""
 
 from functools import partial
 from pathlib import Path
@@ -34,9 +34,8 @@ def load(path: str | Path, verify: bool = True, device: str = "cpu") -> ServedMo
     """Return the model in a folder that `gmeta export` wrote; its layers compute on `device` (cpu,
     cuda or cuda:N), its tables stay on the host.
 
-    Tables are mapped into memory, not read: without `verify`, which reads every file once to hold
-    it against its checksum, loading takes no longer for large tables.
-    """
+    Tables are mapped, not read: only `verify`, which compares checksums, takes time by their
+    size."""
     folder, computes_on = Path(path), parse_device(device)
     config, checksum = read_config(folder), checksum_in(folder)
     # Before anything is mapped: a file cut short under a map kills the process.
@@ -52,8 +51,7 @@ def load(path: str | Path, verify: bool = True, device: str = "cpu") -> ServedMo
 
 
 def _load_again(folder: Path, config: ExportedConfig, device: str) -> ServedModel:
-    """Return a model that was pickled, from its folder; checksums were checked when it was first
-    loaded."""
+    # Checksums were compared when the model was first loaded.
     model = load(folder, verify=False, device=device)
     if model.config != config:
         raise GMetaError(
@@ -90,6 +88,7 @@ def _load_learner(folder: Path, config: ExportedConfig) -> MetaLearner:
     shapes = {name: tensor.shape for name, tensor in tensors.items()}
     lacking = [name for name, value in wanted.items() if shapes.get(name) != value.shape]
     if lacking or len(tensors) > len(wanted):
+        # With nothing lacking, any further tensor is one that the model does not have.
         what = f"it lacks {lacking[0]} and {len(lacking) - 1} more" if lacking else "it holds more"
         raise GMetaError(
             f"{folder / LAYERS_FILE} does not fit config.json: {what}. "
@@ -116,4 +115,5 @@ def _load_encoder(folder: Path, config: ExportedConfig) -> ColumnEncoder:
             f"{folder} has tables of other sizes or columns than its schema and vocabularies. "
             "The files come from different exports: export the run again"
         )
+    # Sizes agree from here on, so no id that the encoder makes is outside its table.
     return RawColumnEncoder(config.columns, schema, vocabularies)

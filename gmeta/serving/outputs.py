@@ -1,7 +1,6 @@
 """What predictions are called, in files and in answers alike: a name for each label.
 
-Shape suffixes: N rows, L labels.
-"""
+Shape suffixes: N rows, L labels"""
 
 from typing import NamedTuple, TypeVar
 
@@ -15,7 +14,7 @@ Values = TypeVar("Values")
 
 
 class Output(NamedTuple):
-    """One column of predictions, such as `prediction_buy`: `of` is PREDICTION or BEFORE."""
+    """One column of predictions, such as `prediction_buy`; `kind` is PREDICTION or BEFORE."""
 
     name: str
     kind: str
@@ -33,6 +32,7 @@ def list_outputs(config: ExportedConfig) -> tuple[Output, ...]:
     labels = config.features.labels or ("",)
     several = len(labels) > 1
     return tuple(
+        # A single label adds nothing to the name, whether it has one or not.
         Output(f"{of}_{label}" if several else of, of, label, loss, at if several else None)
         for of in (PREDICTION, BEFORE)
         for at, (label, loss) in enumerate(zip(labels, config.losses, strict=True))

@@ -1,13 +1,12 @@
-"""From columns of rows, raw or already table ids, to encoded rows: the edge where input is checked.
+"""From columns of rows, raw or already table ids, to encoded rows: where input is checked.
 
 Shape suffixes: N rows, F single-id or pooled features, M multi-id features, V values, K dense
-columns, L labels.
-"""
+columns, L labels"""
 
 import difflib
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
-from typing import Protocol
+from dataclasses import fields, replace
+from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -33,14 +32,14 @@ _NOT_READ = (pa.ArrowException, TypeError, ValueError, OverflowError)
 
 
 class ColumnEncoder(Protocol):
-    """Turns a record batch that holds `names(...)` into ids; the task column may be left out."""
+    """Turns a record batch of the columns `names(...)` into ids."""
 
     def names(self, with_label: bool) -> list[str]:
         """Return the columns that `encode` reads, without the task column."""
 
     def encode(self, batch: pa.RecordBatch, with_label: bool) -> EncodedColumns:
-        """Return the rows as ids and numbers; labels are 0 where none are asked for. Raises
-        DataError: a column has the wrong type, a null, or a value that is not allowed."""
+        """Return the rows; labels are 0 without `with_label`. Raise DataError for a wrong
+        column."""
 
 
 class RawColumnEncoder:
@@ -51,15 +50,8 @@ class RawColumnEncoder:
     ) -> None:
         self._task = columns.task
         # Rows to predict have no split or side, and their order within a task does not matter.
-        self._schema = replace(
-            schema,
-            time=None,
-            row_id=None,
-            splits=SplitRule(),
-            membership=None,
-            negatives=None,
-            stream=None,
-        )
+        unused: Any = dict.fromkeys(("time", "row_id", "membership", "negatives", "stream"))
+        self._schema = replace(schema, splits=SplitRule(), **unused)
         fitted = FittedEncoding(dict(vocabularies), dict(columns.moments), kinds=columns.kinds)
         self._encoder = Encoder(self._schema, fitted)
         # A column of nulls alone, or of no rows, says nothing of its type: the schema does.
@@ -73,6 +65,7 @@ class RawColumnEncoder:
     def names(self, with_label: bool) -> list[str]:
         """Return the raw columns that the schema encodes."""
         schema = self._schema
+        # A task or label column may be a feature as well: then query rows need it too.
         unused = {schema.task.column, *schema.label_columns} - set(schema.inputs)
         columns = [name for name in schema.columns if name not in unused]
         return list(dict.fromkeys([*columns, *schema.label_columns])) if with_label else columns
@@ -84,20 +77,11 @@ class RawColumnEncoder:
             batch = batch.append_column(self._task, pa.array(np.zeros(batch.num_rows, np.int64)))
         batch = _with_types(batch, self._null_types, pa.string())
         rows = self._encoder.encode(batch, with_label)
-        return EncodedColumns(
-            rows.task_N,
-            rows.label_N,
-            rows.ids_NF,
-            rows.dense_NK,
-            rows.lengths_NM,
-            rows.values_V,
-            rows.weight_NW,
-        )
+        return EncodedColumns(*(getattr(rows, array.name) for array in fields(EncodedColumns)))
 
 
 class IdColumnEncoder:
-    """Rows whose sparse columns already hold ids of the tables: what datasets without a schema
-    have."""
+    """Rows that hold ids of the tables already, as in datasets without a schema."""
 
     def __init__(self, columns: ExportedColumns, features: Features) -> None:
         self._columns = columns
@@ -117,17 +101,16 @@ class IdColumnEncoder:
             if batch[name].null_count:
                 raise DataError(
                     f"column {name} has {format_count(batch[name].null_count, 'null')}; none are "
-                    "allowed. "
-                    "Remove those rows, or use id 0, which stands for unknown values"
+                    "allowed. Remove those rows, or use id 0, which stands for unknown values"
                 )
         lists = {feature.name: pa.list_(pa.int64()) for feature in features.multi}
         batch = _with_types(batch, lists, pa.int64())
+        # A caller with rows of one task need not name it: then all have task 0.
         task_N, label_N = np.zeros(num_rows, np.int64), np.zeros(num_rows, np.float32)
         if self._columns.task in batch.schema.names:
             task = batch[self._columns.task]
-            task_N = hash_values(task, infer_kind(self._columns.task, task.type, "task")).view(
-                np.int64
-            )
+            kind = infer_kind(self._columns.task, task.type, "task")
+            task_N = hash_values(task, kind).view(np.int64)
         if with_label:
             label_N = _read_finite(self._columns.label, batch, "label")
         ids_NF = np.empty((num_rows, len(features.single)), np.int64)
@@ -168,12 +151,12 @@ class IdColumnEncoder:
                     "needed. Make each value a list, such as [3, 17]"
                 )
             lengths_NM[:, index] = np.diff(column.offsets.to_numpy())
+            # Not column.values, which holds what lies outside a slice too.
             values = column.flatten()
             if values.null_count:
                 raise DataError(
-                    f"multi column {feature.name} has {format_count(values.null_count, 'null')} "
-                    "in its "
-                    "lists; none are allowed. Use id 0, which stands for unknown values"
+                    f"multi column {feature.name} has {format_count(values.null_count, 'null')} in "
+                    "its lists; none are allowed. Use id 0, which stands for unknown values"
                 )
             parts.append(self._ids(feature, values))
         return lengths_NM, reorder_row_by_row(lengths_NM, parts)
@@ -182,7 +165,7 @@ class IdColumnEncoder:
 def _with_types(
     batch: pa.RecordBatch, types: Mapping[str, pa.DataType], otherwise: pa.DataType
 ) -> pa.RecordBatch:
-    """Return the batch with a type for each column that has none, as it has no value."""
+    """Return the batch with a type for each column of nulls alone, which Arrow gives none."""
     arrays = [
         column.cast(types.get(name, otherwise)) if pa.types.is_null(column.type) else column
         for name, column in zip(batch.schema.names, batch.columns, strict=True)
@@ -195,8 +178,7 @@ def _read_finite(name: str, batch: pa.RecordBatch, role: str) -> Float32:
 
 
 def as_table(rows: object, what: str) -> pa.Table:
-    """Return columns as an Arrow table, from a mapping of lists, arrays or tensors, or any Arrow
-    source."""
+    """Return columns as an Arrow table, from any form that ServedModel takes."""
     if isinstance(rows, pa.Table):
         return rows
     if isinstance(rows, Mapping):
@@ -214,6 +196,7 @@ def as_table(rows: object, what: str) -> pa.Table:
 def _as_column(name: str, values: object, what: str) -> pa.Array | pa.ChunkedArray:
     try:
         if isinstance(values, torch.Tensor):
+            # A tensor that requires a gradient refuses to become an array.
             values = values.detach().numpy()
         is_arrow = isinstance(values, pa.Array | pa.ChunkedArray)
         return values if is_arrow else pa.array(values)
@@ -221,8 +204,7 @@ def _as_column(name: str, values: object, what: str) -> pa.Array | pa.ChunkedArr
         raise UserError(
             f"column {name} of the {what} rows, of type {type(values).__name__}, cannot be read: "
             f"{_first_line(error)}. Give a list or an array of one dimension, with a value for "
-            "each "
-            "row; of a column with several ids, a list of lists"
+            "each row; of a column with several ids, a list of lists"
         ) from error
 
 
@@ -231,15 +213,12 @@ def _first_line(error: Exception) -> str:
 
 
 def check_task_kinds(name: str, support: pa.Table, query: pa.Table) -> None:
-    """Raise UserError where the task column holds integers on one side and text on the other: 7 and
-    "7" are different tasks, so none would find its support rows."""
+    """Raise UserError where the task column holds integers on one side, text on the other."""
     types = {"support": support.schema.field(name).type, "query": query.schema.field(name).type}
     # A side without rows may have no type, and matches nothing anyway.
-    kinds = {
-        side: infer_kind(name, kind, "task")
-        for side, kind in types.items()
-        if not pa.types.is_null(kind)
-    }
+    # 7 and "7" are different tasks, so no task would find its support rows.
+    types = {side: kind for side, kind in types.items() if not pa.types.is_null(kind)}
+    kinds = {side: infer_kind(name, kind, "task") for side, kind in types.items()}
     if len(set(kinds.values())) > 1:
         raise UserError(
             f"task column {name} holds {kinds['support']} in the support rows and "
@@ -263,6 +242,7 @@ def select_columns(
                 f"This model reads {', '.join(names)}. Add the column"
             )
     chosen = list(dict.fromkeys([*names, *(name for name in optional if name in place)]))
+    # Counted only where a name repeats: count() for each of many columns is quadratic.
     twice = [name for name in chosen if len(place) < len(present) and present.count(name) > 1]
     if twice:
         raise UserError(
@@ -274,8 +254,7 @@ def select_columns(
 
 
 def _to_plain_lists(column: pa.Array) -> pa.Array:
-    """Return the column as plain lists where it holds lists of one length, list views or only empty
-    lists, which have no type of their own."""
+    """Return the column as plain lists where it holds lists in another layout."""
     if pa.types.is_list_view(column.type) or pa.types.is_large_list_view(column.type):
         column = _copy_list_views(column)
     kind = column.type
@@ -289,7 +268,7 @@ def _to_plain_lists(column: pa.Array) -> pa.Array:
 
 
 def _copy_list_views(views: pa.Array) -> pa.Array:
-    """Return list views as lists one after the other. Arrow's own cast loses values."""
+    # Not by Arrow's own cast, which loses values.
     lengths_N = pc.fill_null(pc.list_value_length(views), 0).to_numpy()
     ends = pa.array(offsets(lengths_N.astype(np.int64)))
     return pa.LargeListArray.from_arrays(ends, views.flatten(), mask=views.is_null())
@@ -299,8 +278,7 @@ _ALLOWED = {"bce": "0 to 1, since it predicts clicks", "softmax": "numbers from 
 
 
 def check_labels(label_N: Float32, columns: str, kinds: Sequence[str], may_lack: bool) -> None:
-    """Raise UserError for a label that the model's loss cannot take; with `may_lack` any loss takes
-    NaN, which says that the label is not known."""
+    """Raise UserError for a label that its loss cannot take; `may_lack` allows NaN (not known)."""
     label_NL = label_N.reshape(len(label_N), len(kinds))
     names = columns.split(", ") if len(kinds) > 1 else [columns]
     for label_N, name, loss in zip(label_NL.T, names, kinds, strict=True):

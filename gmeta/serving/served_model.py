@@ -1,12 +1,10 @@
 """An exported model in memory: adapts to a task's support rows and predicts.
 
-The engine's own learner and inner loop do both, on rows fetched from the exported tables. These lie
-in mapped files of the host, and what callers are given is the host's, whatever device computes.
+The engine's own learner and inner loop compute, on any device; tables and results are the host's.
 
 Shape suffixes: T tasks, N rows, F single-id or pooled features, M multi-id features, V values, K
 dense columns, B tables, U unique ids, D embedding width, P task-row pairs, O outputs, J parts of a
-gate, E chosen episodes.
-"""
+gate, E chosen episodes"""
 
 import threading
 from collections.abc import Iterator, Sequence
@@ -54,12 +52,11 @@ EXPECTED_QUERY_ROWS = 128
 
 class ServedModel:
     """A trained model with its tables. Safe to use from several threads: they take turns. Pickled,
-    as for another process, it is the path of its folder, from which it is loaded again.
+    it is the path of its folder, from which another process loads it again.
 
     Rows are columns: a mapping of names to equally long lists, arrays or tensors, or any Arrow,
     pandas or polars table. Columns that the model does not read are ignored. Every method raises
-    UserError for a missing column, DataError for a column that holds what the model cannot take.
-    """
+    UserError for a missing column, DataError for a column that holds what the model cannot take."""
 
     def __init__(
         self,
@@ -71,19 +68,20 @@ class ServedModel:
         reload: "partial[ServedModel]",
         device: torch.device = HOST,
     ) -> None:
-        """Make a model whose layers compute on `device`; `checksum` names the content of its
-        folder, `reload` makes the same one again, in another process too."""
         self.config = config
+        # Names the content of the folder: a state fits the model with this checksum alone.
         self.checksum = checksum
+        # Loads the same model again, in another process too.
         self._reload = reload
-        # To be run only under a lock, or as a copy. Inner gradients are taken at the outputs of
-        # layers and at rows, never at weights.
+        # To be run only under the lock, or as a copy. Inner gradients are taken at the outputs of
+        # layers and at rows: weights need none.
         self.learner = learner.requires_grad_(False).eval().to(device)
         self._device = device
         self._inner = learner.general_loop
         self._statistics = learner.statistics
         self.tables = tables
         self._encoder = encoder
+        # A key numbers the rows of all tables: one integer names a row of any table.
         rows_B = torch.tensor([table.num_rows for table in config.features.tables])
         self._first_key_B = rows_B.cumsum(0) - rows_B
         self._num_keys = int(rows_B.sum())
@@ -102,9 +100,9 @@ class ServedModel:
         )
 
     def choose_threads(self) -> None:
-        """Have predict_batch try, from now on, whether one thread or all are faster. For a process
-        that does nothing else: it sets torch's number of threads meanwhile."""
+        """Let predict_batch find out, from now on, whether one thread or all are faster."""
         if self._threads is None:
+            # For a process that only predicts: torch's number of threads is the process's.
             self._threads = ThreadChoice(torch.get_num_threads())
 
     def __reduce__(self) -> "tuple[partial[ServedModel], tuple[()]]":
@@ -113,8 +111,7 @@ class ServedModel:
 
     @on_the_cpu
     def adapt(self, support: object) -> "AdaptedTask":
-        """Return the model adapted to one task by its labelled rows, with or without the task
-        column."""
+        """Return the model adapted to one task by its labelled rows."""
         rows = self.encode(support, "support", with_label=True)
         if rows.num_rows == 0:
             raise UserError(
@@ -130,14 +127,21 @@ class ServedModel:
         return AdaptedTask(self, *self.adapt_encoded(rows, [rows.num_rows]))
 
     def task(self, state: bytes) -> "AdaptedTask":
-        """Return the adapted task whose bytes `AdaptedTask.state()` of this very export returned;
-        it predicts the same to the bit."""
-        return AdaptedTask(self, from_bytes(state, self.checksum, self._state_shape))
+        """Return the task of what `AdaptedTask.state()` of this export returned, bit for bit."""
+        layers = row_layers(self.learner.model).items()
+        shape = StateShape(
+            layers={name: (layer.in_features, layer.out_features) for name, layer in layers},
+            gates_1JO=self.unadapted.gates_1JO,
+            width=self.config.model.embedding_dim,
+            num_keys=self._num_keys,
+            features=self.config.features,
+            keeps_support=self._statistics.width > 0,
+        )
+        return AdaptedTask(self, from_bytes(state, self.checksum, shape))
 
     @on_the_cpu
     def predict(self, rows: object) -> Tensor:
-        """Return probabilities (bce) or ratings [N] by the meta-parameters, without adaptation; of
-        several labels [N, labels], as `config.features.labels` names them."""
+        """Return probabilities (bce) or ratings [N] without adaptation, [N, labels] of several."""
         encoded = self.encode(rows, "query", with_label=False)
         return self.predict_encoded([self.unadapted], encoded, [encoded.num_rows])
 
@@ -147,10 +151,8 @@ class ServedModel:
     ) -> TaskPredictions:
         """Adapt to every task of `query` by its rows of `support`, and predict its query rows.
 
-        Both need the task column. Many tasks at once take a fraction of the time of one by one.
-        Raises UserError: a task has no support rows and that is not allowed, or more than the
-        algorithm takes; the task column holds integers on one side and text on the other.
-        """
+        Both need the task column. Raises UserError for a task without support rows unless that is
+        allowed, for one with more than the algorithm takes, and for task columns of two types."""
         support, query = as_table(support, "support"), as_table(query, "query")
         encoded = self.encode(support, "support", with_label=True, with_task=True)
         wanted = self.encode(query, "query", with_label=False, with_task=True)
@@ -164,17 +166,15 @@ class ServedModel:
         """Return the predictions of encoded rows, which hold their tasks."""
 
         def run(batch: TaskBatch) -> tuple[Tensor, Tensor]:
-            prediction = self.predict_batch(batch)
-            return self._to_predictions_N(prediction.before_N), self._to_predictions_N(
-                prediction.after_N
-            )
+            found = self.predict_batch(batch)
+            before_N, after_N = map(self._to_predictions_N, (found.before_N, found.after_N))
+            return before_N, after_N
 
         return predict_tasks(run, self.config.features, support, query, allow_no_support)
 
     @on_the_cpu
     def predict_batch(self, batch: TaskBatch) -> "QueryPrediction":
-        """Adapt to each task of a prepared batch and predict its query rows: logits (bce) or
-        ratings, before and after."""
+        """Adapt to each task of a batch and predict its query rows: logits (bce) or ratings."""
         self._check_support_rows(batch.support_lengths_T.tolist())
         chosen: AbstractContextManager[None] = nullcontext()
         if self._threads is not None:
@@ -190,34 +190,35 @@ class ServedModel:
 
     @on_the_cpu
     def adapt_tasks(self, rows: EncodedColumns, lengths: Sequence[int]) -> AdaptedTensors:
-        """Return the model adapted to several tasks, whose support rows stand one after the other;
-        a task without rows is one of which nothing is known. Raises UserError: a task has more rows
-        than the algorithm takes."""
+        """Return the model adapted to several tasks, whose support rows stand task by task."""
         self._check_support_rows(lengths)
         adapts_rows = self._inner.plan.adapts_rows
+        # A length may be 0: that of a task of which nothing is known.
         with self._exclusive(), torch.enable_grad():
-            batch, fetched_row_P, num_rows = with_row_copies(
-                self._as_support(rows, lengths), adapts_rows
-            )
+            nothing = empty_rows(self.config.features), [0] * len(lengths)
+            batch = self._statistics.with_features(self._batch((rows, lengths), nothing))
+            batch, fetched_row_P, num_rows = with_row_copies(batch, adapts_rows)
             values_PD = self._fetch_UD(batch)
             if fetched_row_P is not None:
                 values_PD = values_PD[fetched_row_P]
-            every = make_full_side(batch, not adapts_rows, num_rows), values_PD
-            support, rows_PD, lengths_B, row_P = self._to_device(
-                (*every, batch.unique_lengths_B, fetched_row_P)
-            )
+            # Where rows adapt, the inputs of the first layer change with each step.
+            side = make_full_side(batch, not adapts_rows, num_rows)
+            on_host = side, values_PD, batch.unique_lengths_B, fetched_row_P
+            support, rows_PD, lengths_B, row_P = self._to_device(on_host)
+            # A rate of 0: these rows do not adapt.
             working = WorkingRows(rows_PD, 0.0)
             if row_P is not None:
                 working = WorkingRows(rows_PD, self.learner.rates.of_rows(lengths_B, row_P))
             adapted = self._inner.take_steps(working, support, EXPECTED_QUERY_ROWS, False)
         none = torch.zeros(0, dtype=torch.int64)
+        # Rows that do not adapt are not part of a state: the tables have them.
         rows_PD, key_P, task_P = values_PD[:0], none, none
         if fetched_row_P is not None:
             rows_PD = self._to_host(adapted.rows_PD.detach())
             key_P, task_P = self._key_U(batch)[fetched_row_P], _task_of_copies(batch, num_rows)
         changes = {name: self._to_host(each) for name, each in adapted.layers.changes.items()}
         gates_TJO = {name: self._to_host(each) for name, each in adapted.layers.gates_TJO.items()}
-        # The support rows are kept: a task's statistics are computed again with new rows of it.
+        # Support rows are kept: the statistics of a task are features of its later query rows too.
         supports = split_rows(rows, lengths) if self._statistics.width else [None] * len(lengths)
         return AdaptedTensors(changes, gates_TJO, rows_PD, key_P, task_P, supports)
 
@@ -240,8 +241,8 @@ class ServedModel:
         """Return probabilities (bce) or ratings [N] of the rows of these tasks, in their order."""
         adapts_rows = tasks.key_P.numel() > 0
         with self._exclusive(), torch.no_grad():
-            query_batch = self._as_query(rows, lengths, tasks.supports)
-            batch, fetched_row_P, num_rows = with_row_copies(query_batch, adapts_rows)
+            batch = self._as_query(tasks, rows, lengths)
+            batch, fetched_row_P, num_rows = with_row_copies(batch, adapts_rows)
             rows_PD = self._fetch_UD(batch)
             if fetched_row_P is not None:
                 # Both ascending. Rows that the support did not use are as they were trained.
@@ -250,17 +251,13 @@ class ServedModel:
                 key_P += _task_of_copies(batch, num_rows) * self._num_keys
                 rows_PD = rows_PD[fetched_row_P]
                 known_K = tasks.key_P + tasks.task_P * self._num_keys
+                # Clamped: the place of a key behind the last known one would be outside.
                 place_P = torch.searchsorted(known_K, key_P).clamp_(max=known_K.numel() - 1)
                 is_known_P = known_K[place_P] == key_P
                 rows_PD[is_known_P] = tasks.rows_PD[place_P[is_known_P]]
-            query, rows_PD, changes, gates = self._to_device(
-                (
-                    make_full_side(batch, constant=True, num_rows=num_rows),
-                    rows_PD,
-                    tuple(tasks.changes.values()),
-                    tuple(tasks.gates_TJO.values()),
-                )
-            )
+            side = make_full_side(batch, constant=True, num_rows=num_rows)
+            layers = tuple(tasks.changes.values()), tuple(tasks.gates_TJO.values())
+            query, rows_PD, changes, gates = self._to_device((side, rows_PD, *layers))
             adapted = self._inner.restore_adapted(
                 dict(zip(tasks.changes, changes, strict=True)),
                 dict(zip(tasks.gates_TJO, gates, strict=True)),
@@ -277,19 +274,6 @@ class ServedModel:
             (self._unadapted,) = self.adapt_encoded(nothing, [0])
         return self._unadapted
 
-    @property
-    def _state_shape(self) -> StateShape:
-        """Return what the state of any task holds."""
-        layers = row_layers(self.learner.model).items()
-        return StateShape(
-            layers={name: (layer.in_features, layer.out_features) for name, layer in layers},
-            gates_1JO=self.unadapted.gates_1JO,
-            width=self.config.model.embedding_dim,
-            num_keys=self._num_keys,
-            features=self.config.features,
-            keeps_support=self._statistics.width > 0,
-        )
-
     def _check_support_rows(self, lengths: Sequence[int]) -> None:
         if refusal := self.refusal(max(lengths, default=0)):
             raise UserError(refusal)
@@ -298,19 +282,14 @@ class ServedModel:
     def _exclusive(self) -> Iterator[None]:
         # A caller may be under inference mode, where no inner gradient could be taken, or under
         # autocast, which would answer in 8 bits.
-        with (
-            self._lock,
-            torch.inference_mode(False),
-            torch.autocast(self._device.type, enabled=False),
-        ):
+        full_width = torch.autocast(self._device.type, enabled=False)
+        with self._lock, torch.inference_mode(False), full_width:
             yield
 
     def _to_device(self, tree: Part) -> Part:
-        """Return dataclasses and tuples with their tensors where the layers are."""
         return tree if self._device == HOST else move_to_device(tree, self._device)
 
     def _to_host(self, tree: Part) -> Part:
-        """Return dataclasses and tuples with their tensors on the host."""
         return tree if self._device == HOST else move_to_device(tree, HOST)
 
     def _fetch_UD(self, batch: TaskBatch) -> Tensor:
@@ -318,38 +297,27 @@ class ServedModel:
         return self.learner.starting_rows_UD(rows_UD, batch.unique_lengths_B.tolist())
 
     def _key_U(self, batch: TaskBatch) -> Tensor:
-        """Return the place [U] of each fetched row among the rows of all tables; ascending, as ids
-        are sorted."""
+        """Return the key [U] of each fetched row; ascending, as the ids of a table are sorted."""
         first_U = self._first_key_B.repeat_interleave(batch.unique_lengths_B)
         return first_U + batch.unique_ids_U
 
     def _to_predictions_N(self, output_N: Tensor) -> Tensor:
         return self.learner.objectives.outer.predictions(output_N)
 
-    def _as_support(self, rows: EncodedColumns, lengths: Sequence[int]) -> TaskBatch:
-        """Return the rows of several tasks as their support sides alone."""
-        nothing = empty_rows(self.config.features), [0] * len(lengths)
-        return self._statistics.with_features(self._batch((rows, lengths), nothing))
-
     def _as_query(
-        self,
-        rows: EncodedColumns,
-        lengths: Sequence[int],
-        supports: Sequence[EncodedColumns | None],
+        self, tasks: AdaptedTensors, rows: EncodedColumns, lengths: Sequence[int]
     ) -> TaskBatch:
-        """Return the rows of several tasks as their query sides alone, with the statistics of each
-        task's support."""
+        """Return rows as query sides alone, with the statistics of each task's support."""
         nothing = empty_rows(self.config.features)
         batch = self._batch((nothing, [0] * len(lengths)), (rows, lengths))
         if not self._statistics.width:
             return batch
-        known = [support or nothing for support in supports]
+        known = [support or nothing for support in tasks.supports]
         known_lengths = [support.num_rows for support in known]
         # Statistics are of a task's support, so one batch has both sides to compute them; only the
         # query rows are used further.
-        both = self._statistics.with_features(
-            self._batch((join_rows(known), known_lengths), (rows, lengths))
-        )
+        sides = (join_rows(known), known_lengths), (rows, lengths)
+        both = self._statistics.with_features(self._batch(*sides))
         # Both sides stand in turn, task by task.
         turns = np.array([known_lengths, lengths], np.int64).T.ravel()
         is_query_N = np.repeat(np.tile([False, True], len(lengths)), turns)
@@ -370,8 +338,7 @@ class ServedModel:
     def encode(
         self, rows: object, what: str, with_label: bool, with_task: bool = False
     ) -> EncodedColumns:
-        """Return rows, given as the class says, as ids and numbers; `what` names them in errors.
-        Raises DataError: a column holds what the model cannot take."""
+        """Return rows as ids and numbers; `what` names them in errors."""
         columns = self.config.columns
         names = [columns.task] * with_task + self._encoder.names(with_label)
         batch = select_columns(as_table(rows, what), names, [columns.task], what)
@@ -407,12 +374,11 @@ class AdaptedTask:
         )
 
     def state(self) -> bytes:
-        """Return the task as bytes, from which `ServedModel.task` of the same export makes it again
-        in any process; they hold no support rows unless the model takes statistics of them."""
+        """Return the task as bytes, which `ServedModel.task` of the same export takes anywhere."""
+        # No support rows are in them unless the model takes statistics of these.
         return to_bytes(self._state, self._model.checksum)
 
     def predict(self, rows: object) -> Tensor:
-        """Return probabilities (bce) or ratings [N] of rows of the task, [N, labels] of several;
-        rows as ServedModel says. Raises DataError: a column holds what the model cannot take."""
+        """Return probabilities (bce) or ratings [N] of rows of the task, [N, labels] of several."""
         encoded = self._model.encode(rows, "query", with_label=False)
         return self._model.predict_encoded([self._state], encoded, [encoded.num_rows])

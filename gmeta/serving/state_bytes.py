@@ -1,14 +1,10 @@
-"""A task's state as bytes, which a feature store or a cache can hold: 24 bytes of header, then
-safetensors.
+"""A task's state as bytes, for a feature store or a cache: a header of 24 bytes, then safetensors.
 
-The header names the format, its version, the exported model and a checksum of all the rest. Nothing
-in the bytes is run, and each tensor is checked against what the model can take: the bytes may come
-from anybody.
+Nothing in the bytes is run, and each tensor is checked: the bytes may come from anybody.
 
 Shape suffixes: T tasks, N rows, S support rows, F single-id or pooled features, M multi-id
 features, V values, K dense columns, D embedding width, P task-row pairs, I inputs, O outputs, J
-parts of a gate.
-"""
+parts of a gate"""
 
 import struct
 from collections.abc import Mapping
@@ -42,13 +38,14 @@ _Arrays = Mapping[str, npt.NDArray[Any]]
 
 @dataclass(frozen=True)
 class StateShape:
-    """What the states of a model hold: the widths (I, O) of each layer that may adapt, the gates of
-    a task of which nothing is known, the embedding width, the number of rows of all tables; and
-    whether the support rows are kept."""
+    """What the states of a model hold, as far as bytes can be checked against it."""
 
+    # The widths (I, O) of each layer that may adapt.
     layers: Mapping[str, tuple[int, int]]
+    # The gates of a task of which nothing is known: any other task has the same shapes.
     gates_1JO: Mapping[str, Tensor]
     width: int
+    # Rows of all tables together.
     num_keys: int
     features: Features
     keeps_support: bool
@@ -57,6 +54,7 @@ class StateShape:
 def to_bytes(state: TaskState, model_checksum: str) -> bytes:
     """Return a state as bytes, tied to the exported model with this checksum (hexadecimal)."""
     payload: bytes = save(_to_arrays(state))
+    # The checksum covers the fields before it as well as the rest.
     before = _HEADER.pack(MAGIC, VERSION, bytes.fromhex(model_checksum), b"")[:-_CHECKSUM_BYTES]
     return before + _checksum(before, payload) + payload
 
@@ -81,6 +79,7 @@ def from_bytes(content: object, model_checksum: str, shape: StateShape) -> TaskS
             f"{_REMEDY}, or read it with the release that wrote it"
         )
     payload = content[_HEADER.size :]
+    # Before the model's name: of altered bytes nothing is to be believed.
     if checksum != _checksum(content[: _HEADER.size - _CHECKSUM_BYTES], payload):
         raise UserError(
             f"a task's state of {len(content)} bytes does not match its checksum: it was cut short "
@@ -115,6 +114,7 @@ def _to_arrays(state: TaskState) -> dict[str, npt.NDArray[Any]]:
             if isinstance(value, Tensor):
                 tensors[f"{_CHANGE}/{name}/{part}"] = value
             else:
+                # A bias's rate, a float of Python: 64 bits bring it back as it was.
                 arrays[f"{_CHANGE}/{name}/{part}"] = np.array([value], np.float64)
     arrays |= {name: tensor.contiguous().numpy() for name, tensor in tensors.items()}
     if state.support is not None:
@@ -134,6 +134,7 @@ def _to_state(arrays: _Arrays, shape: StateShape) -> TaskState:
         parts.setdefault(room, {})[rest] = array
     changes: dict[str, dict[str, npt.NDArray[Any]]] = {}
     for name, array in parts.get(_CHANGE, {}).items():
+        # From the right: the part's name holds no slash.
         layer, _, part = name.rpartition("/")
         changes.setdefault(layer, {})[part] = array
     gates = parts.get(_GATE, {})
@@ -215,7 +216,7 @@ def _parse_tensor(name: str, array: npt.NDArray[Any], shape: tuple[int | None, .
 def _check_array(
     name: str, array: npt.NDArray[Any], dtype: type, shape: tuple[int | None, ...]
 ) -> None:
-    """Raise ValueError unless an array is of this type and shape; None stands for any length."""
+    """Raise ValueError unless an array has this type and shape; None stands for any length."""
     is_shape = len(array.shape) == len(shape) and all(
         wanted in (None, size) for size, wanted in zip(array.shape, shape, strict=True)
     )

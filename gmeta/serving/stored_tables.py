@@ -1,7 +1,6 @@
-"""Embedding tables as an exported model holds them: float32, float16, or int8 with a scale a row.
+"""Embedding tables as an exported model holds them: float32, float16, or int8 with row scales.
 
-Shape suffixes: B tables, U unique ids, R rows of tables, D embedding width.
-"""
+Shape suffixes: B tables, U unique ids, R rows of tables, D embedding width"""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -20,13 +19,15 @@ _INT8_LEVELS = 127  # -128 stays unused: the codes of w and -w are then each oth
 
 @dataclass(frozen=True)
 class StoredTable:
-    """Rows as they lie on disk; `scale_R` is float32 and there for int8 alone."""
+    """Rows as they lie on disk."""
 
     values_RD: Tensor
+    # float32, and there for int8 alone.
     scale_R: Tensor | None = None
 
     def rows_UD(self, ids_U: Tensor) -> Tensor:
         """Return these rows [U, D] as float32."""
+        # The file is mapped: only the pages of these rows are read.
         rows_UD = self.values_RD.index_select(0, ids_U).to(torch.float32)
         if self.scale_R is None:
             return rows_UD
@@ -43,10 +44,6 @@ def store_table(name: str, weight_RD: Tensor, table_format: TableFormat) -> Stor
 
     int8: q = round(w / s) with s = max |w| / 127 over the row, so |q s - w| <= s / 2 = max |w| /
     254. float16: rounded to 11 bits, |error| <= |w| / 2048 for |w| >= 6.1e-5.
-
-    Raises:
-        NotFiniteError: a value is not finite.
-        GMetaError: a value is too large for float16.
 
     >>> store_table("t", torch.tensor([[1.0, -0.25]]), "int8").values_RD.tolist()
     [[127, -32]]
@@ -79,12 +76,9 @@ def store_table(name: str, weight_RD: Tensor, table_format: TableFormat) -> Stor
 def check_table(
     where: str, tensors: Mapping[str, Tensor], shape: tuple[int, int], table_format: TableFormat
 ) -> StoredTable:
-    """Return the table in the tensors of its file, which must be what config.json says."""
-    wanted: dict[str, tuple[tuple[int, ...], torch.dtype]] = {
-        "values": (shape, _DTYPES[table_format])
-    }
-    if table_format == "int8":
-        wanted["scale"] = (shape[:1], torch.float32)
+    """Return the table in a file's tensors. Raise GMetaError if config.json says otherwise."""
+    scale = {"scale": (shape[:1], torch.float32)} if table_format == "int8" else {}
+    wanted: _Description = {"values": (shape, _DTYPES[table_format]), **scale}
     actual = {name: (tuple(tensor.shape), tensor.dtype) for name, tensor in tensors.items()}
     if actual != wanted:
         raise GMetaError(
@@ -103,9 +97,9 @@ def _format_description(tensors: _Description) -> str:
 
 
 def fetch_UD(tables: Sequence[StoredTable], ids_U: Tensor, lengths_B: Tensor) -> Tensor:
-    """Return the rows [U, D] of the ids, which stand table by table as in a TaskBatch; rows of
-    narrower tables end in zeros."""
+    """Return the rows [U, D] of the ids, which stand table by table as in a TaskBatch."""
     parts = ids_U.split(lengths_B.tolist())
     rows = [table.rows_UD(ids) for table, ids in zip(tables, parts, strict=True)]
+    # Rows of narrower tables end in zeros: a batch has one width.
     widest = max(each.shape[1] for each in rows)
     return torch.cat([pad_width_UD(each, widest) for each in rows])

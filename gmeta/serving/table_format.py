@@ -1,4 +1,4 @@
-"""How an export may hold its embedding tables; apart, so that the command line loads no more."""
+"""The formats of exported tables: a module of its own, so that the command line loads no torch."""
 
 from typing import Literal, TypeAlias, get_args
 

@@ -1,7 +1,6 @@
-"""Many tasks at once: rows of both sides in any order, matched by task, in batches of even size.
+"""Many tasks at once: rows of both sides in any order, matched by task, in even batches.
 
-Shape suffixes: T tasks, N rows, S support rows, E chosen episodes.
-"""
+Shape suffixes: T tasks, N rows, S support rows, E chosen episodes"""
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -29,8 +28,7 @@ _PIECE_ROWS = 4_096
 
 @dataclass(frozen=True)
 class TaskPredictions:
-    """One entry a query row, in the order of the query rows: probabilities, or ratings; of several
-    labels [N, labels]."""
+    """One entry a query row, in their order: probabilities or ratings, [N, labels] of several."""
 
     before_N: Tensor
     after_N: Tensor
@@ -39,8 +37,7 @@ class TaskPredictions:
 
 @dataclass(frozen=True)
 class _MatchedRows:
-    """Rows of each side sorted by task: where each of the query's tasks begins, and its number of
-    rows."""
+    """The order that sorts each side by task; where a task begins there, and its rows."""
 
     support_order_S: Int64
     support_first_T: Int64
@@ -57,12 +54,11 @@ def predict_tasks(
     query: EncodedColumns,
     allow_no_support: bool,
 ) -> TaskPredictions:
-    """Return predictions before and after adaptation of all query rows; `predict` does one batch.
-    Raises UserError: a task of the query has no support rows, and that is not allowed."""
+    """Return predictions of all query rows, before and after adaptation; `predict` does a batch."""
     sides = _match_tasks(support, query)
     without = int((sides.support_rows_T == 0).sum())
     if without and not allow_no_support:
-        # Tasks stand by their hash here, but a reader looks into the file.
+        # Tasks are sorted by hash here; the message names the first in the caller's order.
         first_rows_T = sides.query_order_N[sides.query_first_T]
         row = int(first_rows_T[sides.support_rows_T == 0].min())
         refuse_without_support(without, len(sides.query_rows_T), row)
@@ -72,15 +68,16 @@ def predict_tasks(
         batch = task_batch(features, support, query, (support_E, query_E), (support_T, query_T))
         before, after = predict(batch)
         place = torch.from_numpy(query_E)
-        # Pieces come by size; the caller's order is that of the file.
+        # Pieces come by size; the caller's order is that of the query rows.
         before_N[place], after_N[place] = before, after
     support_rows_N = np.empty(query.num_rows, np.int64)
+    # From the order by task back to the caller's.
     support_rows_N[sides.query_order_N] = np.repeat(sides.support_rows_T, sides.query_rows_T)
     return TaskPredictions(before_N, after_N, torch.from_numpy(support_rows_N))
 
 
 def refuse_without_support(without: int, num_tasks: int, row: int) -> NoReturn:
-    """Raise UserError for query tasks without support rows, the first of which is in `row`."""
+    """Raise UserError for query tasks without support rows, the first of them in `row`."""
     raise UserError(
         f"{without:,} of the {num_tasks:,} query tasks have 0 support rows, the first of them in "
         f"query row {row}: they cannot adapt. Add their support rows, or allow them to be "
@@ -89,13 +86,11 @@ def refuse_without_support(without: int, num_tasks: int, row: int) -> NoReturn:
 
 
 def _match_tasks(support: EncodedColumns, query: EncodedColumns) -> _MatchedRows:
-    tasks_T, query_first_T, query_rows_T = np.unique(
-        query.task_N[order_N := np.argsort(query.task_N, kind="stable")],
-        return_index=True,
-        return_counts=True,
-    )
     # Stable: rows of a task stay in the order of the file.
-    order_S = np.argsort(support.task_N, kind="stable")
+    order_N, order_S = (np.argsort(rows.task_N, kind="stable") for rows in (query, support))
+    tasks_T, query_first_T, query_rows_T = np.unique(
+        query.task_N[order_N], return_index=True, return_counts=True
+    )
     sorted_S = support.task_N[order_S]
     first_T = np.searchsorted(sorted_S, tasks_T, side="left")
     stop_T = np.searchsorted(sorted_S, tasks_T, side="right")
@@ -103,10 +98,10 @@ def _match_tasks(support: EncodedColumns, query: EncodedColumns) -> _MatchedRows
 
 
 def _cut_batches(sides: _MatchedRows) -> Iterator[tuple[Int64, Int64, Int64, Int64]]:
-    """Yield for each batch: support rows, each task's number of them, and the same of query
-    rows."""
+    """Yield for each batch: support rows, each task's number of them, and the same of query."""
     pieces_T = -(-sides.query_rows_T // _PIECE_ROWS)
     task_E = np.repeat(np.arange(len(pieces_T)), pieces_T)
+    # Query rows of earlier pieces of the same task.
     skipped_E = (np.arange(len(task_E)) - np.repeat(offsets(pieces_T)[:-1], pieces_T)) * _PIECE_ROWS
     query_E = np.minimum(sides.query_rows_T[task_E] - skipped_E, _PIECE_ROWS)
     support_E = sides.support_rows_T[task_E]
@@ -122,6 +117,7 @@ def _cut_batches(sides: _MatchedRows) -> Iterator[tuple[Int64, Int64, Int64, Int
 
 def cut_runs(order: Int64, rows_E: Int64) -> Iterator[Int64]:
     """Yield runs of `order` whose number times their largest `rows_E` stays within a batch."""
+    # Number times largest: every task of a batch is padded to its longest.
     first, longest = 0, 0
     for index, piece in enumerate(order):
         longest = max(longest, int(rows_E[piece]))

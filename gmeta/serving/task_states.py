@@ -1,9 +1,7 @@
-"""What a task's adaptation is, as plain tensors: taken out of a batch that adapted together, kept,
-and put together again with others for one pass over all their query rows.
+"""A task's adaptation as plain tensors: taken out of a batch, kept, and stacked with others.
 
 Shape suffixes: T tasks, S support rows, D embedding width, P task-row pairs, I inputs, O outputs, J
-parts of a gate.
-"""
+parts of a gate"""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -18,18 +16,18 @@ from gmeta.serving.encoded_rows import EncodedColumns
 
 @dataclass(frozen=True)
 class TaskState:
-    """One task's adaptation: the change of each layer that adapted, the gates, and the embedding
-    rows that adapted, by key.
+    """One task's adaptation: the change of each layer that adapted, gates, and adapted rows by key.
 
-    Every tensor of a change or a gate has 1 as its first dimension. A task of which nothing is
-    known has no changes and no rows, and the gates of no rows.
-    """
+    Tensors have 1 as their first dimension. An unknown task has gates, and neither changes nor
+    rows."""
 
     changes: Mapping[str, PlainUpdate]
     gates_1JO: Mapping[str, Tensor]
     rows_PD: Tensor
-    key_P: Tensor  # the place of each row among the rows of all tables; ascending
-    support: EncodedColumns | None = None  # where the model takes statistics of it
+    # The place of each row among the rows of all tables; ascending, as it is bisected.
+    key_P: Tensor
+    # Kept only where the model takes statistics of them.
+    support: EncodedColumns | None = None
 
     @property
     def num_bytes(self) -> int:
@@ -55,17 +53,16 @@ class AdaptedTensors:
 
 
 def split_tasks(adapted: AdaptedTensors, num_tasks: int) -> list[TaskState]:
-    """Return the state of each task, in tensors of its own: keeping one does not keep the batch."""
+    """Return the state of each task."""
     counts = torch.bincount(adapted.task_P, minlength=num_tasks).tolist()
+    # Views: each is cloned below, since a state that is kept must not keep the whole batch.
     rows, keys = adapted.rows_PD.split(counts), adapted.key_P.split(counts)
     changes = {name: _split_change(change) for name, change in adapted.changes.items()}
+    gates = {name: gate_TJO.detach().split(1) for name, gate_TJO in adapted.gates_TJO.items()}
     return [
         TaskState(
             {name: layer_changes[task] for name, layer_changes in changes.items()},
-            {
-                name: gate_TJO[task : task + 1].detach().clone()
-                for name, gate_TJO in adapted.gates_TJO.items()
-            },
+            {name: gates_1JO[task].clone() for name, gates_1JO in gates.items()},
             rows[task].clone(),
             keys[task].clone(),
             _copy_rows(adapted.supports[task]),
@@ -75,15 +72,11 @@ def split_tasks(adapted: AdaptedTensors, num_tasks: int) -> list[TaskState]:
 
 
 def stack_tasks(states: Sequence[TaskState]) -> AdaptedTensors:
-    """Return the tasks side by side, in their order. Factors of fewer rows are padded with zeros,
-    which change nothing; where one task has a matrix for a layer, all get one."""
+    """Return the tasks side by side, in their order."""
     names = dict.fromkeys(name for state in states for name in state.changes)
-    changes = {
-        name: _stack_changes([state.changes.get(name) for state in states]) for name in names
-    }
-    gates_TJO = {
-        name: torch.cat([state.gates_1JO[name] for state in states]) for name in states[0].gates_1JO
-    }
+    changes = {name: _stack_changes([one.changes.get(name) for one in states]) for name in names}
+    gates = states[0].gates_1JO  # the same layers in every state
+    gates_TJO = {name: torch.cat([one.gates_1JO[name] for one in states]) for name in gates}
     counts = torch.tensor([state.key_P.numel() for state in states])
     return AdaptedTensors(
         changes,
@@ -96,19 +89,14 @@ def stack_tasks(states: Sequence[TaskState]) -> AdaptedTensors:
 
 
 def _copy_rows(rows: EncodedColumns | None) -> EncodedColumns | None:
-    if rows is None:
-        return None
-    return EncodedColumns(*(array.copy() for array in vars(rows).values()))
+    return rows and EncodedColumns(*(array.copy() for array in vars(rows).values()))
 
 
 def _split_change(change: PlainUpdate) -> list[PlainUpdate]:
     """Return the change of each task, without the rows that padded it."""
     if isinstance(change, MaterialisedUpdate):
-        pairs = zip(change.weight_TIO, change.bias_T1O, strict=True)
-        return [
-            MaterialisedUpdate(weight.unsqueeze(0).clone(), bias.unsqueeze(0).clone())
-            for weight, bias in pairs
-        ]
+        pairs = zip(change.weight_TIO.split(1), change.bias_T1O.split(1), strict=True)
+        return [MaterialisedUpdate(weight.clone(), bias.clone()) for weight, bias in pairs]
     # A row without a gradient changes nothing: that of padding, or behind a ReLU that is 0.
     counts_TS = (change.scaled_grads_TSO != 0).any(dim=2)
     counts = counts_TS.sum(dim=1).tolist()
@@ -123,12 +111,12 @@ def _split_change(change: PlainUpdate) -> list[PlainUpdate]:
 def _stack_changes(changes: Sequence[PlainUpdate | None]) -> PlainUpdate:
     """Return the changes of one layer side by side; None is no change."""
     some = next(change for change in changes if change is not None)
-    if isinstance(some, LowRankUpdate) and not any(
-        isinstance(change, MaterialisedUpdate) for change in changes
-    ):
+    are_matrices = any(isinstance(change, MaterialisedUpdate) for change in changes)
+    if isinstance(some, LowRankUpdate) and not are_matrices:
         # The bias's rate is the layer's, so it is the same for all.
         none = [tensor[:, :0] for tensor in _tensors(some)]
         nothing = LowRankUpdate(none[0], none[1], some.bias_rate)
+        # Factors of fewer rows are padded with zeros, which add nothing to the product.
         pairs = [_tensors(change or nothing) for change in changes]
         activations, grads = (_pad_rows(list(tensors)) for tensors in zip(*pairs, strict=True))
         return LowRankUpdate(activations, grads, some.bias_rate)

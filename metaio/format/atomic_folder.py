@@ -1,8 +1,7 @@
-"""Makes a dataset, or any folder, appear at once or not at all, on a local disk or an object store.
+"""Makes a folder appear at once or not at all, on a local disk or in an object store.
 
-Where files appear whole, but folders file by file, one file that is put last and removed first says
-that the others are there.
-"""
+In a store single files appear at once, folders do not: one file, put last and removed first, says
+that the others are there."""
 
 import errno
 import fcntl
@@ -23,9 +22,10 @@ from metaio.errors import DataError
 from metaio.format.layout import MANIFEST_NAME
 from metaio.format.storage import find_file_system, is_local
 
-# What flock says on a file system that has none, such as Lustre mounted without them: nothing tells
-# two writers apart there.
+# What flock raises on a file system without locks, such as Lustre mounted so: nothing keeps two
+# writers out of one place there.
 WITHOUT_LOCKS = (errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP)
+# Disks write what several threads wait for together: 16 files in a third of the time.
 _PARALLEL_FLUSHES = 8
 _TRIES = 100  # to lock a file that others remove again and again
 _FREE_SPACE = "Free space or choose another place"
@@ -38,11 +38,7 @@ _REMEDIES = {
 
 @contextmanager
 def open_destination(out: str, overwrite: bool) -> Iterator[tuple[Path, bool]]:
-    """Yield a temporary folder whose content becomes `out` when the block ends without an error.
-
-    The flag says whether that folder itself is renamed to `out` (a local path), or its files are
-    uploaded, the manifest last. What a killed writer left there is removed first.
-    """
+    """Yield a temporary folder that becomes `out` unless the block fails, and if that is local."""
     fs, root = find_file_system(out)
     local = is_local(fs)
     if local:
@@ -54,16 +50,16 @@ def open_destination(out: str, overwrite: bool) -> Iterator[tuple[Path, bool]]:
         if local:
             replace_folder(folder, Path(root))
         else:
+            # A store cannot rename a folder: the manifest, which goes last, is the commit.
             upload_folder(fs, folder, root, MANIFEST_NAME)
 
 
 def flush_to_disk(paths: Iterable[Path]) -> None:
-    """Wait until these files and folders are on the disk; at once for those that are already."""
+    """Wait until these files and folders are on the disk."""
     known = list(paths)
     if len(known) == 1:
         _flush(known[0])
         return
-    # Together: a disk writes what several wait for at once, 16 files in a third of the time.
     with ThreadPoolExecutor(_PARALLEL_FLUSHES, thread_name_prefix="metaio-flush") as pool:
         for _ in pool.map(_flush, known):
             pass
@@ -84,8 +80,7 @@ def _descriptor(path: Path) -> Iterator[int]:
 
 
 def find_unfinished(out: str) -> Path | None:
-    """Return what a killed writer of `out` left, if anything; the next one removes it and starts
-    over."""
+    """Return what a killed writer of `out` left, None without; the next writer removes it."""
     partial = _partial_path(out)
     if not partial.exists():
         return None
@@ -94,19 +89,21 @@ def find_unfinished(out: str) -> Path | None:
 
 
 def _partial_path(out: str) -> Path:
-    """Return where `out` is built: always the same place, so that a re-run finds it."""
+    """Return where `out` is built."""
     fs, root = find_file_system(out)
     if is_local(fs):
         return Path(root).parent / f".{Path(root).name}.partial"
+    # Named by the URL alone, so that a second run finds and removes what a killed one left.
     return Path(tempfile.gettempdir()) / f".metaio-{xxhash.xxh3_64_hexdigest(out.encode())}.partial"
 
 
 def _lock_file(partial: Path) -> Path:
+    # Beside the folder, which is removed while the lock is held.
     return partial.with_suffix(".lock")
 
 
 def find_free_place(out: str, overwrite: bool) -> tuple[Any, str]:
-    """Return the file system and the path of a dataset that may be written."""
+    """Return file system and path of a dataset; raise DataError where it may not be written."""
     fs, root = find_file_system(out)
     exists = fs.exists(f"{root}/{MANIFEST_NAME}")
     if exists and not overwrite:
@@ -115,6 +112,7 @@ def find_free_place(out: str, overwrite: bool) -> tuple[Any, str]:
             "it"
         )
     target = Path(root)
+    # A store has no folders: there a manifest alone says that a place is in use.
     is_other = is_local(fs) and not exists and target.exists()
     if is_other and (not target.is_dir() or any(target.iterdir())):
         raise DataError(
@@ -125,11 +123,10 @@ def find_free_place(out: str, overwrite: bool) -> tuple[Any, str]:
 
 @contextmanager
 def open_exclusive_folder(partial: Path, name: str) -> Iterator[Path]:
-    """Yield an empty folder at `partial`, whatever a killed writer left there, and remove it
-    afterwards."""
+    """Yield an empty folder at `partial`, locked against other writers; remove it afterwards."""
     with lock_writer(_lock_file(partial), name):
         try:
-            # What a killed writer left: the lock says that nobody is at work on it.
+            # What a killed writer left: the lock says that no other process works on it.
             shutil.rmtree(partial, ignore_errors=True)
             partial.mkdir()
             yield partial
@@ -144,9 +141,8 @@ def open_exclusive_folder(partial: Path, name: str) -> Iterator[Path]:
 def open_temporary_folder(
     prefix: str = "metaio-passing-", place: str | None = None
 ) -> Iterator[str]:
-    """Yield a folder in `place` (default: the machine's temporary one) that is removed after the
-    block. Those that killed processes, and all that they forked, left are removed first: an
-    unpacked log would stay until somebody wonders where the disk went."""
+    """Yield a folder in `place` (default: the machine's temporary one), removed after the block."""
+    # Killed processes leave unpacked logs: the next one removes them, or they would fill the disk.
     for left in Path(place or tempfile.gettempdir()).glob(f"{prefix}*"):
         with suppress(OSError):
             # A file of another user is not opened: it may be a pipe, which would block.
@@ -170,12 +166,8 @@ def open_temporary_folder(
 
 @contextmanager
 def open_atomic_folder(target: Path) -> Iterator[Path]:
-    """Yield an empty folder that takes the name `target` once the block has ended and its files are
-    on the disk; after a failure it goes.
-
-    The caller is alone in the folder of `target`: what killed writers left there of this or of any
-    other folder is removed first, or a full disk would stay full.
-    """
+    """Yield an empty folder that takes the name `target` after the block, if it did not fail."""
+    # The caller is alone in this parent folder, so all leftovers are of killed writers.
     for kind in ("partial", "old"):
         for left in target.parent.glob(f".*.{kind}"):
             shutil.rmtree(left, ignore_errors=True)
@@ -201,16 +193,16 @@ def lock_writer(
         try:
             yield
         finally:
-            # While the lock is held: whoever opened it meanwhile finds another inode, or none, in
-            # _has_its_name.
+            # While the lock is held: a process that opened the file meanwhile finds another inode,
+            # or none, in _has_its_name.
             lock_file.unlink(missing_ok=True)
 
 
 def copy_folder(
     folder: Path, target: Path, copy: Callable[[Path, Path], object] = shutil.copy2
 ) -> None:
-    """Copy the files of a folder to another. A failure raises its own error, not a list of the
-    texts of all, as shutil.copytree's does."""
+    """Copy the files of a folder to another."""
+    # Not shutil.copytree: on a failure it raises a list of texts in place of the error itself.
     for path in sorted(folder.rglob("*")):
         if path.is_file():
             there = target / path.relative_to(folder)
@@ -219,22 +211,23 @@ def copy_folder(
 
 
 def upload_folder(fs: Any, folder: Path, there: str, last: str) -> None:
-    """Copy a local folder to the path `there` of a file system of fsspec, its file `last` at the
-    end: whoever looks for that one first sees all of the old folder, none, or all of the new one.
-    On a disk the folder gets its name once it is whole."""
+    """Copy a local folder to the path `there` of an fsspec file system, its file `last` last."""
     if is_local(fs):
         with open_atomic_folder(Path(there)) as partial:
             copy_folder(folder, partial)
         return
+    # Removed first and put last: a reader that looks for `last` finds the old folder complete,
+    # none, or the new folder complete.
     if fs.exists(f"{there}/{last}"):
         fs.rm_file(f"{there}/{last}")
     files = sorted(path for path in folder.rglob("*") if path.is_file())
+    # The sort is stable and False comes before True, so `last` is put last.
     for path in sorted(files, key=lambda path: path == folder / last):
         fs.put_file(str(path), f"{there}/{path.relative_to(folder).as_posix()}")
 
 
 def upload_file(fs: Any, path: Path, there: str) -> None:
-    """Copy a local file, into a folder that there may not be yet."""
+    """Copy a local file, into a folder that may not exist yet."""
     if is_local(fs):  # object stores have no folders
         fs.makedirs(there.rpartition("/")[0], exist_ok=True)
     fs.put_file(str(path), there)
@@ -249,7 +242,7 @@ def remove_folder(fs: Any, there: str, last: str) -> None:
 
 
 def _open_locked(lock_file: Path, name: str, remedy: str) -> IO[str]:
-    """Return the lock file, opened and locked. Raise DataError where another process holds it."""
+    """Return the lock file, opened and locked; raise DataError if another process holds it."""
     holder = ""
     for _ in range(_TRIES):
         lock = lock_file.open("a+")
@@ -266,9 +259,9 @@ def _open_locked(lock_file: Path, name: str, remedy: str) -> IO[str]:
 
 
 def _is_locked(lock: IO[str]) -> bool:
-    """Lock a file and return whether nobody else holds it. The lock dies with its process, so a
-    killed prepare never blocks the next one."""
+    """Lock a file; return False if another process holds the lock."""
     try:
+        # The lock dies with its process, so a killed prepare never blocks the next one.
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         return False
@@ -286,8 +279,7 @@ def _has_its_name(lock: IO[str]) -> bool:
 
 
 def replace_folder(partial: Path, target: Path) -> None:
-    """Give a folder, whose files are on the disk, the name `target`, in place of what has that
-    name."""
+    """Rename a folder, whose files are on the disk, to `target`, replacing what has that name."""
     old = target.parent / f".{target.name}.old"
     shutil.rmtree(old, ignore_errors=True)
     if target.exists():

@@ -1,10 +1,10 @@
-"""A block: the whole episodes of one Parquet row group, with the ids of each table stored once, or
-once for each bundle of consecutive episodes: then steps are made of bundles, and no position is
-looked up.
+"""A block: the episodes of one Parquet row group, with the distinct ids of each table stored once.
+
+In a split of bundles (consecutive episodes) ids are distinct in each bundle instead: a step made of
+bundles then copies them, and looks no position up.
 
 Shape suffixes: T tasks, N rows, F single-id or pooled features, M multi-id features, V values, K
-dense columns, B tables, U unique ids.
-"""
+dense columns, B tables, U unique ids"""
 
 import itertools
 import threading
@@ -20,39 +20,37 @@ from metaio.ragged import Float32, Ids, Int32, Int64, offsets, sum_rows
 
 # Marking used ids costs about 1 ns an id of the table, sorting about 5 ns an id of the block.
 _MARK_RATIO = 4
-# Longer arrays to rank ids by would not be kept: beyond this np.unique numbers the ids.
+# The array that ranks ids is kept by each thread; above 1 GB of int32 np.unique ranks them.
 _MAX_RANKED_IDS = 1 << 28
-# All sizes from 256 to 16,384 are as fast.
+# Measured: all sizes from 256 to 16,384 rows are equally fast.
 _ROWS_AT_ONCE = 1_024
+# One scratch array a thread, as several build and compose blocks at once.
 _THREAD_LOCAL = threading.local()
 
 
 def make_no_row_ids() -> Int64:
-    """Return the row ids [0] of a dataset whose schema names no column of them."""
+    """Return the row ids [0] of a dataset without a column of them."""
     return np.zeros(0, dtype=np.int64)
 
 
 def make_no_weights() -> Float32:
-    """Return the weights [0] of a dataset whose rows all weigh the same."""
+    """Return the weights [0] of a dataset without a column of them."""
     return np.zeros(0, dtype=np.float32)
 
 
 @dataclass(frozen=True)
 class Rows:
-    """Whole episodes with raw table ids, before deduplication: what a writer is given.
-
-    `support_lengths_T` counts the first rows of each episode. `multi_ids_V` lists ids row by row
-    and, within a row, feature by feature. `label_N` is [N, labels] of several, NaN where one is not
-    known. `row_id_N` is empty where rows have no ids of their own, `weight_N` where they have no
-    weights.
-    """
+    """Episodes with raw table ids, before deduplication: what a writer takes."""
 
     task_T: Int64
     row_lengths_T: Int64
+    # The first rows of each episode; the others are query rows.
     support_lengths_T: Int64
+    # [N, labels] if there are several; NaN: not known.
     label_N: Float32
     dense_NK: Float32
     ids_NF: Ids
+    # Row by row, and within a row feature by feature.
     multi_ids_V: Ids
     multi_lengths_NM: Int32
     row_id_N: Int64 = field(default_factory=make_no_row_ids)
@@ -61,20 +59,17 @@ class Rows:
 
 @dataclass(frozen=True)
 class Bundles:
-    """Which ids of a block its bundles of `num_tasks` episodes use: for each table one stretch,
-    which no other bundle uses."""
+    """The ids of a block by bundles of `num_tasks` episodes: of each table one range a bundle."""
 
     num_tasks: int
+    # Ranges of two bundles never overlap: an id that both use is stored twice.
     bundle_starts: Int64  # [bundles, B]
     bundle_lengths: Int64
 
 
 @dataclass(frozen=True)
 class Block:
-    """What one row group decodes to. Read-only: batches may share its memory.
-
-    `label_N`, `row_id_N` and `weight_N` are as those of Rows. Without `bundles` an id stands once.
-    """
+    """A decoded row group. Read-only: batches may share its memory."""
 
     task_T: Int64
     row_offsets_T1: Int64
@@ -85,6 +80,7 @@ class Block:
     positions_NF: Int32
     multi_positions_V: Int32
     multi_lengths_NM: Int32
+    # Table by table; an id stands once, or once for each bundle that uses it.
     unique_ids_U: Int64
     unique_offsets_B1: Int64
     row_id_N: Int64 = field(default_factory=make_no_row_ids)
@@ -117,12 +113,8 @@ def find_features_of_values(multi_lengths_NM: Int32) -> Int64:
 def merge_unknown_ids(
     ids_U: Int64, is_unknown_U: npt.NDArray[np.bool_], table_U: Int64, num_tables: int
 ) -> tuple[Int64, Int64, Int32]:
-    """Turn ids into the unknown id, row 0, where asked; a table's unknown ids come to share one
-    position, because an episode must not see an id at two.
-
-    Returns the ids that are left, how many of each table, and the new position of each old one [U].
-    """
-    # The first of each table's unknown ids stands for all of them.
+    """Return ids with marked ones as row 0, their count by table, and each old id's position."""
+    # An episode must not hold an id at two positions: the first unknown id stands for all.
     tables, first = np.unique(table_U[is_unknown_U], return_index=True)
     shared_B = np.zeros(num_tables, dtype=np.int64)
     shared_B[tables] = np.flatnonzero(is_unknown_U)[first]
@@ -136,7 +128,7 @@ def merge_unknown_ids(
 def build_block(features: Features, rows: Rows) -> Block:
     """Replace ids by positions into the sorted unique ids of their table, tables concatenated."""
     multi_of_V = find_features_of_values(rows.multi_lengths_NM)
-    # Feature by feature side by side in memory: numpy is several times slower on every 26th number.
+    # Feature-major: numpy reads every 26th number several times slower than neighbours.
     ids_FN = np.empty(rows.ids_NF.shape[::-1], dtype=rows.ids_NF.dtype)
     _transpose_into(rows.ids_NF, ids_FN.T)
     positions_FN = np.empty(ids_FN.shape, dtype=np.int32)
@@ -183,7 +175,7 @@ def build_block(features: Features, rows: Rows) -> Block:
 def _transpose_into(source_N: Ids, target_N: Ids) -> None:
     """Copy a matrix with many rows into the transpose of another, or the other way round."""
     # A few rows at a time stay in the cache while each of their features is picked out: up to 2.5
-    # times as fast as one copy of the whole.
+    # times as fast as one copy of everything.
     for first in range(0, len(source_N), _ROWS_AT_ONCE):
         target_N[first : first + _ROWS_AT_ONCE] = source_N[first : first + _ROWS_AT_ONCE]
 
@@ -191,8 +183,7 @@ def _transpose_into(source_N: Ids, target_N: Ids) -> None:
 def _rank_ids(
     parts: list[Ids], num_ids: int, base: int
 ) -> tuple[Int64, list[npt.NDArray[np.integer[Any]]]]:
-    """Return the sorted distinct ids of all parts, below `num_ids`, and each part as `base` plus
-    indices into them."""
+    """Return the sorted distinct ids of all parts, and each part as `base` + index into them."""
     joined = np.concatenate([np.zeros(0, dtype=np.int64), *parts])
     bounds = offsets([len(part) for part in parts]).tolist()
     if num_ids > _MAX_RANKED_IDS:
@@ -202,6 +193,7 @@ def _rank_ids(
         distinct = find_distinct(num_ids, joined)
         rank_of = borrow_scratch(num_ids)
         rank_of[distinct] = np.arange(base, base + len(distinct), dtype=np.int32)
+        # Ranks exist for all ids, so no index is out of range: "clip" spares numpy the check.
         ranks = np.take(rank_of, joined, mode="clip")
     return distinct, [ranks[first:stop] for first, stop in itertools.pairwise(bounds)]
 
@@ -236,31 +228,25 @@ def find_bundle_bounds(num_episodes: int, num_tasks: int) -> Int64:
     """Return the first episode of each bundle, then T; the last bundle may be smaller.
 
     >>> find_bundle_bounds(7, 3).tolist()
-    [0, 3, 6, 7]
-    """
+    [0, 3, 6, 7]"""
     return np.append(np.arange(0, num_episodes, num_tasks), num_episodes)
 
 
 def make_bundles(num_tasks: int, bundle_lengths: Int64) -> Bundles:
-    """Return a block's bundles of `num_tasks` episodes, given how many ids of each table they use.
-
-    A block's ids stand table by table, and within a table bundle by bundle.
-    """
+    """Return bundles of `num_tasks` episodes, given how many ids of each table they use."""
+    # Ids are stored table by table, and within a table bundle by bundle.
     starts = offsets(bundle_lengths.T.ravel())[:-1].reshape(bundle_lengths.T.shape)
     return Bundles(num_tasks, starts.T, bundle_lengths)
 
 
 def bundle_ids(block: Block, num_tasks: int) -> Block:
-    """Return the block with ids of their own for every `num_tasks` episodes; as it is for 0.
-
-    What each row holds stays the same. An id stands once for each bundle that uses it. Without
-    tables there are no bundles.
-    """
+    """Return the block with separate ids for every `num_tasks` episodes; unchanged for 0."""
     if not num_tasks or len(block.unique_offsets_B1) == 1:
         return block
     bounds = find_bundle_bounds(block.num_episodes, num_tasks)
     bundle_rows = _list_slices(block.row_offsets_T1[bounds])
     bundle_values = _list_slices(block.value_offsets_T1[bounds])
+    # Without tables there are no ids to bundle.
     used = [
         find_distinct(
             len(block.unique_ids_U), block.positions_NF[rows], block.multi_positions_V[values]
@@ -275,7 +261,7 @@ def bundle_ids(block: Block, num_tasks: int) -> Block:
     multi_V = np.empty_like(block.multi_positions_V)
     new_U = borrow_scratch(len(block.unique_ids_U))
     for index, positions in enumerate(used):
-        # Within a table its ids move by as much as the first of them.
+        # Within a table all ids of a bundle move by the same distance.
         is_used_B, rows, values = bundle_lengths[index], bundle_rows[index], bundle_values[index]
         new = np.arange(len(positions)) + np.repeat(
             bundles.bundle_starts[index] - offsets(is_used_B)[:-1], is_used_B
@@ -295,8 +281,7 @@ def bundle_ids(block: Block, num_tasks: int) -> Block:
 
 
 def are_positions_valid(features: Features, block: Block) -> bool:
-    """Tell whether each position is one of the ids of the feature's table, and of its own bundle
-    where there are bundles."""
+    """Return whether every position points to an id of its feature's table, in its own bundle."""
     table_F, table_M = features.table_of_single, features.table_of_multi
     all_lengths_B = np.diff(block.unique_offsets_B1)
     bundles = block.bundles or make_bundles(max(block.num_episodes, 1), all_lengths_B[None])
@@ -317,19 +302,19 @@ def are_positions_valid(features: Features, block: Block) -> bool:
 
 
 def _are_within(position: Int32, start: Int32, length: Int64) -> bool:
-    # As an unsigned number, what lies before the start lies far behind the end.
+    # One comparison checks both bounds: before the start the unsigned difference is huge.
     return bool(((position - start).view(np.uint32) < length.astype(np.uint32)).all())
 
 
 def _list_slices(firsts: Int64) -> list[slice]:
-    """Return where each bundle's rows (or values) stand."""
+    """Return the slice of rows (or values) of each bundle."""
     bounds = firsts.tolist()
     return [slice(first, stop) for first, stop in itertools.pairwise(bounds)]
 
 
 def hash_content(block: Block) -> int:
-    """Return xxh3_64 of decoded arrays in field order: equal for equal content in any encoding."""
-    # Decoded arrays rather than files: another writer or codec may store the same content.
+    """Return xxh3_64 of the decoded arrays in field order."""
+    # Of arrays, not files: another writer or codec may store equal content in other bytes.
     digest = xxhash.xxh3_64()
     for array in _list_arrays(block):
         digest.update(np.ascontiguousarray(array).data)
@@ -337,6 +322,6 @@ def hash_content(block: Block) -> int:
 
 
 def _list_arrays(block: Block) -> list[npt.NDArray[np.generic]]:
-    """Return the decoded arrays in field order; where bundles begin is not content."""
+    """Return the decoded arrays in field order, bundles left out: they are layout, not content."""
     values = (getattr(block, own.name) for own in fields(block))
     return [value for value in values if isinstance(value, np.ndarray)]

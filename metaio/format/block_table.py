@@ -1,7 +1,6 @@
 """The block table of a split: counts and checksums of its blocks, read when a dataset is opened.
 
-Shape suffixes: B tables, Z blocks.
-"""
+Shape suffixes: B tables, Z blocks"""
 
 from dataclasses import dataclass
 
@@ -34,7 +33,7 @@ class BlockTable:
     bundle_unique_lengths: tuple[Int64, ...] = ()  # [bundles, B] of each block, where there are
 
     def bundles(self, block: int) -> Bundles | None:
-        """Return the bundles of a block; None where its episodes keep their ids together."""
+        """Return the bundles of a block; None where the split has none."""
         if not self.bundle_tasks:
             return None
         return make_bundles(self.bundle_tasks, self.bundle_unique_lengths[block])
@@ -49,7 +48,7 @@ def read_block_table(
         raise FormatError(
             f"{storage.name(path)} differs from the checksum in the manifest. {REMEDY}"
         )
-    # Only now: what passed its checksum is what its writer closed.
+    # After the checksum: only what its writer closed is parsed.
     try:
         source = pa.BufferReader(data)
         bundled = "bundle_tasks" in pq.read_schema(source).names
@@ -58,7 +57,7 @@ def read_block_table(
     except (pa.ArrowException, OSError) as error:
         raise make_content_error(f"{storage.name(path)} cannot be decoded: {error}") from error
     num_blocks, num_tables = table.num_rows, len(features.tables)
-    # A foreign writer may give lists of any length; ours cannot once the checksum matches.
+    # The checksum proves that the file is complete, not that a foreign writer filled it correctly.
     if (len(flat["unique_lengths"]), len(flat["xxh3"])) != (
         num_blocks * num_tables,
         num_blocks * num_columns,
@@ -86,9 +85,7 @@ def read_block_table(
 def _parse_bundles(
     name: str, flat: dict[str, Int64], num_blocks: int, num_tables: int
 ) -> tuple[int, tuple[Int64, ...]]:
-    """Return the episodes of a bundle and the unique lengths of each block's bundles, [bundles, B];
-    0 and () where there are none. Raise FormatError where they contradict each other, or the counts
-    of their block."""
+    """Return a bundle's episodes and each block's unique lengths [bundles, B]; 0, () without."""
     if "bundle_tasks" not in flat or not num_blocks or not num_tables:
         return 0, ()
     tasks_Z, lengths = flat["bundle_tasks"], flat["bundle_unique_lengths"]
@@ -98,6 +95,7 @@ def _parse_bundles(
             f"{name}: column bundle_tasks must hold one number from 1 on, it holds "
             f"{tasks_Z.min()} to {tasks_Z.max()}"
         )
+    # Rounded up: the last bundle of a block may be smaller.
     num_bundles_Z = -(-flat["num_episodes"] // num_tasks)
     totals_ZB = flat["unique_lengths"].reshape(num_blocks, num_tables)
     if len(lengths) == num_bundles_Z.sum() * num_tables and lengths.min(initial=0) >= 0:
@@ -110,7 +108,7 @@ def _parse_bundles(
 
 
 def _flatten_column(column: pa.Array) -> Int64:
-    """Return a column as int64, lists end to end; raise ArrowInvalid where it holds a null."""
+    """Return a column as int64, lists end to end; raise ArrowInvalid for a null."""
     values = column.flatten() if pa.types.is_list(column.type) else column
     if column.null_count or values.null_count:
         raise pa.ArrowInvalid("it holds a null")
@@ -119,8 +117,8 @@ def _flatten_column(column: pa.Array) -> Int64:
 
 
 def _check_counts(name: str, entry: SplitEntry, flat: dict[str, Int64]) -> None:
-    """Raise FormatError where the counts of the blocks contradict those of the manifest, so that
-    readers would look in the wrong place."""
+    """Raise FormatError where the counts of the blocks contradict the manifest."""
+    # Readers find blocks by sums of these counts: wrong ones would lead them to other bytes.
     for column in ("num_episodes", "num_rows", "num_values", "unique_lengths"):
         if flat[column].min(initial=0) < 0:
             raise make_content_error(
@@ -132,6 +130,6 @@ def _check_counts(name: str, entry: SplitEntry, flat: dict[str, Int64]) -> None:
                 f"{getattr(entry, column)}"
             )
     lengths = [shard.num_blocks for shard in entry.shards]
-    # The sum first: lengths that somebody made up could ask for any memory.
+    # The sum first: owners() allocates that many numbers, and forged lengths may be huge.
     if sum(lengths) != len(flat["shard"]) or not np.array_equal(flat["shard"], owners(lengths)):
         raise make_content_error(f"{name}: column shard contradicts the shards of the manifest")

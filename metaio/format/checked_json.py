@@ -1,6 +1,4 @@
-"""JSON files that carry their own checksum, and are there whole or not at all: a file that was
-edited, cut or made by others is named.
-"""
+"""JSON files that carry their own checksum: a file that was edited or cut is refused by name."""
 
 import json
 from collections.abc import Mapping
@@ -15,20 +13,21 @@ VERSION = 1
 
 
 def write_checked_json(path: Path, kind: str, body: Mapping[str, Any]) -> None:
-    """Write a JSON file of this kind; it takes its name once it is on the disk."""
+    """Write a JSON file of this kind atomically: it gets its name once it is on the disk."""
     found = add_checksum({"format": kind, "version": VERSION, **body})
     partial = path.with_name(f".{path.name}.partial")
     partial.write_text(json.dumps(found, indent=1) + "\n")
     flush_to_disk([partial])
+    # Its content is on the disk by now: a crash leaves the old file or all of the new one.
     partial.replace(path)
     flush_to_disk([path.parent])
 
 
 def parse_checked_json(content: bytes, name: str, kind: str, remedy: str) -> dict[str, Any]:
-    """Return what `write_checked_json` wrote into the file `name`, with its format, version and
-    checksum."""
+    """Return the body of the JSON file `name`, after checking its format, version and checksum."""
     try:
         body = json.loads(content)
+    # Deep nesting overflows the parser's recursion.
     except (ValueError, RecursionError) as error:
         raise FormatError(f"{name} is not JSON: it was cut short or edited. {remedy}") from error
     if not isinstance(body, dict) or body.get("format") != kind:
@@ -44,16 +43,15 @@ def parse_checked_json(content: bytes, name: str, kind: str, remedy: str) -> dic
 
 
 def has_shape(value: Any, shape: Any) -> bool:
-    """Tell whether a JSON value is as the shape says: of its type, a list of its one entry, an
-    object with its keys (and others), or, if its one key is "", an object whose values all have
-    that shape.
+    """Return whether a JSON value has this shape: a type, a list of one entry, an object with at
+    least these keys, or, under the key "", an object whose values all have one shape.
 
-    >>> fits({"a": [1], "b": 0}, {"a": [int]}), fits({"a": [1], "b": ""}, {"": [int]})
-    (True, False)
-    """
+    >>> has_shape({"a": [1], "b": 0}, {"a": [int]}), has_shape({"a": [1], "b": ""}, {"": [int]})
+    (True, False)"""
     if isinstance(shape, list):
         return isinstance(value, list) and all(has_shape(one, shape[0]) for one in value)
     if not isinstance(shape, dict):
+        # Not isinstance: true is a bool, which Python counts among the integers.
         return type(value) is shape
     if not isinstance(value, dict):
         return False

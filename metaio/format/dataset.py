@@ -1,7 +1,6 @@
 """Opens a prepared dataset and reads one block at a time, each checked at its first read.
 
-Shape suffixes: B tables, Z blocks.
-"""
+Shape suffixes: B tables, Z blocks"""
 
 import threading
 from collections.abc import Callable, Iterator, Mapping
@@ -68,11 +67,7 @@ class Split:
 
 
 class Dataset:
-    """A prepared dataset. Opening reads the manifest and the block tables; blocks are read on
-    demand.
-
-    Safe to use from several threads.
-    """
+    """A prepared dataset. Opening reads manifest and block tables, not blocks. Thread-safe."""
 
     def __init__(self, storage: Storage, manifest: Manifest, splits: Mapping[str, Split]) -> None:
         self.manifest = manifest
@@ -85,6 +80,7 @@ class Dataset:
         self._storage = storage
         self._streams = list_streams(manifest.features)
         self._metadata: dict[tuple[str, int], list[pq.FileMetaData]] = {}
+        # A lock for each shard, so that readers of other shards do not wait.
         self._footer_locks: dict[tuple[str, int], threading.Lock] = {}
         self._verified: set[tuple[str, int]] = set()
         self._lock = threading.Lock()
@@ -96,7 +92,7 @@ class Dataset:
 
     @property
     def is_local(self) -> bool:
-        """Tell whether blocks come from a local file system, at no latency."""
+        """Return whether blocks come from a local file system, at no latency."""
         return self._storage.is_local
 
     def split(self, name: str) -> Split:
@@ -109,8 +105,7 @@ class Dataset:
         return self.splits[name]
 
     def with_features(self, features: Features, translate: Callable[[Block], Block]) -> "Dataset":
-        """Return the same dataset with these tables; `seen` is applied to each block that is
-        read."""
+        """Return the same dataset with these tables; `translate` is applied to each block read."""
         other = Dataset(self._storage, self.manifest, self.splits)
         other.features, other._seen = features, translate
         return other
@@ -118,16 +113,9 @@ class Dataset:
     def block_bytes(self, split: str) -> Int64:
         """Return the decoded size of each block [Z], in bytes, from counts alone."""
         features, table = self.features, self.split(split).blocks
-        # As Block holds them: 4 bytes for each number of a row, four times 8 for an episode, 8 for
-        # an id.
-        per_row = 4 * (
-            features.num_labels
-            + bool(features.weight)
-            + len(features.dense)
-            + len(features.single)
-            + len(features.multi)
-        )
-        per_row += 8 if features.row_id else 0
+        # As Block holds them: 4 bytes a number of a row, four int64 an episode, 8 bytes an id.
+        num_numbers = features.num_labels + bool(features.weight) + len(features.dense)
+        per_row = 4 * (num_numbers + len(features.sparse)) + (8 if features.row_id else 0)
         sizes: Int64 = (
             table.num_rows_Z * per_row + table.num_episodes_Z * 32 + table.num_values_Z * 4
         )
@@ -149,12 +137,11 @@ class Dataset:
                 yield from ((s.path(name, index), shard.files[s.name]) for s in self._streams)
 
     def read_file(self, path: str) -> bytes:
-        """Return a whole file below the dataset, unchecked."""
+        """Return the bytes of a file below the dataset, unchecked."""
         return self._storage.read(path)
 
     def read_block(self, split: str, block: int) -> Block:
-        """Read and decode one block; checksums are verified at its first read, remote ones
-        always."""
+        """Return a decoded block. Checksums are verified at its first read, remote ones at each."""
         entry = self.split(split)
         shard = int(entry.blocks.shard_Z[block])
         row_group = block - int(entry.first_block[shard])
@@ -162,23 +149,22 @@ class Dataset:
         with self._lock:
             verify = not self.is_local or (split, block) not in self._verified
         groups = self._row_groups(split, shard, row_group)
-        # One list for all files of the shard, in the order of layout.checksum_columns.
+        # Block tables hold one list for all files of a shard, ordered as list_checksum_columns
+        # says.
         checksums = iter(entry.blocks.xxh3_Z[block].tolist())
         columns = {}
         bundles = entry.blocks.bundles(block)
         for stream, group in zip(self._streams, groups, strict=True):
             if verify:  # just before they are decoded: the bytes come from the cache then
                 group.check([next(checksums) for _ in group.ranges])
-            # Bundles are copied into batches stretch by stretch: once is enough.
+            # Arrays in place may be unaligned, hence slow: fine for bundles, which are copied only
+            # once.
             in_place = bundles is not None and self._seen is None
             columns[stream.name] = group.decode(in_place)
         place = f"{self.url}, split {split}, block {block}"
         try:
             decoded = assemble_block(
-                self.manifest.features,
-                columns,
-                entry.blocks.unique_lengths_ZB[block],
-                bundles,
+                self.manifest.features, columns, entry.blocks.unique_lengths_ZB[block], bundles
             )
         except ValueError as error:
             raise make_content_error(f"{place}: {error}") from error
@@ -187,12 +173,13 @@ class Dataset:
             counts = (table.num_episodes_Z, table.num_rows_Z, table.num_values_Z)
             own = (int(counts_Z[block]) for counts_Z in counts)
             check_counts(place, self.manifest.features, decoded, *own)
+            # Only now: a block that failed a check is checked again.
             with self._lock:
                 self._verified.add((split, block))
         return decoded if self._seen is None else self._seen(decoded)
 
     def _row_groups(self, split: str, shard: int, row_group: int) -> list[RowGroup]:
-        """Return the bytes of a row group of each stream's file, fetched together."""
+        """Return the bytes of a row group in the file of each stream, fetched together."""
         files = self.splits[split].shards[shard].files
         paths = [stream.path(split, shard) for stream in self._streams]
         entries = [files[stream.name] for stream in self._streams]
@@ -213,7 +200,7 @@ class Dataset:
     def _shard_metadata(
         self, split: str, shard: int, paths: list[str], entries: list[FileEntry]
     ) -> list[pq.FileMetaData]:
-        """Return the footers of a shard's files, which are read and checked once."""
+        """Return the footers of a shard's files, read and checked once."""
         key, num_blocks = (split, shard), self.splits[split].shards[shard].num_blocks
         with self._lock:
             one_reader = self._footer_locks.setdefault(key, threading.Lock())
@@ -243,12 +230,13 @@ class Dataset:
 
 
 def open_dataset(url: str, damaged: list[str] | None = None) -> Dataset:
-    """Open the dataset at a local path or any fsspec URL; with a list of what is `damaged`, a split
-    without its block table is named there and left out."""
+    """Return the dataset at a path or URL; with a list `damaged`, broken splits are noted there."""
     storage = Storage(url)
     try:
         raw = storage.read(MANIFEST_NAME)
     except FormatError as error:
+        # Only a missing manifest means that there is no dataset; else permissions or network
+        # failed.
         if isinstance(error.__cause__, FileNotFoundError | NotADirectoryError):
             raise NoDatasetError(
                 f"{url} holds no dataset: {MANIFEST_NAME} is missing. "
@@ -274,8 +262,8 @@ def open_dataset(url: str, damaged: list[str] | None = None) -> Dataset:
 
 
 def _check_manifest(manifest: Manifest, name: str) -> None:
-    """Raise FormatError for names that lead elsewhere, and files and counts that contradict."""
-    # Whoever made the checksum fit chose the names too: they become paths, here and in exports.
+    """Raise FormatError for unsafe names, and for files and counts that contradict each other."""
+    # A right checksum proves nothing about names that somebody chose, and they become paths.
     named: dict[str, Mapping[str, object]] = {
         "splits": manifest.splits,
         "vocabularies": manifest.vocabularies,
@@ -307,7 +295,7 @@ def _check_manifest(manifest: Manifest, name: str) -> None:
 
 
 def read_verified_file(dataset: Dataset, path: str, entry: FileEntry) -> bytes:
-    """Return a whole file, held against the manifest."""
+    """Return the bytes of a file whose size and checksum are those of the manifest."""
     data = dataset.read_file(path)
     if len(data) != entry.num_bytes or xxh3_hex(data) != entry.xxh3:
         raise FormatError(
@@ -320,8 +308,7 @@ def read_verified_file(dataset: Dataset, path: str, entry: FileEntry) -> bytes:
 def read_column(
     dataset: Dataset, path: str, entry: FileEntry, name: str, kind: pa.DataType | None = None
 ) -> pa.Array:
-    """Return a column of a small Parquet file, all of which is held against the manifest; with a
-    `kind`, cast to it and without nulls."""
+    """Return a column of a small, verified Parquet file, cast to `kind` if that is given."""
     content = read_verified_file(dataset, path, entry)
     try:
         column = pq.read_table(pa.BufferReader(content))[name].combine_chunks()

@@ -1,10 +1,7 @@
-"""Writes a dataset: cuts episodes into blocks and shards, and makes the result exist at once or not
-at all.
+"""Writes a dataset: cuts episodes into blocks and shards, and commits them at once.
 
-A dataset is built in a folder with a temporary name beside its destination. Renaming that folder is
-the commit (object stores: the manifest is uploaded last). Whatever is interrupted before leaves no
-manifest.
-"""
+A dataset is built in a temporary folder beside its destination; renaming that folder is the commit
+(object stores: the manifest is uploaded last)."""
 
 import itertools
 import json
@@ -52,7 +49,7 @@ from metaio.ragged import Ids, offsets, sum_rows
 
 
 class WritePlan(NamedTuple):
-    """What a dataset's columns are and how its episodes become files."""
+    """The columns of a dataset, and how its episodes become files."""
 
     features: Features
     block_rows: int
@@ -73,14 +70,15 @@ class Provenance:
 
 
 def slice_rows(rows: Rows, first: int, stop: int) -> Rows:
-    """Return episodes [first, stop), without copying."""
-    # Slices of arrays are views, so cutting a large portion into blocks copies nothing.
+    """Return episodes [first, stop), as views."""
+    # A portion is cut into many blocks, so nothing may be copied here.
     row_offsets = offsets(rows.row_lengths_T)
     value_offsets = offsets(sum_rows(rows.multi_lengths_NM))
     row = slice(int(row_offsets[first]), int(row_offsets[stop]))
     value = slice(int(value_offsets[row.start]), int(value_offsets[row.stop]))
     episode = slice(first, stop)
     by_axis = {"T": episode, "N": row, "V": value}
+    # The shape suffix of a field tells its first axis: T episodes, N rows, V values.
     axes = {field.name: field.name.rsplit("_", 1)[1][0] for field in fields(Rows)}
     return Rows(**{name: getattr(rows, name)[by_axis[axis]] for name, axis in axes.items()})
 
@@ -95,20 +93,19 @@ def concat_rows(parts: list[Rows]) -> Rows:
 def find_block_bounds(
     row_lengths_T: npt.NDArray[np.int64], block_rows: int, bundle_tasks: int = 0
 ) -> list[int]:
-    """Return the first episode of each block, then T: a block closes before the episode that would
-    overfill it, or before that one's bundle.
+    """Return the first episode of each block, then T; no block but of one episode (or bundle) has
+    more than `block_rows` rows.
 
     >>> find_block_bounds(np.array([3, 3, 3, 9, 1]), 6)
-    [0, 2, 3, 4, 5]
-    """
+    [0, 2, 3, 4, 5]"""
     ends_T = np.cumsum(row_lengths_T)
-    # Greedy, from the lengths alone: any engine that has the episodes cuts alike.
+    # Greedy, from lengths alone: engines that see the same episodes cut the same blocks.
     cuts = [0]
     while cuts[-1] < len(row_lengths_T):
         start_row = ends_T[cuts[-1]] - row_lengths_T[cuts[-1]]
         stop = int(np.searchsorted(ends_T, start_row + block_rows, side="right"))
         num_tasks = max(stop - cuts[-1], 1)
-        # Whole bundles, but for the last of all: steps of whole bundles then cut none.
+        # Blocks hold complete bundles, except the last: then steps of complete bundles cut none.
         if bundle_tasks and stop < len(row_lengths_T):
             num_tasks = max(num_tasks - num_tasks % bundle_tasks, bundle_tasks)
         cuts.append(min(cuts[-1] + num_tasks, len(row_lengths_T)))
@@ -116,7 +113,7 @@ def find_block_bounds(
 
 
 class SplitWriter:
-    """Takes episodes in any portions and writes them as blocks of whole episodes."""
+    """Takes episodes in any portions and writes them as blocks of complete episodes."""
 
     def __init__(self, folder: Path, split: str, plan: WritePlan, bundle_tasks: int = 0) -> None:
         self._folder, self._split, self._plan = folder, split, plan
@@ -128,15 +125,15 @@ class SplitWriter:
         self._shard: ShardWriter | None = None
 
     def write(self, rows: Rows) -> None:
-        """Append whole episodes; they stay in memory until their block is full."""
+        """Append episodes; they stay in memory until their block is full."""
         self._pending.append(rows)
-        # Two blocks' worth before cutting: joining portions for each block would copy them twice.
+        # Cut at two blocks' worth: joining portions for each block would copy them twice.
         self._pending_rows += len(rows.label_N)
         if self._pending_rows >= 2 * self._plan.block_rows:
             self._write_pending(keep_last=True)
 
     def adopt_shard(self, entry: ShardEntry, block_table: pa.Table) -> int:
-        """Add a shard whose files are written; its place in stored order."""
+        """Add a shard whose files are written; return its index in stored order."""
         self._shards.append(entry)
         self._tables.append(block_table)
         return len(self._shards) - 1
@@ -147,9 +144,9 @@ class SplitWriter:
         self._close_shard()
 
     def finish(self) -> tuple[SplitEntry, pa.Table]:
-        """Write the rest and the block table. Returns the manifest's entry and the block table."""
+        """Write the rest and the block table; return the manifest's entry and the block table."""
         self.end_shard()
-        # A shard whose tasks were all dropped has no block that tells of bundles.
+        # A shard whose tasks were all dropped has no row, and lacks the columns of bundles.
         tables = [table for table in self._tables if table.num_rows]
         table = pa.concat_tables(tables or [make_block_table_schema().empty_table()])
         path = self._folder / self._split / BLOCK_TABLE_NAME
@@ -165,7 +162,7 @@ class SplitWriter:
         return entry, table
 
     def abort(self) -> None:
-        """Let go of open files."""
+        """Close open files."""
         if self._shard is not None:
             self._shard.abort()
 
@@ -178,13 +175,13 @@ class SplitWriter:
         num_complete = cuts[:-1] if keep_last else cuts
         for first, stop in itertools.pairwise(num_complete):
             part = slice_rows(rows, first, stop)
-            # Once, here: readers trust what passes its checksum.
+            # Checked once, here: readers trust what passes its checksum.
             _check_rows(self._plan.features, part)
             shard = self._open_shard()
             shard.write(bundle_ids(build_block(self._plan.features, part), self._bundle_tasks))
             if shard.num_blocks >= self._plan.shard_blocks:
                 self._close_shard()
-        # Views: they are copied with the next portion.
+        # The rest stays a view of the portion: it is copied once, with the next one.
         rest = slice_rows(rows, num_complete[-1], cuts[-1])
         self._pending = [rest] if len(rest.task_T) else []
         self._pending_rows = len(rest.label_N)
@@ -203,7 +200,7 @@ class SplitWriter:
 
 
 def _check_rows(features: Features, rows: Rows) -> None:
-    """Refuse what no reader could use: ids outside their table, support longer than its episode."""
+    """Raise DataError for rows that no reader could use, such as ids outside their table."""
     if (rows.support_lengths_T > rows.row_lengths_T).any() or (rows.support_lengths_T < 0).any():
         raise DataError("an episode has more support rows than rows. This is a fault of the recipe")
     if (rows.row_lengths_T < 1).any():
@@ -240,7 +237,7 @@ def _check_ids(name: str, ids: Ids, num_rows: int) -> None:
 
 
 class DatasetWriter:
-    """A dataset being written; `commit` makes it exist. Made by `write_dataset`."""
+    """A dataset being written, made by `write_dataset`."""
 
     def __init__(
         self, folder: Path, is_local: bool, plan: WritePlan, provenance: Provenance
@@ -253,23 +250,18 @@ class DatasetWriter:
         self._splits: dict[str, SplitWriter] = {}
 
     def split(self, name: str, bundle_tasks: int = 0) -> SplitWriter:
-        """Return the writer of a split, which is made at its first use.
-
-        With `bundle_tasks`, every `bundle_tasks` episodes keep ids of their own, and are shuffled
-        together. Raises SchemaError: no split may have that name, or no bundle that many episodes.
-        """
+        """Return the writer of a split, made at its first use."""
         check_split_name(name)
         if bundle_tasks < 0:
             raise SchemaError(f"bundle_tasks is {bundle_tasks}; it must be at least 0. Raise it")
+        # Every `bundle_tasks` episodes keep separate ids, and are shuffled together.
         if name not in self._splits:
             self._splits[name] = SplitWriter(self.folder, name, self._plan, bundle_tasks)
         return self._splits[name]
 
     def adopt_shard(self, split: str, entry: ShardEntry, block_table: pa.Table) -> None:
-        """Add a shard that a thread or a process has written: the next of its split.
-
-        It goes to the disk now, while others are being built, instead of all of them at the end.
-        """
+        """Add a shard that a thread or process has written, as the next of its split."""
+        # Flushed now, while others are being built: at the end all of them would be waited for.
         index = self.split(split).adopt_shard(entry, block_table)
         if self.is_local:
             flush_to_disk(
@@ -285,11 +277,10 @@ class DatasetWriter:
             digest.update(canonical_json(self.stream.identity()))
         for name, split in self._splits.items():
             entries[name], table = split.finish()
-            # Of decoded content, so that codec, block files and engine leave the fingerprint as it
-            # is.
+            # Of decoded content: codec, block files and engine must not change the fingerprint.
             digest.update(name.encode() + table["content_xxh3"].to_numpy().tobytes())
         if raw_ids := self._make_entries(RAW_IDS_FOLDER):
-            # Not a key of its own: an earlier release refuses what it does not know.
+            # In the report: earlier releases refuse a manifest with an unknown key.
             self.report = {**self.report, RAW_IDS_FOLDER: raw_ids}
         manifest = Manifest(
             **vars(own) | {"recipe": own.recipe or {}},
@@ -309,7 +300,7 @@ class DatasetWriter:
         )
         (self.folder / MANIFEST_NAME).write_bytes(encode_manifest(manifest))
         if self.is_local:
-            # The rename that follows must not reach the disk before what it names.
+            # Files first: the rename that commits must not reach the disk before what it names.
             folders = [self.folder, *(path for path in self.folder.iterdir() if path.is_dir())]
             flush_to_disk([*(f for own in folders for f in own.iterdir() if f.is_file()), *folders])
 
@@ -319,7 +310,7 @@ class DatasetWriter:
         return {path.stem: make_file_entry(map_file(path)) for path in found}
 
     def abort(self) -> None:
-        """Let go of open files."""
+        """Close open files."""
         for split in self._splits.values():
             split.abort()
 
@@ -335,8 +326,7 @@ def write_dataset(
     compact: bool = False,
     overwrite: bool = False,
 ) -> Iterator[DatasetWriter]:
-    """Build a dataset at the URL `out`; it appears when the block ends without an error, whole or
-    not at all."""
+    """Yield the writer of a dataset at the URL `out`, which appears if the block does not fail."""
     if block_rows < 1 or shard_blocks < 1:
         raise SchemaError(
             f"block_rows {block_rows} and shard_blocks {shard_blocks} must be at least 1. Raise "

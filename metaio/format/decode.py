@@ -1,8 +1,7 @@
 """Checks and decodes the row groups of one block.
 
 Shape suffixes: T tasks, N rows, F single-id or pooled features, M multi-id features, V values, K
-dense columns, B tables, U unique ids.
-"""
+dense columns, B tables, U unique ids"""
 
 import itertools
 import weakref
@@ -49,7 +48,7 @@ class RowGroup:
     ranges: list[tuple[int, int]]
 
     def check(self, checksums: list[int]) -> None:
-        """Raise FormatError where the bytes of a column chunk have another xxh3_64."""
+        """Raise FormatError for a column chunk whose bytes have another xxh3_64."""
         for column, ((begin, end), wanted) in enumerate(zip(self.ranges, checksums, strict=True)):
             if xxhash.xxh3_64_intdigest(self.window.view(begin, end)) != wanted:
                 column_name = self.metadata.schema.column(column).name
@@ -59,14 +58,14 @@ class RowGroup:
                 )
 
     def decode(self, in_place: bool = False) -> list[npt.NDArray[np.generic]]:
-        """Return the columns as arrays, which share Arrow's memory; with `in_place` they share the
-        file's, if its bytes are the values and few enough files are held that way: such arrays may
-        begin at any address."""
+        """Return the columns as arrays that share Arrow's memory, or the file's with `in_place`."""
+        # In place only where bytes are values, and few enough files are mapped; such arrays may
+        # begin at any address.
         stored = self._view_plain_columns() if in_place and self.window.can_be_held() else None
         if stored is not None:
             return stored
         try:
-            # The footer is given, not read again. One thread: other blocks keep the others busy.
+            # The footer is passed on, not read again. One thread: other blocks keep the cores busy.
             source = pq.ParquetFile(self.window.open(), metadata=self.metadata)
             table = source.reader.read_row_group(self.index, use_threads=False)
             columns = [_to_numpy(column) for column in table.columns]
@@ -79,16 +78,17 @@ class RowGroup:
         return columns
 
     def _view_plain_columns(self) -> list[npt.NDArray[np.generic]] | None:
-        """Return the columns, not copied, where each is one page of plain values."""
+        """Return views of the file if each column is one page of plain values, else None."""
         found = []
         group = self.metadata.row_group(self.index)
         for index, (begin, end) in enumerate(self.ranges):
             column = group.column(index)
             kind = _PLAIN_TYPES.get(column.physical_type)
+            # Metadata may be forged: a negative count would lead in front of the chunk.
             if kind is None or column.num_values < 0 or column.compression != "UNCOMPRESSED":
                 return None
             start = end - column.num_values * kind.itemsize
-            # Required values have no levels: a page of that size holds all of them and nothing
+            # Required values have no levels: a page of that size holds all of them, and nothing
             # else.
             header = bytes(self.window.view(begin, max(start, begin)))
             if not header.startswith(_encode_page_header(column.num_values, kind.itemsize)):
@@ -96,17 +96,15 @@ class RowGroup:
             found.append(np.frombuffer(self.window.view(start, end), dtype=kind))
         for values, (begin, end) in zip(found, self.ranges, strict=True):
             self.window.will_need(begin, end)
-            # Its pages may leave memory with the last array that looks at them.
+            # The map's pages may leave memory once the last array that views them is gone.
             weakref.finalize(values, self.window.release, begin, end).atexit = False
         return found
 
 
 def _encode_page_header(num_values: int, item_bytes: int) -> bytes:
-    """Return how the header of an uncompressed data page of plain values begins.
-
-    In Thrift's compact protocol: type DATA_PAGE, size uncompressed and compressed, then of its
-    DataPageHeader the number of values and the encoding PLAIN.
-    """
+    """Return how the header of an uncompressed data page of plain values begins."""
+    # Thrift's compact protocol: type DATA_PAGE, size uncompressed and compressed, then
+    # DataPageHeader with the number of values and the encoding PLAIN.
     size = b"\x15" + _encode_varint(num_values * item_bytes)
     return b"\x15\x00" + size * 2 + b"\x2c\x15" + _encode_varint(num_values) + b"\x15\x00"
 
@@ -123,8 +121,8 @@ def _encode_varint(number: int) -> bytes:
 def read_footer(
     name: str, data: memoryview, stream: ShardStream, num_blocks: int, num_bytes: int
 ) -> pq.FileMetaData:
-    """Return the footer of a file of `num_bytes`, given its bytes."""
-    # Its checksum is right, but somebody else may have written both.
+    """Return the metadata of a file of `num_bytes`, parsed from its footer."""
+    # Its checksum is right, but a foreign program may have written both.
     try:
         metadata = pq.read_metadata(pa.BufferReader(pa.py_buffer(data)))
         schema = metadata.schema.to_arrow_schema()
@@ -156,9 +154,9 @@ def check_counts(
     num_rows: int,
     num_values: int,
 ) -> None:
-    """Raise FormatError where decoded arrays contradict the block table or each other, as a foreign
-    writer may be wrong."""
-    # Little beside decoding; unseen, it would be an index out of bounds in some step.
+    """Raise FormatError where decoded arrays contradict the block table or each other."""
+    # Cheap beside decoding; without it a foreign writer's mistake would be an index error in some
+    # step of training.
     for column in _find_contradictions(features, decoded, num_episodes, num_rows, num_values):
         raise FormatError(
             f"{place}: column {column} contradicts the block table. The program that wrote it is "
@@ -169,7 +167,7 @@ def check_counts(
 def _find_contradictions(
     features: Features, decoded: Block, num_episodes: int, num_rows: int, num_values: int
 ) -> Iterator[str]:
-    """Yield the columns that are wrong; from the second on they may be so because of the first."""
+    """Yield the columns that are wrong; those after the first may be wrong because of it."""
     rows_T, row_offsets_T1 = np.diff(decoded.row_offsets_T1), decoded.row_offsets_T1
     if decoded.num_episodes != num_episodes:
         yield "num_episodes"
@@ -194,7 +192,7 @@ def _find_contradictions(
 
 
 def _are_ids(features: Features, unique_ids_U: Int64, unique_offsets_B1: Int64) -> bool:
-    """Tell whether each table's ids are rows of it."""
+    """Return whether each table's ids are rows of it."""
     parts = np.split(unique_ids_U, unique_offsets_B1[1:-1])
     return unique_offsets_B1[-1] == len(unique_ids_U) and not any(
         _has_outside(own, table.num_rows)
@@ -211,7 +209,7 @@ def _to_numpy(column: pa.ChunkedArray) -> npt.NDArray[np.generic]:
 
 
 def _has_outside(values: Int64, stop: int) -> bool:
-    # As unsigned numbers negative ones are the largest: one pass over them instead of two.
+    # Unsigned, negative ids are the largest: one pass checks both bounds.
     return bool(values.size) and bool(values.view(np.uint64).max() >= stop)
 
 
@@ -221,7 +219,7 @@ def assemble_block(
     unique_lengths_B: Int64,
     bundles: Bundles | None = None,
 ) -> Block:
-    """Return the block of decoded columns, stream by stream; lengths become offsets."""
+    """Return the block of decoded columns by stream; lengths become offsets."""
     task_T, num_rows_T, num_support_T, num_values_T = columns["episodes"]
     num_labels, of_rows = features.num_labels, columns["rows"]
     labels, length_columns = of_rows[:num_labels], of_rows[num_labels:]

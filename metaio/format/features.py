@@ -1,6 +1,4 @@
-"""Which columns a prepared dataset carries, as the trainer needs to know them. Stored in the
-manifest.
-"""
+"""The columns of a prepared dataset, as a trainer needs to know them; stored in the manifest."""
 
 from dataclasses import dataclass
 from functools import cached_property
@@ -16,11 +14,11 @@ OOV_ROW = 0  # which every table keeps for ids outside its vocabulary
 
 @dataclass(frozen=True)
 class TableSpec:
-    """One embedding table: `num_rows` rows, ids 0 to num_rows - 1. Row 0 is the out-of-vocabulary
-    row. `width` is how wide its rows are to be; 0: as the model says."""
+    """One embedding table with ids 0 (out of vocabulary) to num_rows - 1."""
 
     name: str
     num_rows: int
+    # Numbers of a row; 0: as the model says.
     width: int = 0
 
     def to_json(self) -> dict[str, Any]:
@@ -38,49 +36,44 @@ class FeatureSpec:
 
 
 def name_component(column: str, index: int) -> str:
-    """Return what one number of a vector column is called among the dense ones."""
+    """Return the name of one number of a vector column among the dense columns."""
     return f"{column}[{index}]"
 
 
 def find_vector_column(name: str) -> str:
-    """Return the column that a dense one is a number of: itself, unless it is of a vector.
+    """Return the column of a dense input: its vector's name, or its own.
 
     >>> find_vector_column("image[12]"), find_vector_column("price")
-    ('image', 'price')
-    """
+    ('image', 'price')"""
     column, bracket, index = name.removesuffix("]").rpartition("[")
     return column if bracket and index.isdecimal() and name.endswith("]") else name
 
 
 @dataclass(frozen=True)
 class Features:
-    """The columns of a prepared dataset, in the order in which a TaskBatch holds them.
-
-    `single` features hold exactly one id a row, `multi` features a list of ids (kept in order,
-    repeats kept, possibly empty). `dense` columns are float32; the numbers of a vector stand
-    side by side behind the others, each with a name of its own. `tables` is the order of
-    TaskBatch.unique_ids_U. `row_id` is the raw column by which a row can be found again, which no
-    model sees; "": none is stored. `labels` names the labels where there are several, or one that
-    not every row has; (): one that needs no name. `weight` is the raw column of the rows' weights.
-    """
+    """The columns of a prepared dataset, in the order in which a TaskBatch holds them."""
 
     tables: tuple[TableSpec, ...]
+    # One id a row; multi: a list of ids a row, in order, with repeats, possibly empty.
     single: tuple[FeatureSpec, ...]
     multi: tuple[FeatureSpec, ...]
+    # float32; the numbers of a vector stand behind the plain columns, each with its own name.
     dense: tuple[str, ...]
+    # The raw column by which a row can be found again; no model sees it. "": none.
     row_id: str = ""
+    # Names, if there are several labels, or one that not every row has; (): one without a name.
     labels: tuple[str, ...] = ()
+    # The raw column of the rows' weights; "": none.
     weight: str = ""
 
     @property
     def num_labels(self) -> int:
-        """Return how many labels a row has."""
+        """Return the number of labels of a row."""
         return max(len(self.labels), 1)
 
     @property
     def sparse(self) -> tuple[FeatureSpec, ...]:
-        """Return the single features, then the multi ones: the order of the pooled embeddings that
-        a model sees."""
+        """Return single, then multi features: the order of a model's pooled embeddings."""
         return self.single + self.multi
 
     @cached_property
@@ -112,7 +105,7 @@ class Features:
 
     @classmethod
     def from_json(cls, value: dict[str, Any]) -> "Features":
-        """Return what `to_json` was called on; its types are taken on trust."""
+        """Return the features that `to_json` wrote; types are trusted."""
         return cls(
             tables=tuple(TableSpec(**table) for table in value["tables"]),
             single=tuple(FeatureSpec(**feature) for feature in value["single"]),
@@ -124,7 +117,7 @@ class Features:
         )
 
     def check(self) -> None:
-        """Raise ValueError unless each feature has its one table, of a size that there may be."""
+        """Raise ValueError for a feature without a table, or a table of a forbidden size."""
         tables = {table.name: table.num_rows for table in self.tables}
         if len(set(self.labels)) < len(self.labels):
             raise ValueError("two labels have one name")

@@ -1,9 +1,7 @@
-"""What a prepared dataset holds: counts, episode sizes, ids in use and their skew; and whether it
-is intact.
+"""Summarises a prepared dataset: episode sizes, use of ids and its skew; finds damaged files.
 
 Shape suffixes: T tasks, N rows, F single-id or pooled features, V values, L labels, B tables, U
-unique ids, R rows of tables.
-"""
+unique ids, R rows of tables"""
 
 import itertools
 from collections.abc import Callable, Iterator, Sequence
@@ -19,13 +17,13 @@ from metaio.ragged import Int64
 
 Progress = Callable[[int, int], None]  # blocks done, blocks in all
 
-# The most used ids, in per cent of the ids in use, whose share of all uses is shown.
+# Percentages of the ids in use, most used first, whose share of all uses is shown.
 SKEW_PERCENT = (1, 10, 50)
 
 
 @dataclass(frozen=True)
 class TableUsage:
-    """How one split uses one embedding table. `uses_R` counts positions, single and multi."""
+    """The use of one embedding table by a split; `uses_R` counts positions, single and multi."""
 
     name: str
     num_rows: int
@@ -43,17 +41,17 @@ class TableUsage:
         return float(self.uses_R[0] / total) if total else 0.0
 
     def top_share(self, percent: int) -> float:
-        """Return the share of uses that the most used `percent` per cent of the ids in use
-        carry."""
+        """Return the share of uses that the most used `percent` per cent of ids carry."""
         falling = np.sort(self.uses_R[self.uses_R > 0])[::-1]
         if not len(falling):
             return 0.0
+        # One per cent of few ids would be none.
         count = max(1, round(len(falling) * percent / 100))
         return float(falling[:count].sum() / falling.sum())
 
 
 class LabelUsage(NamedTuple):
-    """One label: its mean over the rows in which it is known, and how many these are."""
+    """One label: its mean over the rows where it is known, and their number."""
 
     name: str
     mean: float
@@ -78,7 +76,7 @@ class SplitSummary:
 
 
 def summarise(dataset: Dataset, progress: Progress | None = None) -> list[SplitSummary]:
-    """Read every block of every split once and count."""
+    """Return the summary of each split; reads every block once."""
     total = sum(split.num_blocks for split in dataset.splits.values())
     finished = itertools.count(1)
 
@@ -112,32 +110,25 @@ def _summarise_split(dataset: Dataset, name: str, blocks: Iterator[Block]) -> Sp
         label_NL = block.label_N.reshape(block.num_rows, -1)
         known_L += np.count_nonzero(~np.isnan(label_NL), axis=0)
         sum_L += np.nansum(label_NL, axis=0, dtype=np.float64)
-        # Positions are counted per block and carried to the ids once, not id by id.
+        # Positions are counted per block and added to the ids once, not id by id.
         counts_U = np.bincount(block.positions_NF.ravel(), minlength=len(block.unique_ids_U))
         counts_U += np.bincount(block.multi_positions_V, minlength=len(block.unique_ids_U))
         for table, used_R in enumerate(uses):
             own = slice(block.unique_offsets_B1[table], block.unique_offsets_B1[table + 1])
-            # An id stands once for each bundle.
+            # np.add.at, not indexing: with bundles an id stands several times.
             np.add.at(used_R, block.unique_ids_U[own], counts_U[own])
-    return SplitSummary(
-        name=name,
-        num_tasks=len(np.unique(np.concatenate(tasks))),
-        support_T=np.concatenate(support),
-        query_T=np.concatenate(query),
-        labels=tuple(
-            map(LabelUsage, names, (sum_L / np.maximum(known_L, 1)).tolist(), known_L.tolist())
-        ),
-        tables=tuple(
-            TableUsage(t.name, t.num_rows, used_R) for t, used_R in zip(tables, uses, strict=True)
-        ),
-    )
+    means = (sum_L / np.maximum(known_L, 1)).tolist()
+    labels = tuple(map(LabelUsage, names, means, known_L.tolist()))
+    used = (TableUsage(t.name, t.num_rows, own_R) for t, own_R in zip(tables, uses, strict=True))
+    num_tasks = len(np.unique(np.concatenate(tasks)))
+    support_T, query_T = np.concatenate(support), np.concatenate(query)
+    return SplitSummary(name, num_tasks, support_T, query_T, labels, tuple(used))
 
 
 def find_damage(
     dataset: Dataset, progress: Progress | None = None, known_problems: Sequence[str] = ()
 ) -> list[str]:
-    """Check every file and every column chunk; returns one message for each that is missing or
-    altered, those that are `known` from opening first."""
+    """Return a message for each missing or altered file or column chunk, `known_problems` first."""
     found = list(known_problems)
     places = [
         (name, block) for name, split in dataset.splits.items() for block in range(split.num_blocks)
@@ -149,7 +140,7 @@ def find_damage(
             found.append(str(error))
         if progress is not None:
             progress(finished, len(places))
-    # No reader of ours reads bytes outside of footers and column chunks, but others do.
+    # Our readers skip bytes outside footers and chunks, but other programs read complete files.
     for path, entry in dataset.files():
         if any(message.startswith(f"{dataset.url}/{path}") for message in found):
             continue
@@ -157,5 +148,5 @@ def find_damage(
             read_verified_file(dataset, path, entry)
         except FormatError as error:
             found.append(str(error))
-    # A missing file is found by every block that it holds.
+    # Every block of a missing file reports it: once is enough.
     return list(dict.fromkeys(found))

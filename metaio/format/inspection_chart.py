@@ -1,6 +1,4 @@
-"""Draws what `gmeta inspect` counts: sizes of support and query sets, and how unevenly ids are
-used.
-"""
+"""Draws what `gmeta inspect` counts: sizes of support and query sets, and the skew of ids."""
 
 from __future__ import annotations
 
@@ -17,15 +15,14 @@ from metaio.quantities import format_count
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-# Tables drawn: the largest say most about skew, and more lines cannot be told apart.
+# Tables drawn: the largest say most about skew, and more lines cannot be distinguished.
 _MAX_CURVES = 8
 _MAX_MARKED = 12  # ids of a curve that is drawn with its points
 
 
 def draw_summaries(summaries: list[SplitSummary], path: Path) -> bytes:
-    """Return a picture of the kind that `path` names, PNG if it names none: one row a split, sizes
-    on the left, cumulative use of ids on the right."""
-    # Half a second to import, and most who inspect want no picture.
+    """Return a picture of the kind that `path` names (default PNG), with one row for each split."""
+    # Imported here: it takes half a second, and most inspections draw nothing.
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(11, 2.6 * max(len(summaries), 1)), layout="constrained")
@@ -34,6 +31,7 @@ def draw_summaries(summaries: list[SplitSummary], path: Path) -> bytes:
         raise DataError(f"picture {path} is of no known kind: {', '.join(kinds)}. Name it .png")
     axes = figure.subplots(max(len(summaries), 1), 2, squeeze=False)
     tables = _choose_largest_tables(summaries)
+    # Sizes of support and query on the left, cumulative use of ids on the right.
     for (sizes, skew), summary in zip(axes, summaries, strict=False):
         _draw_sizes(sizes, summary)
         _draw_skew(skew, summary, tables)
@@ -44,7 +42,7 @@ def draw_summaries(summaries: list[SplitSummary], path: Path) -> bytes:
 
 def _draw_sizes(axes: Axes, summary: SplitSummary) -> None:
     largest = int(max(summary.support_T.max(initial=0), summary.query_T.max(initial=0), 1))
-    # Whole numbers only: bars between two sizes would stay empty.
+    # Integer bounds: bars between two sizes would stay empty.
     bins = np.unique(np.linspace(0, largest + 1, 41).round())
     axes.hist(summary.support_T, bins.tolist(), alpha=0.7, label="support")
     axes.hist(summary.query_T, bins.tolist(), alpha=0.7, label="query")
@@ -57,7 +55,7 @@ def _draw_sizes(axes: Axes, summary: SplitSummary) -> None:
 
 
 def _choose_largest_tables(summaries: list[SplitSummary]) -> list[str]:
-    """Return the tables to draw, those with most ids in use in any split first."""
+    """Return the tables to draw: those with most ids in use in any split first."""
     most_used: dict[str, int] = {}
     for summary in summaries:
         for use in summary.tables:

@@ -1,7 +1,6 @@
 """The on-disk format, version 1: files, columns, Arrow types, encodings; docs/format.md in code.
 
-Shape suffixes: T tasks, N rows, V values, U unique ids.
-"""
+Shape suffixes: T tasks, N rows, V values, U unique ids"""
 
 from __future__ import annotations
 
@@ -26,9 +25,9 @@ RESET_FOLDER = "reset"  # of an increment of a stream: rows that mean another va
 # No split can have this name: it has a character that those do without.
 RAW_IDS_FOLDER = "raw_ids"
 
-# One row group holds whole episodes up to this many rows: larger groups decode no faster (measured
-# 14.8 million rows/s at 65,536; 45 instead of 36 ns a row at 6,400), smaller ones shuffle at a
-# finer grain.
+# One row group holds complete episodes up to this many rows: larger groups decode no faster
+# (measured 14.8 million rows/s at 65,536; 45 instead of 36 ns a row at 6,400), smaller ones shuffle
+# at a finer grain.
 DEFAULT_BLOCK_ROWS = 65_536
 # A shard is what one prepare task writes and one download fetches: 16 blocks are about 100 to 200
 # MB.
@@ -41,13 +40,13 @@ BUNDLE_TASKS = 64
 
 
 def usual_bundle_tasks(num_rows: int) -> int:
-    """Return how many episodes make a bundle in a train split of `num_rows` rows; 0: no bundles."""
+    """Return the episodes of a bundle in a train split of `num_rows` rows; 0: no bundles."""
     return BUNDLE_TASKS if num_rows >= BUNDLED_ROWS else 0
 
 
 @dataclass(frozen=True)
 class ShardStream:
-    """One Parquet file of a shard: its columns all have the same length within a block."""
+    """One Parquet file of a shard; its columns have one length within a block."""
 
     name: str
     schema: pa.Schema
@@ -63,21 +62,15 @@ def _make_schema(*columns: tuple[str, pa.DataType]) -> pa.Schema:
 
 
 def list_streams(features: Features) -> tuple[ShardStream, ...]:
-    """Return the files of every shard; a stream that would always be empty is left out.
-
-    episodes [T], rows [N], dense [N * K], positions [N * F], multi [V], unique [U], row_ids [N].
-    """
-    episodes = _make_schema(
-        ("task", pa.int64()),
-        ("num_rows", pa.int32()),
-        ("num_support", pa.int32()),
-        ("num_values", pa.int32()),
-    )
+    """Return the files of every shard, but for those that would always be empty."""
+    # Lengths of the streams: episodes [T], rows and row_ids [N], dense [N * K], positions [N * F],
+    # multi [V], unique [U].
+    counts = [(name, pa.int32()) for name in ("num_rows", "num_support", "num_values")]
     names = [f"label_{name}" for name in features.labels] or ["label"]
     labels = [(name, pa.float32()) for name in names + ["weight"] * bool(features.weight)]
     lengths = [(f"length_{feature.name}", pa.int32()) for feature in features.multi]
     found = [
-        ShardStream("episodes", episodes),
+        ShardStream("episodes", _make_schema(("task", pa.int64()), *counts)),
         ShardStream("rows", _make_schema(*labels, *lengths)),
         ShardStream("dense", _make_schema(("value", pa.float32()))),
         ShardStream("positions", _make_schema(("position", pa.int32()))),
@@ -85,12 +78,8 @@ def list_streams(features: Features) -> tuple[ShardStream, ...]:
         ShardStream("unique", _make_schema(("id", pa.int64()))),
         ShardStream("row_ids", _make_schema(("row_id", pa.int64()))),
     ]
-    absent = {
-        "dense": not features.dense,
-        "positions": not features.single,
-        "multi": not features.multi,
-    }
-    absent["unique"] = not features.sparse
+    absent = {"dense": not features.dense, "positions": not features.single}
+    absent |= {"multi": not features.multi, "unique": not features.sparse}
     absent["row_ids"] = not features.row_id
     return tuple(stream for stream in found if not absent.get(stream.name, False))
 
@@ -103,11 +92,7 @@ def list_checksum_columns(features: Features) -> tuple[tuple[str, str], ...]:
 
 
 def make_block_table_schema(bundled: bool = False) -> pa.Schema:
-    """Return the columns of SPLIT/blocks.parquet, one row a block, in stored order.
-
-    Where episodes stand in bundles there are two more, which readers may leave alone: without them
-    the blocks are read like any other.
-    """
+    """Return the columns of SPLIT/blocks.parquet, which has one row a block, in stored order."""
     lengths = pa.list_(pa.field("element", pa.int32(), nullable=False))
     columns = [
         ("shard", pa.int32()),
@@ -118,18 +103,16 @@ def make_block_table_schema(bundled: bool = False) -> pa.Schema:
         ("xxh3", pa.list_(pa.field("element", pa.int64(), nullable=False))),
         ("content_xxh3", pa.int64()),
     ]
+    # Readers may ignore these two columns: the blocks are then read like any other.
     if bundled:
         columns += [("bundle_tasks", pa.int32()), ("bundle_unique_lengths", lengths)]
     return _make_schema(*columns)
 
 
 def make_writer_options(stream: ShardStream, compact: bool) -> dict[str, object]:
-    """Return the options of pyarrow.parquet.ParquetWriter for one stream.
-
-    Positions as PLAIN decode at 14 ns a row of 26 ids, DELTA_BINARY_PACKED at 50 for 0.6 of the
-    bytes (docs/format.md); unique ids are sorted: DELTA costs 1.2 ns an id and
-    saves 7 of 8 bytes.
-    """
+    """Return the options of pyarrow.parquet.ParquetWriter for one stream."""
+    # Positions decode at 14 ns a row of 26 ids as PLAIN, at 50 as DELTA_BINARY_PACKED, which takes
+    # 0.6 of the bytes. Sorted ids: DELTA costs 1.2 ns each and saves 7 of 8 bytes.
     packed = {"unique"}
     if compact:
         packed |= {"positions", "multi", "episodes", "row_ids"}
@@ -138,13 +121,13 @@ def make_writer_options(stream: ShardStream, compact: bool) -> dict[str, object]
         "version": "2.6",
         "compression": "lz4" if compact else "none",
         "use_dictionary": columns if compact and stream.name == "rows" else False,
-        # Nobody filters these files by value, and statistics of lists of positions say nothing.
+        # No reader filters these files by value, and statistics of positions say nothing.
         "write_statistics": False,
         "store_schema": False,
-        # One page a column and block: its bytes, one after another, are the values as in memory.
+        # One page a column and block: its bytes are the values as in memory, which can be mapped.
         "data_page_size": 1 << 30,
     }
-    # Since release 23 pyarrow has a limit of its own, which is 20,000.
+    # pyarrow 23 has a second limit of a page, 20,000 rows by default.
     if "max_rows_per_page" in inspect.signature(pq.ParquetWriter).parameters:
         options["max_rows_per_page"] = 1 << 30
     if options["use_dictionary"] is False:
@@ -168,6 +151,7 @@ def find_chunk_ranges(metadata: pq.FileMetaData, row_group: int) -> list[tuple[i
 
 
 def write_vocabulary(values: pa.Array, file: Path) -> None:
-    """Write the values behind a table's ids: the same bytes wherever they are written."""
+    """Write the values behind a table's ids."""
     file.parent.mkdir(exist_ok=True)
+    # Without Arrow's schema the bytes do not depend on the type that the engine had.
     pq.write_table(pa.table({"value": values}), file, store_schema=False)

@@ -17,8 +17,7 @@ MIN_FOOTER_BYTES = 8  # of a Parquet file: the length of its footer, and "PAR1"
 
 @dataclass(frozen=True)
 class FileEntry:
-    """Size and checksums of one file; `footer_*` cover the Parquet footer with its length and
-    magic."""
+    """Size and checksums of one file; `footer_*` cover Parquet's footer, length and magic."""
 
     num_bytes: int
     xxh3: str
@@ -49,34 +48,31 @@ class SplitEntry:
 
 @dataclass(frozen=True)
 class StreamPlace:
-    """Where in a stream of increments a dataset stands, and which table rows mean another value
-    from it on.
-
-    `parent` is the fingerprint of the increment before, "" of the first. `window` is the span of
-    event time [from, to) of its query rows, on the scale of the time column. `freed` counts by
-    table the rows that lost their value. `resets` are the files reset/TABLE.parquet, with the rows
-    that got another value: one column `row`, ascending.
-    """
+    """The place of a dataset in a stream, and the table rows that mean another value from it on."""
 
     stream: str
     increment: int
+    # Fingerprint of the increment before; "" of the first.
     parent: str
+    # Span of event time [from, to) of the query rows, on the scale of the time column.
     window: tuple[int, ...]
+    # By table, how many rows lost their value.
     freed: dict[str, int] = field(default_factory=dict)
+    # reset/TABLE.parquet: the rows that got another value, ascending.
     resets: dict[str, FileEntry] = field(default_factory=dict)
 
     def identity(self) -> list[Any]:
-        """Return what a fingerprint covers: it chains an increment to all before it."""
+        """Return what a fingerprint covers; by `parent` it chains all increments before."""
         return [self.stream, self.increment, self.parent, list(self.window)]
 
 
 @dataclass(frozen=True)
 class Manifest:
-    """Everything in manifest.json but its own checksum. `task_kind` is "integer" or "hashed";
-    `stream` is None for a dataset that stands alone."""
+    """The content of manifest.json but its checksum."""
 
     features: Features
     task: str
+    # "integer" or "hashed".
     task_kind: str
     label: str
     seed: int
@@ -89,23 +85,23 @@ class Manifest:
     vocabularies: dict[str, FileEntry] = field(default_factory=dict)
     report: dict[str, Any] = field(default_factory=dict)
     created_by: dict[str, str] = field(default_factory=dict)
+    # None for a dataset that is no increment of a stream.
     stream: StreamPlace | None = None
 
     @property
     def raw_ids(self) -> dict[str, FileEntry]:
-        """Return the files of raw ids by role, "task" or "item"; none in datasets of an earlier
-        release, nor where ids are kept otherwise. Raises ValueError: what the report says of them
-        is nothing that a writer writes."""
+        """Return the files of raw ids by role, "task" or "item"; empty in older datasets."""
         found: dict[str, FileEntry] = parse_typed(
             dict[str, FileEntry], self.report.get(RAW_IDS_FOLDER, {}), "manifest.report.raw_ids"
         )
+        # The names become paths, so no other is let through.
         if not found.keys() <= {"task", "item"}:
             raise ValueError(f"manifest.report.raw_ids: {', '.join(found)}; task, item are allowed")
         return found
 
     @property
     def support_is_past(self) -> bool:
-        """Tell whether the support rows of an episode are older than its query rows."""
+        """Return whether the support rows of an episode are older than its query rows."""
         schema = self.recipe.get("schema")
         if not isinstance(schema, dict):
             return self.recipe.get("order") == "time"
@@ -114,8 +110,7 @@ class Manifest:
 
     @property
     def support_is_fixed(self) -> bool:
-        """Tell whether its protocol says which rows of a task are support: by time, by membership,
-        or by windows of time. Otherwise they are drawn, and another draw is as good."""
+        """Return whether the protocol fixes the support rows: by time, membership or windows."""
         schema = self.recipe.get("schema")
         if self.support_is_past or not isinstance(schema, dict):
             return self.support_is_past
@@ -132,14 +127,14 @@ xxh3_hex = xxhash.xxh3_64_hexdigest  # 16 digits
 
 
 def compute_checksum(body: Mapping[str, Any]) -> str:
-    """Return the checksum of a JSON object, of all in it but its own: reformatting the file does no
-    harm, changing a value does."""
+    """Return the checksum of a JSON object without its own checksum."""
+    # Of canonical JSON: reformatting the file does no harm, changing a value does.
     return xxh3_hex(canonical_json({name: body[name] for name in body if name != "checksum"}))
 
 
 def add_checksum(body: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a JSON object with its checksum behind all of the rest."""
-    # There and back, so that the checksum sees what a reader will see: lists, not tuples.
+    """Return a JSON object with its checksum as the last key."""
+    # Through JSON and back: the checksum must cover what a reader sees, lists and not tuples.
     found: dict[str, Any] = json.loads(json.dumps(body, default=vars))
     return {**found, "checksum": compute_checksum(found)}
 
@@ -154,7 +149,7 @@ def encode_manifest(manifest: Manifest) -> bytes:
 
 
 def decode_manifest(data: bytes, name: str) -> Manifest:
-    """Return what `encode_manifest` was given; `name` is the address that messages speak of."""
+    """Return the manifest that `encode_manifest` wrote; `name` is its address in messages."""
     try:
         body = json.loads(data)
         json.dumps(body, ensure_ascii=False).encode()  # half of a character could not be shown

@@ -1,4 +1,4 @@
-"""Writes the Parquet files of one shard, block by block, and takes their checksums."""
+"""Writes the Parquet files of one shard, block by block, and computes their checksums."""
 
 import mmap
 from pathlib import Path
@@ -29,12 +29,8 @@ def _to_int64(unsigned: int) -> int:
 
 def _list_columns(block: Block, stream: ShardStream) -> list[Any]:
     if stream.name == "episodes":
-        return [
-            block.task_T,
-            np.diff(block.row_offsets_T1),
-            block.support_lengths_T,
-            np.diff(block.value_offsets_T1),
-        ]
+        rows_T, values_T = np.diff(block.row_offsets_T1), np.diff(block.value_offsets_T1)
+        return [block.task_T, rows_T, block.support_lengths_T, values_T]
     # One transposing copy makes each feature's lengths contiguous, which Arrow needs.
     if stream.name == "rows":
         labels = [block.label_N] if block.label_N.ndim == 1 else block.label_N.T
@@ -67,7 +63,8 @@ def make_file_entry(data: memoryview) -> FileEntry:
 
 
 def map_file(path: Path) -> memoryview:
-    """Return the bytes of a finished file, not copied; it is never empty."""
+    """Return the bytes of a finished file, mapped; it is never empty."""
+    # mmap refuses empty files, but a finished Parquet or Arrow file has at least its footer.
     with path.open("rb") as file:
         return memoryview(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ))
 
@@ -94,8 +91,7 @@ class ShardWriter:
         return len(self._blocks)
 
     def write(self, block: Block) -> None:
-        """Append one block as a row group of every file. Raises DataError: the block has more
-        positions than a 32-bit offset can count."""
+        """Append one block as a row group of every file."""
         if (
             max(block.positions_NF.size, len(block.multi_positions_V), block.dense_NK.size)
             >= 1 << 31
@@ -106,7 +102,8 @@ class ShardWriter:
             )
         for writer, stream in zip(self._writers, self._streams, strict=True):
             table = _make_table(block, stream)
-            # Exactly one row group a block, also for a stream that is empty in this block.
+            # One row group a block, also for a stream that is empty in it: readers count row
+            # groups.
             writer.write_table(table, row_group_size=max(table.num_rows, 1))
         self._blocks.append(
             {
@@ -124,12 +121,12 @@ class ShardWriter:
         )
 
     def close(self) -> tuple[ShardEntry, pa.Table]:
-        """Finish the files. Returns the manifest's entry and its rows of the block table."""
+        """Finish the files; return the manifest's entry and the shard's rows of the block table."""
         files = {}
         checksums: list[list[int]] = [[] for _ in self._blocks]
         for writer, stream, path in zip(self._writers, self._streams, self._paths, strict=True):
             writer.close()
-            # Read back, not noted while writing: the checksums are of what is in the file.
+            # Read back, not computed while writing: checksums are of what the file really holds.
             data = map_file(path)
             files[stream.name] = make_file_entry(data)
             metadata = pq.read_metadata(path)
@@ -138,17 +135,15 @@ class ShardWriter:
                     row.append(_to_int64(xxhash.xxh3_64_intdigest(data[begin:end])))
         for block, row in zip(self._blocks, checksums, strict=True):
             block["xxh3"] = row
+        # Without bundles the table has no columns of them, as in earlier releases.
         bundled = any(row["bundle_tasks"] for row in self._blocks)
         table = pa.Table.from_pylist(self._blocks, schema=make_block_table_schema(bundled))
-        counts = {
-            name: int(np.sum(table[name].to_numpy())) for name in ("num_episodes", "num_rows")
-        }
-        return ShardEntry(
-            len(self._blocks), counts["num_episodes"], counts["num_rows"], files
-        ), table
+        names = "num_episodes", "num_rows"
+        num_episodes, num_rows = (int(np.sum(table[name].to_numpy())) for name in names)
+        return ShardEntry(len(self._blocks), num_episodes, num_rows, files), table
 
     def abort(self) -> None:
-        """Close the files without finishing the shard; does nothing once it is finished."""
+        """Close the files; does nothing once the shard is finished."""
         for writer in self._writers:
             writer.close()
 

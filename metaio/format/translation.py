@@ -1,9 +1,8 @@
-"""A dataset as a model sees it that was trained on another one of the same columns: each id is the
-row that its value has in that model's tables, and row 0 where it has none.
+"""A dataset as seen by a model that was trained on another dataset of the same columns: each id
+becomes the row of its value in that model's tables, row 0 where it has none.
 
 Shape suffixes: N rows, F single-id or pooled features, V values, K dense columns, B tables, U
-unique ids, R rows of tables.
-"""
+unique ids, R rows of tables"""
 
 from dataclasses import dataclass, replace
 from itertools import chain
@@ -22,15 +21,14 @@ from metaio.format.layout import VOCABULARY_FOLDER
 from metaio.ragged import Int64, offsets, owners
 
 _REMEDY = "Prepare it by the schema of the other one, or choose another dataset"
-# The keys of a column's rule that decide which value an id or a number stands for.
+# The keys of a rule that decide which value an id or a number stands for.
 _LABEL_MEANING_KEYS = ("threshold", "mask", "null")
 _MEANING_KEYS = ("table", "hash", "log1p", "standardise", "fill")
 
 
 @dataclass(frozen=True)
 class _Translation:
-    """Rows of each table [R] in the other dataset's tables, and what turns its dense columns into
-    those of the other: x * scale + shift; None where nothing changes."""
+    """Maps rows of each table [R] to the other dataset's, and dense x to x * scale + shift."""
 
     rows_of_tables: tuple[Int64, ...]
     affine_K: tuple[npt.NDArray[np.float64], npt.NDArray[np.float64]] | None
@@ -59,9 +57,8 @@ class _Translation:
 
 
 def translate_dataset(own: Dataset, known: Dataset) -> Dataset:
-    """Return `own` as a model of `known` sees it: with the ids, the tables and the units of
-    `known`; `own` itself where they are one dataset. Raises DataError: they differ in a column, in
-    what its values mean, or in the label; it is named."""
+    """Return `own` with the ids, tables and units of `known`; raise DataError if they differ."""
+    # The usual case, a model scored on its own dataset: blocks pass unchanged.
     if own.fingerprint == known.fingerprint:
         return own
     _check_columns(own, known)
@@ -74,7 +71,7 @@ def translate_dataset(own: Dataset, known: Dataset) -> Dataset:
 
 
 def _check_columns(own: Dataset, known: Dataset) -> None:
-    """Refuse another set of columns, or another order of them."""
+    """Raise DataError for another set or order of columns."""
 
     def describe_columns(columns: tuple[FeatureSpec, ...], kind: str) -> list[tuple[str, str]]:
         return [(column.name, f"{kind} of table {column.table}") for column in columns]
@@ -120,12 +117,13 @@ def _collect_meanings(dataset: Dataset) -> dict[str, dict[str, Any]]:
     features = (schema.get(kind, ()) for kind in ("single", "multi", "dense", "vector"))
     for one in chain.from_iterable(features):
         meaning = {key: one.get(key) for key in _MEANING_KEYS}
+        # The kind, since 7 and "7" are hashed to different rows.
         found[one["column"]] = {**meaning, "kind": kinds.get(one["column"])}
     return found
 
 
 def _check_meanings(own: Dataset, known: Dataset) -> None:
-    """Refuse columns whose ids or numbers mean something else."""
+    """Raise DataError for columns whose ids or numbers mean something else."""
     own_rules = _collect_meanings(own)
     for name, rule in _collect_meanings(known).items():
         other = own_rules.get(name)
@@ -141,8 +139,9 @@ def _check_meanings(own: Dataset, known: Dataset) -> None:
 
 
 def _check_ids_without_vocabulary(own: Dataset, known: Dataset, table: str) -> None:
-    """Refuse a table without a vocabulary whose ids may not be those of the other one: those of a
-    schema, which is compared by column, are hashes, but a recipe may number values as they come."""
+    """Raise DataError for a table without a vocabulary whose ids may mean other values."""
+    # Ids of a schema are hashes, compared column by column; a recipe may number values as they
+    # come.
     recipes = own.manifest.recipe, known.manifest.recipe
     if all(recipe.get("schema") for recipe in recipes) or recipes[0] == recipes[1]:
         return
@@ -167,7 +166,7 @@ def _match_rows(own: Dataset, known: Dataset, table: str, num_rows: int, num_kno
         missing = known if table in vocabularies[0] else own
         raise DataError(f"table {table} has no vocabulary in {missing.url}. {_REMEDY}")
     values, wanted = _read_vocabulary(own, table), _read_vocabulary(known, table)
-    # A row that was freed has no value: it must not match another one without a value.
+    # skip_nulls: a freed row has no value, and must not match another freed row.
     found = pc.index_in(values.cast(wanted.type), value_set=wanted, skip_nulls=True)
     rows_R[:] = 0
     rows_R[1 : 1 + len(values)] = pc.fill_null(found, -1).to_numpy() + 1
@@ -185,6 +184,7 @@ def _match_moments(
 ) -> tuple[npt.NDArray[np.float64], npt.NDArray[np.float64]] | None:
     """Return scale and shift [K] from standardised columns of `own` to those of `known`."""
     moments = [dataset.manifest.recipe.get("moments", {}) for dataset in (own, known)]
+    # None skips the arithmetic: values stay equal to the bit.
     if moments[0] == moments[1]:
         return None  # to the bit
     scale_K = np.ones(len(known.features.dense))
@@ -192,6 +192,7 @@ def _match_moments(
     for index, name in enumerate(known.features.dense):
         if name in moments[0] and name in moments[1]:
             (mean, deviation), (to_mean, to_deviation) = moments[0][name], moments[1][name]
+            # Both are (raw - mean) / deviation, so one is an affine function of the other.
             scale_K[index] = deviation / to_deviation
             shift_K[index] = (mean - to_mean) / to_deviation
     return scale_K, shift_K

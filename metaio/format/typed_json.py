@@ -1,4 +1,4 @@
-"""Dataclasses from JSON that somebody handed over: every value has its type, or is named."""
+"""Dataclasses from untrusted JSON: every value has its type, or the error names its place."""
 
 import reprlib
 import types
@@ -11,12 +11,9 @@ _NEEDED = {int: "a whole number from 0 to 2^64 - 1", str: "text", tuple: "a list
 
 
 def parse_typed(kind: Any, value: Any, place: str) -> Any:
-    """Return `value` as `kind`: a dataclass, a tuple or dict of a kind, text, or a natural number;
-    of `kind | None` as the kind, for what is None is left out of JSON.
-
-    `place` says where the value stands; messages begin with it.
-    """
+    """Return `value` as `kind`: a dataclass, tuple, dict, text or natural number."""
     if get_origin(kind) is types.UnionType:
+        # Writers leave None out of JSON, so `X | None` is read as X.
         (kind,) = (one for one in get_args(kind) if one is not types.NoneType)
     base = get_origin(kind) or kind
     if is_dataclass(base) and isinstance(value, dict):
@@ -24,6 +21,7 @@ def parse_typed(kind: Any, value: Any, place: str) -> Any:
         optional = {
             f.name for f in fields(base) if (f.default, f.default_factory) != (MISSING, MISSING)
         }
+        # Missing and unknown keys in one pass; optional ones may be missing.
         for name in sorted((hints.keys() ^ value.keys()) - (optional - value.keys())):
             fault = "is missing" if name in hints else "is unknown"
             raise ValueError(f"{place}: key {reprlib.repr(name)} {fault}")

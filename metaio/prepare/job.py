@@ -37,22 +37,20 @@ from metaio.prepare.schema.values import Kind, infer_kind, parse_time
 from metaio.ragged import Int64
 
 DEFAULT_MEMORY_BYTES = 2 << 30
-# Half a million rows of 300 bytes sort in memory several times over within 1 GB.
+# With 8 blocks, half a million rows of 300 bytes sort in memory within 1 GB.
 SHARD_BLOCKS = 8
-# Beyond this many rows a table's used ids are not counted: it would cost more than it tells.
+# Used ids of larger tables are not counted: it would cost more than it tells.
 MAX_COUNTED_ROWS = 1 << 28
 
 
 @dataclass(frozen=True)
 class PrepareOptions:
-    """How to prepare. None of it but `block_rows` and `bundle_tasks` changes which bytes come out.
-
-    `bundle_tasks` episodes of the train split keep ids of their own; None: as usual for its rows.
-    """
+    """How to prepare; only `block_rows` and `bundle_tasks` change the bytes that come out."""
 
     memory_bytes: int = DEFAULT_MEMORY_BYTES
     threads: int = os.cpu_count() or 1
     block_rows: int = DEFAULT_BLOCK_ROWS
+    # Episodes of the train split that keep separate ids; None: by the number of its rows.
     bundle_tasks: int | None = None
     compact: bool = False
     overwrite: bool = False
@@ -73,7 +71,7 @@ class WrittenShard(NamedTuple):
 
 @dataclass(frozen=True)
 class Job:
-    """One run of prepare. It is sent to every worker of a cluster, vocabularies included."""
+    """One run of prepare; it is sent to every worker of a cluster, vocabularies included."""
 
     schema: Schema
     options: PrepareOptions
@@ -89,22 +87,14 @@ class Job:
     def open(self, out: str) -> AbstractContextManager[DatasetWriter]:
         """Return the writer of the dataset."""
         schema = self.schema
-        # Where nothing may be replaced, the writer refuses an old dataset by itself.
+        # Without overwrite the writer refuses an old dataset by itself.
         if self.options.overwrite:
             self._check_kinds(out)
+        recipe = {"name": "schema", "schema": schema.to_json(), "moments": self.fitted.moments}
+        recipe |= {"kinds": self.fitted.kinds, **self.options.recipe}
+        protocol = self.options.protocol or _describe_protocol(schema)
         provenance = Provenance(
-            task=schema.task.column,
-            label=schema.label_text,
-            seed=schema.seed,
-            task_kind=self.task_kind,
-            protocol=self.options.protocol or _describe_protocol(schema),
-            recipe={
-                "name": "schema",
-                "schema": schema.to_json(),
-                "moments": self.fitted.moments,
-                "kinds": self.fitted.kinds,
-                **self.options.recipe,
-            },
+            schema.task.column, schema.label_text, schema.seed, self.task_kind, protocol, recipe
         )
         return write_dataset(
             out,
@@ -116,8 +106,7 @@ class Job:
         )
 
     def _check_kinds(self, out: str) -> None:
-        """Raise DataError where a model trained on the dataset at `out` would take new ids for
-        other values."""
+        """Raise DataError where a model of the dataset at `out` would misread the new ids."""
         try:
             kinds = open_dataset(out).manifest.recipe.get("kinds")
         except MetaIOError:
@@ -131,8 +120,7 @@ class Job:
                 )
 
     def make_catalogue_builder(self) -> CatalogueBuilder | None:
-        """Return a builder of the catalogue that negatives are drawn from; None if none are
-        drawn."""
+        """Return a builder of the catalogue of negatives; None if none are drawn."""
         if self.schema.negatives is None:
             return None
         train = self.fitted.splits.names.index(self.schema.splits.train)
@@ -150,13 +138,11 @@ class Job:
     def write_shard(
         self, folder: Path, bucket: int, rows: EncodedRows, id_use: "Use"
     ) -> WrittenShard:
-        """Write all rows of a bucket as a shard below `folder`, and count the ids in `use`.
-
-        Safe to call from several threads, for different buckets.
-        """
+        """Write all rows of a bucket as a shard, and count its ids."""
+        # Called by several threads at once, each for another bucket.
         split = self.plan.find_split(bucket)
         cutting = self.fitted.splits.choose_cutting(self.schema, split)
-        # Cut within the bucket, so that workers need not know each other's episodes.
+        # Blocks are cut within a bucket: workers need not know each other's episodes.
         name = self.fitted.splits.names[split]
         is_train = name == self.schema.splits.train
         episodes, dropped = make_episodes(
@@ -169,13 +155,14 @@ class Job:
                 find_block_bounds(episodes.row_lengths_T, self.options.block_rows, bundle_tasks)
             ):
                 block = build_block(self.features, episodes.gather(first, stop))
+                # Bundles serve shuffled training: other splits have none.
                 block = bundle_ids(block, bundle_tasks)
                 shard.write(block)
                 id_use.add(block)
             return WrittenShard(bucket, *shard.close(), dropped, rows.num_rows)
 
     def write_vocabularies(self, folder: Path) -> None:
-        """Keep the values behind the ids: encoding new rows needs them."""
+        """Write the values behind the ids, by which new rows are encoded."""
         for name, values in self.fitted.vocabularies.items():
             write_vocabulary(values, folder / VOCABULARY_FOLDER / f"{name}.parquet")
 
@@ -187,9 +174,7 @@ def make_job(
     survey: Survey,
     types: dict[str, pa.DataType],
 ) -> Job:
-    """Decide buckets, features and the cut in time; `types` are the Arrow types of the raw columns.
-    Raises DataError: the task column has the wrong type, or `episodes.at` does not suit the time's.
-    """
+    """Return the job: buckets, features and the cut in time, by the Arrow types of raw columns."""
     rows = [survey.rows_of_split[name] for name in fitted.splits.names]
     task, at = schema.task.column, schema.episodes.at
     kinds = {
@@ -203,6 +188,7 @@ def make_job(
         schema=schema,
         options=options,
         fitted=replace(fitted, kinds=kinds),
+        # A bucket becomes a shard of about SHARD_BLOCKS blocks.
         plan=plan_buckets(rows, SHARD_BLOCKS * options.block_rows),
         features=make_features(schema, {name: len(v) for name, v in fitted.vocabularies.items()}),
         task_kind="integer" if integer else "hashed",
@@ -229,7 +215,7 @@ def _describe_protocol(schema: Schema) -> str:
 
 
 def infer_column_kind(column: IdColumn, kind: pa.DataType) -> Kind:
-    """Tell whether a column's ids, or those of its lists, are integers or text."""
+    """Return whether a column's ids, or those in its lists, are integers or text."""
     is_list = pa.types.is_list(kind) or pa.types.is_large_list(kind)
     return infer_kind(column.column, kind.value_type if is_list else kind, "sparse")
 
@@ -245,7 +231,7 @@ def _list_counted_tables(job: Job) -> list[int]:
 
 
 class HashedShardUse:
-    """The ids of one shard in each table that is counted: few, however large the tables are."""
+    """The ids of one shard in each counted table: few, however large the tables are."""
 
     def __init__(self, job: Job) -> None:
         self._ids: dict[int, list[Int64]] = {
@@ -264,7 +250,7 @@ class HashedShardUse:
 
 
 class HashedTableUse:
-    """Which rows of the hashed tables are used: tells how many values share a row."""
+    """The used rows of the hashed tables, from which the values that share a row are estimated."""
 
     def __init__(self, job: Job) -> None:
         tables = job.features.tables
@@ -278,6 +264,7 @@ class HashedTableUse:
         """Count a block's ids."""
         for index, used in self.used.items():
             begin, end = block.unique_offsets_B1[index : index + 2]
+            # No lock: threads only ever set flags to True.
             used[block.unique_ids_U[begin:end]] = True
 
     def add_distinct(self, ids_of_table: Iterable[Int64]) -> None:
@@ -286,14 +273,12 @@ class HashedTableUse:
             used[ids] = True
 
     def report(self) -> dict[str, dict[str, int]]:
-        """Return the rows used of each table, and the raw values that likely share one.
-
-        Linear counting (Whang et al. 1990): r of R rows used means about -R ln(1 - r/R) values.
-        """
+        """Return each table's used rows, and an estimate of the raw values that share one."""
         found = {}
+        # Linear counting (Whang et al. 1990): r of R rows used means about -R ln(1 - r/R) values.
         for index, used_R in self.used.items():
-            # No value has row 0. A full table would mean infinitely many values: half a row is
-            # taken as free.
+            # Row 0 has no value. A full table would mean infinitely many: half a row counts as
+            # free.
             rows, used = len(used_R) - 1, int(used_R[1:].sum())
             values = rows * -float(np.log1p(-min(used, rows - 0.5) / rows))
             found[self._names[index]] = {

@@ -1,8 +1,7 @@
 """prepare on one machine: raw tables to a dataset, out of core.
 
-Look at the rows once (vocabularies and means are learnt from the train split), encode them into
-buckets of whole tasks on disk, then sort each bucket and write it as a shard.
-"""
+Survey the rows (vocabularies and means come from the train split), encode them into buckets of
+complete tasks on disk, then sort each bucket and write it as a shard."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -33,8 +32,7 @@ def prepare(
     options: PrepareOptions | None = None,
     progress: Progress | None = None,
 ) -> None:
-    """Write a dataset at URL `out` from raw tables (URLs, globs or folders of CSV, TSV or
-    Parquet)."""
+    """Write a dataset at URL `out` from raw tables: URLs, globs or folders of any input kind."""
     options = options or PrepareOptions()
     find_free_place(out, options.overwrite)  # before hours of reading
     report_progress = progress or (lambda phase, done, total: None)
@@ -43,7 +41,7 @@ def prepare(
         total = source.survey()
         column = schema.splits.column
         types = source.arrow_types(schema.columns)
-        # The names come first: a row's split is an index into them.
+        # Names first: a row's split is an index into them.
         names = list_split_names(schema, source.find_distinct(column) if column else None)
         splits = make_splits(
             schema,
@@ -51,25 +49,17 @@ def prepare(
             types,
             lambda search, time: search.count_all(source.batches([time]), time),
         )
-        survey = _survey(
-            source,
-            schema,
-            splits,
-            options.threads,
-            lambda done: report_progress("looking", done, total),
-        )
+
+        def report(phase: str) -> Callable[[int], None]:
+            return lambda done: report_progress(phase, done, total)
+
+        survey = _survey(source, schema, splits, options.threads, report("looking"))
         job = make_job(schema, options, fit_encoding(schema, survey, splits), survey, types)
         with job.open(out) as writer:
-            # Inside the unfinished dataset: on its disk, and gone with it.
+            # Inside the unfinished dataset: on the same disk, and removed with it.
             spool = Spool(writer.folder / ".spool", schema)
-            job = _encode(job, source, spool, lambda done: report_progress("encoding", done, total))
-            _write_shards(
-                job,
-                writer,
-                spool,
-                source.left_out,
-                lambda done: report_progress("writing", done, total),
-            )
+            job = _encode(job, source, spool, report("encoding"))
+            _write_shards(job, writer, spool, source.left_out, report("writing"))
             write_raw_ids(writer.folder, schema, survey)
             spool.close()
 
@@ -77,21 +67,17 @@ def prepare(
 def _encode(
     job: Job, source: DuckSource, spool: Spool, report_progress: Callable[[int], None]
 ) -> Job:
-    """Deal all rows to buckets; return the job with the items that they are of, if it needs any."""
-    schema, encoder, items, done = (
-        job.schema,
-        Encoder(job.schema, job.fitted),
-        job.make_catalogue_builder(),
-        0,
-    )
+    """Deal all rows to buckets; return the job with the catalogue of items, if it needs one."""
+    encoder, items, done = Encoder(job.schema, job.fitted), job.make_catalogue_builder(), 0
 
+    # Runs in worker threads; only appending to the spool is serial.
     def encode(
         batch: pa.RecordBatch,
     ) -> tuple[int, Catalogue | None, list[tuple[int, EncodedRows]]]:
         rows = encoder.encode(batch)
         return batch.num_rows, items.build_from_rows(rows) if items else None, job.deal(rows)
 
-    batches = source.batches(schema.columns)
+    batches = source.batches(job.schema.columns)
     for num_rows, found, parts in map_in_order(job.options.threads, encode, batches):
         spool.append(parts)
         if items is not None and found is not None:
@@ -127,7 +113,7 @@ def _write_shards(
     left_out: dict[str, int],
     report_progress: Callable[[int], None],
 ) -> None:
-    """Turn every bucket into a shard of its split, then write vocabularies and the report."""
+    """Write every bucket as a shard of its split, then vocabularies and the report."""
     dropped, use, done, num_episodes = DroppedRows(), HashedTableUse(job), 0, 0
 
     def write(bucket: int) -> WrittenShard:
@@ -137,6 +123,7 @@ def _write_shards(
         buckets = job.plan.list_buckets(index)
         largest_bytes = max(spool.num_bytes(bucket) for bucket in buckets)
         options = job.options
+        # For each split anew: one of few long tasks has larger buckets.
         threads = count_parallel_buckets(options.memory_bytes, options.threads, largest_bytes)
         for shard in map_in_order(threads, write, buckets):
             writer.adopt_shard(name, shard.entry, shard.block_table)
@@ -146,7 +133,7 @@ def _write_shards(
             report_progress(done)
     check_not_empty(num_episodes, dropped)
     job.write_vocabularies(writer.folder)
-    # Only what there was: other engines know no files, and must write the same manifest.
+    # Only what there was: other engines have no files, and must write the same manifest.
     lost = dropped.report() | {name: count for name, count in left_out.items() if count}
     writer.report = {"dropped": lost, "hashed_tables": use.report()}
     writer.report |= describe_transform(job.schema.transform)

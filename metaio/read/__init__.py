@@ -1,1 +1,1 @@
-"""From a prepared dataset to batches of whole episodes; the only room here that needs torch."""
+"""From a prepared dataset to batches of complete episodes; only this room needs torch."""

@@ -1,9 +1,7 @@
-"""TaskBatch: whole episodes of one rank's share of a step, as tensors, ready for one embedding
-lookup.
+"""TaskBatch: the episodes of one rank's share of a step as tensors, ready for one embedding lookup.
 
 Shape suffixes: T tasks, N rows, F single-id or pooled features, M multi-id features, V values, B
-tables, U unique ids, K dense columns, P task-row pairs.
-"""
+tables, U unique ids, K dense columns, P task-row pairs"""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field, fields
@@ -18,28 +16,22 @@ from metaio.ragged import sum_rows
 
 @dataclass
 class TaskBatch:
-    """Whole episodes: the rows of an episode are contiguous, support rows before query rows.
-
-    `unique_ids_U` are the ids to look up, table by table (`unique_lengths_B` ids each, in the order
-    of Features.tables). Positions point into `unique_ids_U`, so one gather of the fetched rows [U,
-    D] serves all features. An id may stand in `unique_ids_U` more than once only if no episode
-    holds it under two positions: inside an episode the same table and id always have the same
-    position.
-    """
+    """Episodes with contiguous rows, support before query."""
 
     task_T: Tensor  # int64, the task each episode belongs to
     row_offsets_T1: Tensor  # int64, first row of each episode, then N
-    support_lengths_T: (
-        Tensor  # int64, support rows of each episode; the rest of its rows are query rows
-    )
+    # int64, support rows of each episode; the rest of its rows are query rows
+    support_lengths_T: Tensor
     label_N: Tensor  # float32; [N, labels] where there are several, NaN: not known
     dense_NK: Tensor  # float32
+    # Table by table, in the order of Features.tables. An id may stand twice only if no episode uses
+    # both positions: within an episode equal ids must be one row to adapt.
     unique_ids_U: Tensor  # int64
     unique_lengths_B: Tensor  # int64
+    # One gather of the fetched rows [U, D] serves all features.
     positions_NF: Tensor  # int32, into unique_ids_U
-    multi_positions_V: (
-        Tensor  # int32, into unique_ids_U; row by row, feature by feature within a row
-    )
+    # int32, into unique_ids_U; row by row, feature by feature within a row
+    multi_positions_V: Tensor
     multi_lengths_NM: Tensor  # int32
     # int64, how the raw data names each row; empty where the dataset stores no row ids
     row_id_N: Tensor = field(default_factory=lambda: torch.zeros(0, dtype=torch.int64))
@@ -48,18 +40,18 @@ class TaskBatch:
 
     @property
     def num_tasks(self) -> int:
-        """Return the number of episodes in this batch; 0 is allowed (a rank without work)."""
+        """Return the number of episodes; 0 for a rank without work."""
         return self.task_T.numel()
 
     @property
     def num_rows(self) -> int:
-        """Return the number of support and query rows together."""
+        """Return the number of support and query rows."""
         return len(self.label_N)
 
     def tasks(self, begin: int, end: int) -> "TaskBatch":
-        """Return episodes `begin` to `end` (not included), with all unique ids of the batch."""
+        """Return episodes [begin, end), with all unique ids of the batch."""
         first, last = (int(self.row_offsets_T1[task]) for task in (begin, end))
-        # Ids of multi-id features lie row by row, so whole rows are one stretch of them.
+        # Ids of multi-id features lie row by row, so neighbouring rows are one range of them.
         values_before = self.multi_lengths_NM[:first].sum()
         values = slice(values_before, values_before + self.multi_lengths_NM[first:last].sum())
         return TaskBatch(
@@ -78,15 +70,15 @@ class TaskBatch:
         )
 
     def map(self, move: Callable[[Tensor], Tensor]) -> "TaskBatch":
-        """Return the same batch with every tensor replaced by `move(tensor)`."""
+        """Return the batch with every tensor replaced by `move(tensor)`."""
         return TaskBatch(**{own.name: move(getattr(self, own.name)) for own in fields(self)})
 
     def to(self, device: torch.device, non_blocking: bool = False) -> "TaskBatch":
-        """Copy to a device; the method that TorchRec's pipelines call."""
+        """Return a copy on a device; TorchRec's pipelines call this method."""
         return self.map(lambda tensor: tensor.to(device, non_blocking=non_blocking))
 
     def pin_memory(self) -> "TaskBatch":
-        """Copy to page-locked memory, so that the copy to CUDA can overlap compute."""
+        """Return a copy in page-locked memory, so that copying to CUDA can overlap compute."""
         return self.map(lambda tensor: tensor.pin_memory())
 
     def record_stream(self, stream: torch.Stream) -> None:
@@ -98,9 +90,9 @@ class TaskBatch:
 def empty_batch(
     num_tables: int, num_single: int, num_multi: int, num_dense: int, num_labels: int = 1
 ) -> TaskBatch:
-    """Return a batch without episodes, for a rank without work, so that its peers' collectives
-    complete."""
+    """Return a batch without episodes."""
 
+    # A rank without work still takes part in every collective, or its peers would hang.
     def zeros(*shape: int, dtype: torch.dtype = torch.int64) -> Tensor:
         return torch.zeros(*shape, dtype=dtype)
 
@@ -119,9 +111,7 @@ def empty_batch(
 
 
 class TaskRows(NamedTuple):
-    """Rows of each episode's own working copy, episode by episode, ascending by position within
-    one.
-    """
+    """The rows of each episode's working copy, episode by episode, ascending by position."""
 
     level1_position_P: Tensor  # int64, into TaskBatch.unique_ids_U
     positions_NF: Tensor  # int64, into the P pairs
@@ -129,17 +119,13 @@ class TaskRows(NamedTuple):
 
 
 def deduplicate_task_rows(batch: TaskBatch) -> TaskRows:
-    """Return positions into one row per (episode, unique id): `rows_UD[level1_position_P]` are the
-    copies to adapt. This second deduplication keeps a row that two episodes use twice: it adapts
-    twice.
+    """Return positions into one row per (episode, unique id), where `rows_UD[level1_position_P]`
+    are the copies to adapt: `level1_position_P[positions_NF]` equals `batch.positions_NF`.
 
-    For every entry, level1_position_P[positions_NF] equals batch.positions_NF, and two entries
-    share a pair exactly if they share episode and position.
-
-    >>> task_rows(empty_batch(1, 1, 0, 0)).level1_position_P.tolist()
-    []
-    """
-    # A pair is one number: the episode, then the position.
+    >>> deduplicate_task_rows(empty_batch(1, 1, 0, 0)).level1_position_P.tolist()
+    []"""
+    # A pair is one number, so that one np.unique finds them. A row that two episodes use is two
+    # pairs: each episode adapts its own copy.
     num_positions = max(batch.unique_ids_U.numel(), 1)
     row_lengths_T = np.diff(batch.row_offsets_T1.numpy())
     episode_N = np.repeat(np.arange(batch.num_tasks) * num_positions, row_lengths_T)

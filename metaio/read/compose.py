@@ -1,8 +1,7 @@
-"""Makes a TaskBatch of chosen episodes of decoded blocks: positions are renumbered, not hashed.
+"""Composes a TaskBatch of chosen episodes of decoded blocks: positions are renumbered, not hashed.
 
 Shape suffixes: T tasks, N rows, F single-id or pooled features, M multi-id features, V values, K
-dense columns, B tables, U unique ids, E chosen episodes.
-"""
+dense columns, B tables, U unique ids, E chosen episodes"""
 
 import itertools
 from collections.abc import Iterator, Sequence
@@ -20,13 +19,13 @@ from metaio.ragged import Int32, Int64, index_entries, offsets
 from metaio.read.array_pool import ArrayPool
 from metaio.read.batch import TaskBatch, empty_batch
 
-# Columns of a block whose values are copied as they are.
+# Columns whose values are copied unchanged.
 _OF_ROWS = ("label_N", "dense_NK", "multi_lengths_NM", "row_id_N", "weight_N")
 _ROWS_AT_ONCE = 64
 
 
 class _MarkedPositions(NamedTuple):
-    """The distinct positions that chosen rows of a block use, and the rows' own positions."""
+    """The distinct positions that chosen rows of a block use, and the rows' positions."""
 
     used: Int64
     single: Int64
@@ -34,11 +33,7 @@ class _MarkedPositions(NamedTuple):
 
 
 class _Part(NamedTuple):
-    """Chosen episodes of one block: their rows and values there, and of each table the stretch of
-    `ids_U` that they use.
-
-    `marked` is None for a whole block or bundle, whose ids are known without a look at its rows.
-    """
+    """Chosen episodes of one block: their rows and values, and their range of `ids_U` by table."""
 
     block: Block
     rows: Int64 | slice
@@ -48,25 +43,21 @@ class _Part(NamedTuple):
     ids_U: Int64
     starts_B: Int64
     lengths_B: Int64
+    # None for a complete block or bundle, whose ids are known without a look at its rows.
     marked: _MarkedPositions | None = None
 
 
 def compose(
     features: Features, parts: Sequence[tuple[Block, Int64]], memory: ArrayPool | None = None
 ) -> TaskBatch:
-    """Return the batch of the episodes [E] of each block, in the order given; in memory of an
-    earlier batch if `memory` has some.
-
-    Episodes of one block must be given once, ascending. A batch that is exactly one block shares
-    its memory.
-    """
+    """Return the batch of the episodes [E] of each block, which stands once, episodes ascending."""
     chosen = [(block, episodes_E) for block, episodes_E in parts if len(episodes_E)]
     if not chosen:
         num_single, num_multi = len(features.single), len(features.multi)
         num_dense, num_labels = len(features.dense), features.num_labels
         return empty_batch(len(features.tables), num_single, num_multi, num_dense, num_labels)
-    # BlockOrder asks for this all the time: it costs ten views. Of a block in bundles they would be
-    # views of its file.
+    # BlockOrder composes one block at a time: that costs ten views. Not of a block in bundles,
+    # whose arrays may be views of its file.
     first, episodes_E = chosen[0]
     if len(chosen) == 1 and len(episodes_E) == first.num_episodes and first.bundles is None:
         return _compose_whole_block(first)
@@ -74,7 +65,7 @@ def compose(
 
 
 def _tensor(array: npt.NDArray[np.generic]) -> Tensor:
-    # DLPack shares read-only Arrow memory without the warning that torch.from_numpy gives.
+    # DLPack shares read-only Arrow memory without the warning of torch.from_numpy.
     return (
         torch.from_numpy(array) if array.flags.writeable else torch.utils.dlpack.from_dlpack(array)
     )
@@ -106,7 +97,7 @@ def _join(features: Features, chosen: list[tuple[Block, Int64]], memory: ArrayPo
 
 
 def _split_into_parts(block: Block, episodes_E: Int64) -> Iterator[_Part]:
-    """Yield the chosen episodes of a block, whole bundles by themselves."""
+    """Yield the chosen episodes of a block in parts, one for each complete bundle."""
     ids_U, bounds_B1 = block.unique_ids_U, block.unique_offsets_B1
     if len(episodes_E) == block.num_episodes:
         yield _Part(*_place(block, episodes_E), ids_U, bounds_B1[:-1], np.diff(bounds_B1))
@@ -129,7 +120,7 @@ def _split_into_parts(block: Block, episodes_E: Int64) -> Iterator[_Part]:
 def _find_whole_bundles(
     bundles: Bundles, num_episodes: int, episodes_E: Int64
 ) -> Iterator[tuple[int, int, int]]:
-    """Yield the bundles whose episodes are all chosen, and where these stand among the chosen."""
+    """Yield each bundle whose episodes are all chosen, with its range among the chosen."""
     bundle_E = episodes_E // bundles.num_tasks
     cuts = np.flatnonzero(bundle_E[1:] != bundle_E[:-1]) + 1
     for first, stop in itertools.pairwise([0, *cuts.tolist(), len(episodes_E)]):
@@ -145,8 +136,8 @@ def _place(block: Block, episodes_E: Int64) -> tuple[Block, Int64 | slice, Int64
 
 
 def _index_ranges(offsets_T1: Int64, episodes_E: Int64) -> tuple[Int64 | slice, int]:
-    """Return the index of the rows (or values) of ascending episodes, and how many there are; a
-    slice, hence a view, where the episodes are adjacent."""
+    """Return the index of the rows (or values) of ascending episodes, and their number."""
+    # Adjacent episodes give a slice, hence a view, which is not copied.
     first, last = int(episodes_E[0]), int(episodes_E[-1])
     if last - first + 1 == len(episodes_E):
         begin, end = int(offsets_T1[first]), int(offsets_T1[last + 1])
@@ -156,10 +147,10 @@ def _index_ranges(offsets_T1: Int64, episodes_E: Int64) -> tuple[Int64 | slice, 
 
 
 def _mark_positions(block: Block, episodes_E: Int64) -> _Part:
-    """Return chosen episodes whose ids are found by marking each position of their rows."""
+    """Return chosen episodes, whose ids are found by marking the positions of their rows."""
     place = _place(block, episodes_E)
     _, rows, values, _, _ = place
-    # numpy indexes with 64 bits, three times as fast as where it has to widen the index itself.
+    # numpy indexes three times as fast by 64-bit integers as by those that it must widen.
     single = block.positions_NF[rows].ravel().astype(np.int64)
     multi = block.multi_positions_V[values].astype(np.int64)
     used = find_distinct(len(block.unique_ids_U), single, multi)
@@ -169,8 +160,7 @@ def _mark_positions(block: Block, episodes_E: Int64) -> _Part:
 
 
 def _gather(parts: list[_Part], name: str, memory: ArrayPool) -> npt.NDArray[Any]:
-    """Return the rows of all parts of a column, one after another; none for a column that the
-    dataset does not store."""
+    """Return the rows of all parts of a column, in order; none for a column that is not stored."""
     columns = [getattr(part.block, name) for part in parts]
     num_rows, kind, shape = sum(part.num_rows for part in parts), columns[0].dtype, columns[0].shape
     if not any(map(len, columns)):
@@ -182,7 +172,7 @@ def _gather(parts: list[_Part], name: str, memory: ArrayPool) -> npt.NDArray[Any
         if isinstance(part.rows, slice):
             into[:] = own_N[part.rows]
         else:
-            # Indices are within bounds; mode="clip" lets numpy write without a buffer between.
+            # No index is out of range; "clip" lets numpy write to `out` without a buffer between.
             np.take(own_N, part.rows, axis=0, out=into, mode="clip")
         begin += part.num_rows
     return found
@@ -191,11 +181,9 @@ def _gather(parts: list[_Part], name: str, memory: ArrayPool) -> npt.NDArray[Any
 def _concatenate_ids(
     parts: list[_Part], part_starts: Int64, part_lengths: Int64, memory: ArrayPool
 ) -> Int64:
-    """Return the ids of all parts [U], table by table, and within a table part by part.
-
-    An id may stand once for each part that it comes from: no episode spans two, so the promise of
-    TaskBatch holds, and merging them would need a sort of all ids.
-    """
+    """Return the ids of all parts [U], table by table, and within a table part by part."""
+    # Ids of two parts are not merged, which would need a sort of all: no episode spans two parts,
+    # so TaskBatch's promise holds.
     found = memory.allocate("unique_ids_U", (int(part_lengths.sum()),), np.int64)
     ids = [part.ids_U for part in parts]
     part_stops = part_starts + part_lengths
@@ -210,8 +198,7 @@ def _concatenate_ids(
 def _renumber(
     features: Features, parts: list[_Part], shifts: Int32, memory: ArrayPool
 ) -> tuple[Int32, Int32]:
-    """Return the positions [N, F] and [V] of all parts in the batch, where each part's ids of each
-    table moved by `shifts`."""
+    """Return the positions [N, F] and [V] in the batch, where each part's ids moved by `shifts`."""
     num_rows = sum(part.num_rows for part in parts)
     into_NF = memory.allocate("positions_NF", (num_rows, len(features.single)), np.int32)
     into_V = memory.allocate(
@@ -226,10 +213,10 @@ def _renumber(
         own_NF = into_NF[row : (row := row + part.num_rows)]
         own_V = into_V[value : (value := value + part.num_values)]
         if part.marked is None:
-            # All ids of a column's table move by as much: nothing is looked up.
+            # All ids of a column's table move by one distance, so nothing is looked up.
             own_NF[:] = block.positions_NF[part.rows]
-            # numpy has an overhead for each row: many are added to as one, in a tenth less time
-            # for an epoch of bundles.
+            # numpy has an overhead for each row: many are added to as one, which saves a tenth of
+            # an epoch of bundles.
             whole = len(own_NF) // _ROWS_AT_ONCE
             many = own_NF[: whole * _ROWS_AT_ONCE].reshape(whole, shift_of_many.shape[1])
             many += shift_of_many[index]
@@ -249,10 +236,9 @@ def _renumber(
 def _shift_values(
     block: Block, values: Int64 | slice, tables: list[int], shift_B: Int32, into_V: Int32
 ) -> None:
-    """Write positions of multi-id features, moved by the shift of their table; they are of
-    `tables`, ascending."""
+    """Write positions of multi-id features, moved by the shift of their table (of `tables`)."""
     into_V[:] = block.multi_positions_V[values]
-    # A block's ids stand table by table, so old positions tell the table: read before any moves.
+    # Ids are stored table by table, so an old position tells its table: read before any moves.
     later = [into_V >= np.int32(block.unique_offsets_B1[table]) for table in tables[1:]]
     into_V += shift_B[tables[0]]
     for is_later_V, before, table in zip(later, tables, tables[1:], strict=False):

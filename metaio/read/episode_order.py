@@ -1,16 +1,10 @@
 """Which episodes each rank trains on at each step: a pure function of seed, epoch and block table.
 
-Shape suffixes: E chosen episodes, Z blocks.
+Blocks are put in a random order and dealt to lanes, round robin; in a lane, windows of consecutive
+blocks are shuffled episode by episode (or bundle by bundle). A step takes its episodes lane by
+lane, a rank a contiguous slice of the step: the world size never moves an episode to another step.
 
-Blocks are put in a random order and dealt to lanes, round robin. Inside a lane, windows of
-consecutive blocks are shuffled episode by episode. A step takes its episodes lane by lane; within a
-lane's share they stand in stored order, so that neighbours come from the same block. A rank takes a
-contiguous slice of the step, so the world size decides who trains on an episode, never which step
-it belongs to. Where the data stands in bundles, bundles are shuffled in place of episodes; steps
-stay as large, and begin with a whole bundle if `tasks_per_step` is a multiple of its size, except
-for a few steps where a window ends. With `blocks_per_step` blocks are the unit instead: see
-BlockOrder.
-"""
+Shape suffixes: E chosen episodes, Z blocks"""
 
 import itertools
 from dataclasses import dataclass
@@ -25,7 +19,7 @@ from metaio.ragged import Int64, offsets, ragged_indices
 
 @dataclass(frozen=True)
 class BlockEpisodes:
-    """Episodes of one block, by their index within the block, ascending."""
+    """Episodes of one block, by their ascending index within the block."""
 
     block: int
     episodes: Int64
@@ -33,22 +27,21 @@ class BlockEpisodes:
 
 @dataclass(frozen=True)
 class OrderConfig:
-    """How the episodes of an epoch are ordered.
+    """How the episodes of an epoch are ordered."""
 
-    `tasks_per_step` counts the episodes of all ranks. `lanes` independent streams of blocks feed a
-    step; with a multiple of the world size every rank reads its own lanes' blocks only.
-    `window_blocks` of a lane are shuffled together. `shuffle=False` keeps the stored order, lane by
-    lane. `drop_last` leaves out a last step of fewer episodes.
-    `blocks_per_step` above 0 shuffles whole stored blocks and gives a step that many of them; then
-    `tasks_per_step`, `lanes` and `window_blocks` decide nothing.
-    """
-
+    # Episodes of all ranks.
     tasks_per_step: int
     seed: int = 0
+    # False keeps the stored order, lane by lane.
     shuffle: bool = True
+    # Independent streams of blocks that feed a step: with a multiple of the world size each rank
+    # reads only its own lanes' blocks.
     lanes: int = 1
+    # Blocks of a lane that are shuffled together.
     window_blocks: int = 1 << 30
+    # Leaves out a last step of fewer episodes.
     drop_last: bool = False
+    # Above 0: a step is that many stored blocks; tasks_per_step, lanes, window_blocks are unused.
     blocks_per_step: int = 0
 
     def __post_init__(self) -> None:
@@ -69,8 +62,7 @@ class OrderConfig:
 
 
 class EpisodeOrder:
-    """The order of one split's episodes in one epoch; every `bundle_tasks` of a block stay together
-    where it is not 0."""
+    """The order of one split's episodes in one epoch; bundles of `bundle_tasks` stay together."""
 
     def __init__(
         self,
@@ -95,8 +87,8 @@ class EpisodeOrder:
         self._lane_totals = np.array([lane[-1] for lane in self._window_offsets])
         base, extra = divmod(config.tasks_per_step, config.lanes)
         self._quotas = base + (np.arange(config.lanes) < extra)
-        # As long as every lane can give its quota, a step is a round, and its place in each lane is
-        # a product. What comes after needs the slow way, but is at most a few blocks long.
+        # Until a lane runs out, a step is a round and its place in each lane is a product. The slow
+        # way is needed for what comes after, which is at most a few blocks long.
         self._whole_rounds = int((self._lane_totals // self._quotas).min())
         # A step may straddle two windows of a lane.
         self._window = lru_cache(maxsize=2 * config.lanes)(self._shuffled_window)
@@ -113,13 +105,12 @@ class EpisodeOrder:
         return num_full_steps + (rest > 0 and not self.config.drop_last)
 
     def step(self, step: int, rank: int = 0, world_size: int = 1) -> list[BlockEpisodes]:
-        """Return the episodes that `rank` trains on at `step`, grouped by block; empty when it has
-        none."""
+        """Return the episodes that `rank` trains on at `step`, grouped by block; empty for none."""
         _check_step(step, self.num_steps)
         size = min(
             self.config.tasks_per_step, self.num_episodes - step * self.config.tasks_per_step
         )
-        # By the size of this step: the last one is dealt to all ranks too.
+        # Of this step's size: a short last step is also dealt to all ranks.
         first, stop = rank * size // world_size, (rank + 1) * size // world_size
         return self._group(self._slice(step, first, stop))
 
@@ -131,7 +122,7 @@ class EpisodeOrder:
         for lane in range(self.config.lanes):
             begin, end = max(first, lane_offsets[lane]), min(stop, lane_offsets[lane + 1])
             if begin < end:
-                # Only lanes that this rank takes from are looked into: a window costs a sort.
+                # Only lanes that this rank reads: a window costs a sort of all its episodes.
                 episodes = self._lane_episodes(lane, int(starts[lane]), int(stops[lane]))
                 found.append(episodes[begin - lane_offsets[lane] : end - lane_offsets[lane]])
         return np.concatenate(found)
@@ -144,14 +135,11 @@ class EpisodeOrder:
         return self._count_before(first), self._count_before(first + self.config.tasks_per_step)
 
     def _count_before(self, position: int) -> Int64:
-        """Return how many episodes of each lane are among the first `position` of the epoch, once a
-        lane has run out.
-
-        The lanes go on in rounds of their quotas, each giving what it has left; steps cut that
-        sequence every tasks_per_step episodes, so only the last step of an epoch can be short.
-        """
+        """Return how many episodes of each lane are among the first `position` of the epoch."""
+        # Lanes go on in rounds of their quotas, each giving what it has left, and steps cut that
+        # sequence evenly: so only the last step of an epoch is short.
         position = min(position, self.num_episodes)
-        # How many whole rounds fit before the position; rounds only shrink, so bisection finds it.
+        # How many rounds fit before the position; rounds only shrink, so bisection finds it.
         low, high = self._whole_rounds, int((-(-self._lane_totals // self._quotas)).max())
         while low < high:
             middle = (low + high + 1) // 2
@@ -177,8 +165,8 @@ class EpisodeOrder:
             episodes = self._window(lane, window)
             parts.append(episodes[begin - windows[window] : end - windows[window]])
         selected = np.concatenate(parts)
-        # Which episodes train together is random, their order within a step is not: sorted, those
-        # of one block stand together and are gathered in one go.
+        # Membership of a step is random, order within it is not: sorted, the episodes of one block
+        # stand together and are gathered in one go.
         return np.sort(selected) if self.config.shuffle else selected
 
     def _shuffled_window(self, lane: int, window: int) -> Int64:
@@ -191,40 +179,35 @@ class EpisodeOrder:
             return episodes
         if not self._bundle_tasks:
             return episodes[self._shuffle_groups(episodes)]
-        # All episodes of a bundle have the key of its first: a stable sort keeps them in order.
+        # All episodes of a bundle share the key of its first: a stable sort keeps them together.
         within = episodes - np.repeat(starts, lengths)
         order = self._shuffle_groups(episodes - within % self._bundle_tasks)
         is_short = (within >= np.repeat(lengths - lengths % self._bundle_tasks, lengths))[order]
         shuffled = np.concatenate([episodes[order[~is_short]], episodes[order[is_short]]])
-        # Steps begin with a whole bundle: those of fewer episodes come last, and what the step
-        # lacks that the window before began comes first.
+        # Steps should begin with a complete bundle: short bundles go last, and the episodes that a
+        # bundle begun in the window before still lacks go first.
         lacking = -int(self._window_offsets[lane][window]) % self._bundle_tasks
         return np.roll(shuffled, lacking)
 
     def _shuffle_groups(self, values: Int64) -> Int64:
         """Return the indices of values in random order; equal ones stay together, in order."""
-        # Sorting by a hash rather than numpy's shuffle, whose streams may change between releases.
+        # Sorted by a hash: the streams of numpy's shuffle may change between releases.
         return np.argsort(splitmix64(values.astype(np.uint64) ^ self._key), kind="stable")
 
     def _group(self, episodes_E: Int64) -> list[BlockEpisodes]:
         blocks_E = np.searchsorted(self._episode_offsets, episodes_E, side="right") - 1
         cuts = np.flatnonzero(np.diff(blocks_E, prepend=-1, append=-1))
+        within_E = episodes_E - self._episode_offsets[blocks_E]
         return [
-            BlockEpisodes(
-                int(blocks_E[first]),
-                episodes_E[first:stop] - self._episode_offsets[blocks_E[first]],
-            )
+            BlockEpisodes(int(blocks_E[first]), within_E[first:stop])
             for first, stop in itertools.pairwise(cuts)
         ]
 
 
+# The batch-level shuffle of G-Meta (section 3.2.1): which episodes share a block was drawn by the
+# hash of their task when the data was prepared.
 class BlockOrder:
-    """The order of one split's blocks in one epoch: batches as they were stored, shuffled whole.
-
-    This is the batch-level shuffle of G-Meta (section 3.2.1): a step takes `blocks_per_step` blocks
-    of a random order of all blocks, a rank a contiguous slice of them. Which episodes share a block
-    was drawn by the hash of their task when the data was prepared, and stays.
-    """
+    """The order of one split's blocks in one epoch; a rank takes a slice of each step's blocks."""
 
     def __init__(self, num_episodes_Z: npt.ArrayLike, config: OrderConfig, epoch: int = 0) -> None:
         self.config = config
@@ -240,7 +223,7 @@ class BlockOrder:
         return num_full_steps + (rest > 0 and not self.config.drop_last)
 
     def step(self, step: int, rank: int = 0, world_size: int = 1) -> list[BlockEpisodes]:
-        """Return the blocks that `rank` trains on at `step`, whole; empty when it has none."""
+        """Return the blocks that `rank` trains on at `step`, with all their episodes."""
         _check_step(step, self.num_steps)
         first = step * self.config.blocks_per_step
         blocks = self._blocks[first : first + self.config.blocks_per_step]
@@ -253,7 +236,7 @@ class BlockOrder:
 def make_order(
     num_episodes_Z: npt.ArrayLike, config: OrderConfig, epoch: int = 0, bundle_tasks: int = 0
 ) -> EpisodeOrder | BlockOrder:
-    """Return the order that the config asks for, of data in bundles of `bundle_tasks` episodes."""
+    """Return the order of episodes, or of blocks where the config counts a step in these."""
     if config.blocks_per_step:
         return BlockOrder(num_episodes_Z, config, epoch)
     return EpisodeOrder(num_episodes_Z, config, epoch, bundle_tasks)
@@ -281,5 +264,5 @@ def _window_sums(lengths: Int64, window: int) -> Int64:
 
 
 def _mix(seed: int, epoch: int) -> npt.NDArray[np.uint64]:
-    # Mixed before the epoch is added: seed 1 in epoch 0 must not be seed 0 in epoch 1.
+    # Mixed before the epoch is added: seed 1 in epoch 0 must differ from seed 0 in epoch 1.
     return splitmix64(splitmix64(np.array([seed % (1 << 64)], dtype=np.uint64)) + np.uint64(epoch))

@@ -1,6 +1,4 @@
-"""Turns plans of episodes into batches ahead of their use: a bounded block cache, threads, a queue
-in order.
-"""
+"""Composes batches ahead of their use: a bounded block cache, threads, and a queue in order."""
 
 from __future__ import annotations
 
@@ -23,17 +21,17 @@ if TYPE_CHECKING:
 Plan = list[tuple[str, BlockEpisodes]]
 _BlockKey = tuple[str, int]
 _LoadingPlan = list[tuple[Future[Block], BlockEpisodes]]
-# Done once the blocks of a batch are loaded: the inner future is the batch.
+# Done once the blocks of a batch are loaded; its result, in turn, is the batch to come.
 _StartedBatches = Future[Future[TaskBatch]]
 
 # Remote blocks wait for requests, not for the CPU: more of them are fetched at once than decoded.
 _REMOTE_FETCHES = 8
-# Plans are small: up to this many are drawn ahead, to find the blocks that will be needed.
+# Plans are small: so many are drawn ahead, to find the blocks that will be needed.
 _MAX_PLANS_AHEAD = 4_096
 
 
 class _BusyClock:
-    """Seconds in which at least one of several threads was at work, and tasks composed in them."""
+    """Seconds in which at least one thread was at work, and the tasks composed in them."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -67,8 +65,7 @@ class _BusyClock:
 
 
 class BlockCache:
-    """Decoded blocks, loaded by background threads, kept within a budget; least recently used go
-    first."""
+    """Decoded blocks within a budget; loads in background threads, evicts least recently used."""
 
     def __init__(
         self, dataset: Dataset, budget_bytes: int, pool: ThreadPoolExecutor, clock: _BusyClock
@@ -83,7 +80,7 @@ class BlockCache:
         self._num_loading = 0
 
     def load(self, key: _BlockKey, num_bytes: int) -> Future[Block]:
-        """Return the block, being read unless it is held already."""
+        """Return the future of a block, which is read unless it is held already."""
         with self._lock:
             if key in self._blocks:
                 self._blocks.move_to_end(key)
@@ -93,10 +90,10 @@ class BlockCache:
             self._blocks[key] = (future, num_bytes)
             self._held_bytes += num_bytes
             while self._held_bytes > self._budget_bytes and len(self._blocks) > 1:
-                # A batch that still needs the block holds its future, so letting go is safe.
+                # Safe: a batch that still needs the block holds its future.
                 _, (_, freed_bytes) = self._blocks.popitem(last=False)
                 self._held_bytes -= freed_bytes
-        # Outside the lock, which the callback takes: the block may be read already.
+        # Outside the lock: a future that is done calls back at once, and the callback locks.
         future.add_done_callback(self._on_loaded)
         return future
 
@@ -113,7 +110,7 @@ class BlockCache:
             self._num_loading -= 1
 
     def close(self) -> None:
-        """Let go of the blocks."""
+        """Drop all blocks."""
         with self._lock:
             self._blocks.clear()
             self._held_bytes = 0
@@ -129,6 +126,7 @@ class _PlanQueue:
         self._cache = cache
         self._sizes = sizes
         self._waiting: deque[list[tuple[_BlockKey, Future[Block], BlockEpisodes]]] = deque()
+        # Plans that use a block: its bytes count once, until the last of these is taken.
         self._uses: Counter[_BlockKey] = Counter()
         self.num_bytes = 0
 
@@ -136,13 +134,14 @@ class _PlanQueue:
         return len(self._waiting)
 
     def draw(self) -> bool:
-        """Take one more plan and start loading its blocks; False when there are no more."""
+        """Take one more plan and start loading its blocks; return False if there is none."""
         plan = next(self._plans, None)
         if plan is None:
             return False
         loading = []
         for split, part in plan:
             key, num_bytes = (split, part.block), self._sizes[split][part.block]
+            # A block that several plans use is held once.
             self.num_bytes += num_bytes if not self._uses[key] else 0
             self._uses[key] += 1
             loading.append((key, self._cache.load(key, num_bytes), part))
@@ -178,16 +177,15 @@ class BatchPipeline:
                 "least 1. Raise them"
             )
         self._dataset = dataset
-        # Fewer would leave threads without a batch to compose.
+        # With fewer, threads would have no batch to compose.
         self._prefetch_batches = max(prefetch_batches, threads)
         self._cache_bytes = cache_bytes
         self._pin_memory = pin_memory
-        # As many as may be ready or in use at once.
+        # As many batches may be ready or in use at once.
         self._memory = ArrayPool(keep=self._prefetch_batches + 2)
         self._sizes = {name: dataset.block_bytes(name).tolist() for name in dataset.splits}
         self._pool = ThreadPoolExecutor(threads, thread_name_prefix="metaio-batch")
-        # Decoding shares the threads of composing. Remote blocks wait for requests and have threads
-        # of their own.
+        # Local blocks are decoded by the threads that compose; remote ones wait, in their own.
         self._fetch_pool = self._pool
         self._fetches = threads
         if not dataset.is_local:
@@ -199,29 +197,26 @@ class BatchPipeline:
 
     @property
     def busy_s(self) -> float:
-        """Return the seconds in which a batch was being read or made, waited for or not."""
+        """Return the seconds in which a batch was being read or composed, waited for or not."""
         return self._clock.read_s()
 
     @property
     def num_tasks_composed(self) -> int:
-        """Return the number of tasks of all batches made so far, also of those that nobody took."""
+        """Return the number of tasks of all batches composed so far, delivered or not."""
         return self._clock.num_tasks
 
     def run(self, plans: Iterable[Plan], look_ahead: bool = False) -> Generator[TaskBatch]:
-        """Yield the batch of each plan. Plans are drawn as batches are needed.
-
-        With `look_ahead` they are drawn further, as far as blocks can be read meanwhile.
-        """
+        """Yield the batch of each plan, drawing plans as needed, or further with `look_ahead`."""
         return self._drain(_PlanQueue(plans, self._cache, self._sizes), deque(), look_ahead)
 
     def start(self, plans: Iterable[Plan]) -> Iterator[TaskBatch]:
-        """Do as `run` with `look_ahead`, but begin the first batches before one is asked for."""
+        """Do as `run` with `look_ahead`, but start on the first batches at once."""
         ahead, queue = _PlanQueue(plans, self._cache, self._sizes), deque[_StartedBatches]()
         self._fill(ahead, queue, look_ahead=True)
         return self._drain(ahead, queue, look_ahead=True)
 
     def _fill(self, ahead: _PlanQueue, queue: deque[_StartedBatches], look_ahead: bool) -> None:
-        # Batches first, then blocks for later ones: what the consumer waits for goes ahead.
+        # Batches first, then blocks of later ones: the consumer waits for batches.
         while len(queue) < self._prefetch_batches and (len(ahead) or ahead.draw()):
             queue.append(_StartedBatches())
             self._compose_once_loaded(ahead.get(), queue[-1])
@@ -241,14 +236,15 @@ class BatchPipeline:
                 self.wait_s += time.perf_counter() - begin_s
                 yield batch
         finally:
-            # Also when the consumer stops early or fails: what has not begun is cancelled.
+            # Also reached when the consumer stops early: cancels what has not begun.
             for begun in queue:
+                # Once its blocks are loaded, composing a batch is a future of its own.
                 if not begun.cancel() and begun.exception() is None:
                     begun.result().cancel()
 
     def _compose_once_loaded(self, loading: _LoadingPlan, begun: _StartedBatches) -> None:
-        # If composing were submitted before its blocks are loaded, it would block a thread that
-        # could read the next one: two threads would read whole blocks no faster than one.
+        # Submitted earlier, composing would block a thread that could read the next block: two
+        # threads would read no faster than one.
         missing = next((future for future, _ in loading if not future.done()), None)
         if missing is not None:
             # A future keeps its callbacks: emptied, this one does not keep other blocks alive.
@@ -263,7 +259,7 @@ class BatchPipeline:
                 begun.set_exception(error)
 
     def _has_room(self, ahead: _PlanQueue) -> bool:
-        # Half of the budget is for what lies ahead, so that it cannot push out what is in use.
+        # Half of the budget is for blocks ahead, so that they cannot evict those in use.
         return (
             len(ahead) < _MAX_PLANS_AHEAD
             and ahead.num_bytes < self._cache_bytes // 2
@@ -275,12 +271,12 @@ class BatchPipeline:
             parts = [(future.result(), part.episodes) for future, part in loading]
             batch = compose(self._dataset.features, parts, self._memory)
             self._clock.count_batch(batch.num_tasks)
-            # Page-locking takes as long as copying: done here, in the background.
+            # Page-locking takes as long as copying, so it is done here, in the background.
             return batch.pin_memory() if self._pin_memory else batch
 
     def close(self) -> None:
-        """Stop all threads; a batch that is being made is finished first."""
-        # In this order: a block that is read hands its batch to the other pool.
+        """Stop all threads, after the batches that are being composed."""
+        # Fetching first: a block that was read submits its batch to the other pool.
         self._fetch_pool.shutdown(wait=True, cancel_futures=True)
         self._pool.shutdown(wait=True, cancel_futures=True)
         self._cache.close()

@@ -1,4 +1,4 @@
-"""Streams TaskBatches: background threads decode and compose, a bounded queue keeps the order."""
+"""Streams TaskBatches: threads decode and compose in the background, a queue keeps the order."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ if TYPE_CHECKING:
     from metaio.read.batch import TaskBatch
 
 DEFAULT_CACHE_BYTES = 1 << 30
-# Splits that decode to no more than this are shuffled as one window: a full shuffle.
+# Splits that decode to no more than this are shuffled as one window, hence fully.
 FULL_SHUFFLE_BYTES = 256 << 20
-# Otherwise: 8 blocks are about 13,000 episodes of 40 rows, and 200 MB of 368-byte rows.
+# For larger ones: 8 blocks are about 13,000 episodes of 40 rows, or 200 MB of 368-byte rows.
 DEFAULT_WINDOW_BLOCKS = 8
 
 
@@ -41,7 +41,7 @@ class EpisodeRange:
 
 
 class _PipelineReader:
-    """What both readers share: background threads that live until `close`, as a context manager."""
+    """What both readers share: background threads that live until `close`."""
 
     def __init__(
         self,
@@ -63,18 +63,17 @@ class _PipelineReader:
 
     @property
     def wait_s(self) -> float:
-        """Return the seconds that consumers have waited for a batch since the reader was made."""
+        """Return the seconds that consumers have waited for batches."""
         return self._pipeline.wait_s
 
     @property
     def busy_s(self) -> float:
-        """Return the seconds in which a batch was being read or made, whether a consumer waited or
-        not."""
+        """Return the seconds in which a batch was being read or composed, waited for or not."""
         return self._pipeline.busy_s
 
     @property
     def num_tasks_composed(self) -> int:
-        """Return the number of tasks of all batches made so far, also of those that nobody took."""
+        """Return the number of tasks of all batches composed so far, delivered or not."""
         return self._pipeline.num_tasks_composed
 
     def close(self) -> None:
@@ -88,16 +87,10 @@ class _PipelineReader:
         self.close()
 
 
+# Bundles and `blocks_per_step` read several times as fast as episodes drawn one by one: they are
+# copied, or handed over, without looking up positions.
 class BatchReader(_PipelineReader):
-    """Batches of one rank, epoch by epoch; a step takes the same episodes at any world size.
-
-    Where the split was prepared in bundles, whole bundles are shuffled. With `blocks_per_step` a
-    step is that many stored blocks, whole, whatever `tasks_per_step` says: they are shuffled but
-    not recomposed. Both read several times as fast as episodes that are drawn one by one.
-
-    `wait_s` is the time the consumer spent waiting for data, in seconds. With `pin_memory` (CUDA
-    only) batches come in page-locked memory, ready for `batch.to(device, non_blocking=True)`.
-    """
+    """Batches of one rank, epoch by epoch; a step has the same episodes at any world size."""
 
     def __init__(
         self,
@@ -142,6 +135,7 @@ class BatchReader(_PipelineReader):
             pin_memory=pin_memory,
         )
         self._epoch, self._step = 0, 0
+        # What `prefetch` began: an epoch and its batches.
         self._started: tuple[int, Iterator[TaskBatch]] | None = None
 
     def num_steps(self, epoch: int = 0) -> int:
@@ -151,43 +145,36 @@ class BatchReader(_PipelineReader):
     def batches(
         self, epoch: int | None = None, first_step: int | None = None
     ) -> Iterator[TaskBatch]:
-        """Yield one batch a step, from `first_step` on; empty where this rank has no episode.
-
-        Without arguments it goes on where `load_state_dict` said, else at the start of epoch 0.
-        """
+        """Yield one batch a step, empty where this rank has no episode."""
+        # Without arguments: where `load_state_dict` said, else from the start of epoch 0.
         self._epoch = self._epoch if epoch is None else epoch
         # A restored step holds for the restored epoch alone.
         if first_step is None:
             first_step = self._step if epoch is None else 0
         self._step = first_step
         for batch in self._stream(self._epoch, first_step):
-            # Before the yield: a state taken while the batch is in use must not repeat it.
+            # Counted before the yield: a state taken while the batch is in use must not repeat it.
             self._step += 1
             yield batch
         self._epoch, self._step = self._epoch + 1, 0
 
     def prefetch(self, epoch: int) -> None:
-        """Begin on the first batches of an epoch in the background, while the consumer does
-        something else.
-
-        `batches` of that epoch goes on with them; from another step on it starts anew.
-        """
+        """Start on the first batches of an epoch in the background; `batches` goes on with them."""
         self._started = (epoch, self._pipeline.start(self._plans(epoch, 0)))
 
     def _stream(self, epoch: int, first_step: int) -> Iterator[TaskBatch]:
-        # Taken once: an iterator that was begun cannot begin again.
+        # Used once: an iterator that was started cannot start again.
         started, self._started = self._started, None
         if started is not None and started[0] == epoch and not first_step:
             return started[1]
         return self._pipeline.run(self._plans(epoch, first_step), look_ahead=True)
 
     def batches_of_steps(self, steps: Iterable[tuple[int, int]]) -> Generator[TaskBatch]:
-        """Yield the batch of each of these steps, given as epoch and step; `state_dict` knows
-        nothing of them. For processes that share the steps of a rank."""
+        """Yield the batch of each (epoch, step), for processes that share the steps of a rank."""
         return self._pipeline.run(self._plans_of(steps), look_ahead=True)
 
     def _plans(self, epoch: int, first_step: int) -> Iterator[Plan]:
-        """Yield the plans of an epoch; no more of it is planned than is read ahead."""
+        """Yield the plans of an epoch; lazily, so that only what is read ahead is planned."""
         return self._plans_of((epoch, step) for step in range(first_step, self.num_steps(epoch)))
 
     def _plans_of(self, steps: Iterable[tuple[int, int]]) -> Iterator[Plan]:
@@ -198,12 +185,11 @@ class BatchReader(_PipelineReader):
                 yield [(self._split.name, part) for part in parts]
 
     def state_dict(self) -> dict[str, Any]:
-        """Return where the next batch begins; what was prefetched but not handed out counts as
-        unread."""
+        """Return where the next batch begins; batches that were prefetched only do not count."""
         return {"epoch": self._epoch, "step": self._step, **self._identity()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on where `state_dict` was taken, on any world size."""
+        """Go on where `state_dict` was taken, at any world size."""
         for name, value in self._identity().items():
             if state.get(name) != value:
                 raise FormatError(
@@ -218,51 +204,35 @@ class BatchReader(_PipelineReader):
         return make_order(blocks.num_episodes_Z, self._config, epoch, blocks.bundle_tasks)
 
     def _identity(self) -> dict[str, Any]:
-        return {
-            "fingerprint": self._dataset.fingerprint,
-            "split": self._split.name,
-            **vars(self._config),
-        }
+        # All that decides the order: with another value a step would be other episodes.
+        data = {"fingerprint": self._dataset.fingerprint, "split": self._split.name}
+        return {**data, **vars(self._config)}
 
 
 def default_window_blocks(dataset: Dataset, split: str) -> int:
-    """Return all blocks where the whole split fits in FULL_SHUFFLE_BYTES, else
-    DEFAULT_WINDOW_BLOCKS."""
+    """Return all blocks of a split that fits in FULL_SHUFFLE_BYTES, else DEFAULT_WINDOW_BLOCKS."""
     if int(dataset.block_bytes(split).sum()) <= FULL_SHUFFLE_BYTES:
         return max(dataset.split(split).num_blocks, 1)
     return DEFAULT_WINDOW_BLOCKS
 
 
 class RangeReader(_PipelineReader):
-    """Batches of given episodes: for whoever is told by a service what to read next."""
+    """Batches of given episodes, for consumers that a service tells what to read next."""
 
     def batches(self, groups: Iterable[Sequence[EpisodeRange]]) -> Generator[TaskBatch]:
-        """Yield one batch a group of disjoint ranges, its episodes in stored order; empty for no
-        range.
-
-        `groups` may be a generator that asks a service for leases: it is drawn from as needed, in
-        the consumer's thread.
-        """
+        """Yield the batch of each group of disjoint ranges, its episodes in stored order."""
+        # `groups` may ask a service for leases: it is advanced as needed, in the consumer's thread.
         return self._pipeline.run(_group_plan(self._dataset, group) for group in groups)
 
     def begin(self, group: Sequence[EpisodeRange]) -> Iterator[TaskBatch]:
-        """Return an iterator of the one batch of a group, which is read in the background until
-        then."""
+        """Return an iterator of the one batch of a group, which is being read from now on."""
         return self._pipeline.start([_group_plan(self._dataset, group)])
 
 
 def read_ranges(
-    dataset: Dataset,
-    ranges: Iterable[EpisodeRange],
-    *,
-    tasks_per_batch: int,
-    threads: int = 1,
+    dataset: Dataset, ranges: Iterable[EpisodeRange], *, tasks_per_batch: int, threads: int = 1
 ) -> Iterator[TaskBatch]:
-    """Yield batches of at most `tasks_per_batch` episodes, range by range; no batch spans two
-    ranges.
-
-    `ranges` may be a generator that asks a service for the next lease: it is drawn from as needed.
-    """
+    """Yield batches of at most `tasks_per_batch` episodes; no batch spans two ranges."""
     with RangeReader(dataset, threads=threads) as reader:
         yield from reader.batches(
             [cut] for part in ranges for cut in _cut_range(dataset, part, tasks_per_batch)
@@ -271,7 +241,7 @@ def read_ranges(
 
 def _cut_range(dataset: Dataset, part: EpisodeRange, num_episodes: int) -> Iterator[EpisodeRange]:
     end = part.first_episode + part.num_episodes
-    # Of the whole range: a message about a part of it would puzzle.
+    # Checked before it is cut: a message about a part of the range would puzzle.
     _check_range(dataset, part)
     for first in range(part.first_episode, end, num_episodes):
         yield EpisodeRange(part.split, first, min(num_episodes, end - first))
@@ -288,8 +258,7 @@ def _check_range(dataset: Dataset, part: EpisodeRange) -> None:
 
 
 def _group_plan(dataset: Dataset, group: Sequence[EpisodeRange]) -> Plan:
-    """Return the blocks of a group; a block that several ranges touch is named once, as compose
-    wants."""
+    """Return the blocks of a group, each once, as compose needs."""
     plan: Plan = []
     ordered = sorted(group, key=attrgetter("split", "first_episode"))
     for split, parts in groupby(ordered, key=attrgetter("split")):
@@ -298,6 +267,7 @@ def _group_plan(dataset: Dataset, group: Sequence[EpisodeRange]) -> Plan:
             _check_range(dataset, part)
             ranges.append(np.arange(part.first_episode, part.first_episode + part.num_episodes))
         offsets, episodes = dataset.split(split).episode_offsets, np.concatenate(ranges)
+        # Several ranges may touch one block: their episodes are joined there, in stored order.
         block_E = np.searchsorted(offsets, episodes, side="right") - 1
         firsts = np.flatnonzero(np.diff(block_E, prepend=-1))
         within = np.split(episodes - offsets[block_E], firsts[1:])

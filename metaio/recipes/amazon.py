@@ -1,9 +1,7 @@
-"""Amazon ratings by time: user_item.dat, with the items' brands and categories.
+"""Amazon ratings by time: user_item.dat, with the items' brands and categories."""
 
-Files as in the public collection librahu/HIN-Datasets-for-Recommendation-and-Network-Embedding:
-195,791 ratings of 2,753 items by 6,170 users, 1998 to 2014.
-"""
-
+# As in librahu/HIN-Datasets-for-Recommendation-and-Network-Embedding: 195,791 ratings of 2,753
+# items by 6,170 users, 1998 to 2014.
 from collections import defaultdict
 from pathlib import Path
 
@@ -42,4 +40,5 @@ def _attributes(file: Path) -> dict[str, str]:
     found: defaultdict[str, list[str]] = defaultdict(list)
     for item, value in read_fields(file, ",", 2, _SOURCE):
         found[item].append(value)
+    # Some lines are repeated: each value counts once.
     return {item: "|".join(dict.fromkeys(values)) for item, values in found.items()}

@@ -1,7 +1,6 @@
-"""Recipes that are a table and a schema: they go the way of everybody's own data, through prepare,
-and so carry vocabularies with which a model reads raw rows.
-"""
+"""Recipes that are a table and a schema: like users' own data they go through prepare."""
 
+# So they carry vocabularies, by which a model reads raw rows.
 import re
 from collections import Counter
 from collections.abc import Iterable
@@ -27,8 +26,7 @@ def prepare_table(
     protocol: str,
     overwrite: bool,
 ) -> None:
-    """Write the dataset at URL `out` from a table and a schema as TOML has it; the manifest says
-    `recipe` and `protocol` beside the schema."""
+    """Write the dataset at URL `out` from a table and a schema, as tables of TOML."""
     options = PrepareOptions(overwrite=overwrite, recipe=recipe, protocol=protocol)
     with open_temporary_folder() as folder:
         path = Path(folder) / "rows.parquet"
@@ -37,11 +35,8 @@ def prepare_table(
 
 
 def keep_shared_words(titles: Iterable[str]) -> list[str | None]:
-    """Return the words of each title that another title has too, separated by spaces; None where
-    there are none.
-
-    A word of a single title would be another id of that item.
-    """
+    """Return the words of each title that another title has too, space-separated; None for none."""
     words = [list(dict.fromkeys(_WORD.findall(title.lower()))) for title in titles]
     counts = Counter(word for title in words for word in title)
+    # A word of a single title would be another id of that item.
     return [" ".join(word for word in title if counts[word] > 1) or None for title in words]

@@ -1,10 +1,7 @@
-"""Ratings with times as a question about the future: old rows train, later ones validate, and the
-newest ones test.
+"""Ratings with times as a question about the future: old rows train, newer validate, newest test.
 
-The splits are valid and test, where a user's support is what they rated before the window, and
-valid-cold and test-cold, of users without a rating before it: their first half is support. Items
-first rated after training stand in row 0 of their table.
-"""
+A user's support in valid and test is from before the window; users without a rating before it are
+in valid-cold and test-cold, where their first half is support."""
 
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -49,8 +46,10 @@ def check_ratings(name: str, table: pa.Table) -> None:
 def schema_by_time(
     singles: list[str], multis: list[str], of_item: list[str], config: ByTimeConfig
 ) -> dict[str, Any]:
-    """Return the schema of ratings with the columns row, user, item, rating, time and those named
-    in `singles` and `multis`, whose values are separated by "|"; `of_item` belong to the item."""
+    """Return the schema of ratings by row, user, item, rating, time, `singles` and `multis`."""
+    limits = {"min_rows": config.min_rows, "max_rows": config.max_rows}
+    train = 1.0 - config.valid_share - config.test_share
+    shares = {"train": train, "valid": config.valid_share, "test": config.test_share}
     return {
         "seed": config.seed,
         "task": {"column": "user"},
@@ -59,25 +58,14 @@ def schema_by_time(
         "time": {"column": "time"},
         "row_id": {"column": "row"},
         "item": {"column": "item", "columns": of_item},
+        # Items first rated after training are in no vocabulary: they get row 0.
         "single": [{"column": one, "vocabulary": 1, "null": "unknown"} for one in singles],
         "multi": [
             {"column": one, "separator": "|", "vocabulary": 1, "null": "unknown"} for one in multis
         ],
-        # Training may draw support and query anew each epoch; what is scored goes by time.
-        "episodes": {
-            "by": "random",
-            "query_share": 0.5,
-            "min_rows": config.min_rows,
-            "max_rows": config.max_rows,
-        },
-        "splits": {
-            "by_time": {
-                "train": 1.0 - config.valid_share - config.test_share,
-                "valid": config.valid_share,
-                "test": config.test_share,
-            },
-            "new_tasks": "apart",
-        },
+        # Random: training may draw support and query anew each epoch; scoring goes by time.
+        "episodes": {"by": "random", "query_share": 0.5, **limits},
+        "splits": {"by_time": shares, "new_tasks": "apart"},
     }
 
 

@@ -1,4 +1,4 @@
-"""Files of fields, a line each, as public data sets are handed out."""
+"""Reads text files of fields, one record a line, as public data sets are distributed."""
 
 from pathlib import Path
 
@@ -15,6 +15,7 @@ def read_fields(path: Path, separator: str, num_fields: int, source: str) -> lis
     except UnicodeDecodeError:
         text = data.decode("latin-1")
     found = []
+    # Not splitlines(), which also splits at U+0085, a byte that Latin-1 files may hold.
     for number, line in enumerate(text.replace("\r\n", "\n").split("\n"), start=1):
         fields = line.split(separator)
         if line and len(fields) != num_fields:
@@ -31,9 +32,11 @@ def read_fields(path: Path, separator: str, num_fields: int, source: str) -> lis
 
 def parse_integer(text: str, path: Path, what: str) -> int:
     """Return a field as an integer; decimals of 0 are allowed, as some copies write `5.0`."""
+    # isdigit() alone accepts digits such as ², which int() refuses.
     if text.isascii() and text.isdigit():
         return int(text)
     try:
+        # int() of it raises ValueError for NaN, OverflowError for infinity.
         value = float(text)
         if value != int(value):
             raise ValueError

@@ -1,14 +1,11 @@
 """MovieLens-1M in MetaEmb's protocol: movie = task, old movies train, new ones warm up in three
-steps of 20 ratings.
+steps of 20 ratings. Source: Pan et al.: Warm up cold-start advertisements, SIGIR 2019 (arXiv
+1904.11547), and its code.
 
-Source of the protocol: Pan et al.: Warm up cold-start advertisements, SIGIR 2019 (arXiv
-1904.11547), and its code. Old are movies with at least 300 ratings, new are those with 80 to 299.
-In the order of the file, rows 1 to 20, 21 to 40 and 41 to 60 of each new movie are warm-a, warm-b
-and warm-c, and the rest is the test set. A click is a rating of 4 or 5.
+Shape suffix: N rows"""
 
-Shape suffix: N rows.
-"""
-
+# Old movies have at least 300 ratings, new ones 80 to 299. In file order rows 1 to 20, 21 to 40 and
+# 41 to 60 of a new movie are warm-a to warm-c, the rest is test. A click is a rating of 4 or 5.
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -27,7 +24,7 @@ _WARM_ROWS = 20
 # How many rows of a new movie each stage has seen.
 STAGES = {"cold": 0, "warm-a": _WARM_ROWS, "warm-b": 2 * _WARM_ROWS, "warm-c": 3 * _WARM_ROWS}
 _WARM_UP = max(STAGES.values())
-# Rows, their split and side, and whether the model may know their movies by their ids.
+# Rows, their split and side, and whether a model may know their movies by their ids.
 _Part = tuple[Int64, str, str | None, bool]
 
 
@@ -51,33 +48,23 @@ class MetaEmbConfig:
 
 
 def prepare_metaemb(path: str, out: str, config: MetaEmbConfig, overwrite: bool = False) -> None:
-    """Write the dataset at URL `out` from the ml-1m folder `path`; ratings need no timestamps.
-
-    Splits train, and cold, warm-a, warm-b, warm-c: the same query rows of the new movies after 0,
-    20, 40 and 60 support rows. With `validation` also fit, and valid-cold to valid-warm-c, where
-    held-back old movies play new ones.
-    """
+    """Write the dataset at URL `out` from the ml-1m folder `path`; ratings need no timestamps."""
+    # Splits train, and cold, warm-a to warm-c: the same query rows of new movies after 0 to 60
+    # support rows. With validation also fit, and valid-*, where held-back old movies play new ones.
     folder = Path(path)
     ratings = read_ratings(folder)
     chosen, split, side, is_known = assign_rows(ratings.movie_N, config)
     table = _table(folder, ratings, chosen, is_known)
     table = table.append_column("split", pa.array(split))
     table = table.append_column("side", pa.array(side))
-    prepare_table(
-        table,
-        out,
-        _schema(config),
-        {"name": "metaemb", **vars(config)},
-        "MetaEmb: new movies after 0, 20, 40 and 60 ratings",
-        overwrite,
-    )
+    protocol, recipe = "MetaEmb: new movies after 0, 20, 40 and 60 ratings", vars(config)
+    prepare_table(table, out, _schema(config), {"name": "metaemb", **recipe}, protocol, overwrite)
 
 
 def assign_rows(
     movie_N: Int64, config: MetaEmbConfig
 ) -> tuple[Int64, list[str], list[str | None], npt.NDArray[np.bool_]]:
-    """Return the rows that splits need, and of each its split, its side, and whether a model
-    may know the movie by its id."""
+    """Return the rows of all splits, with the split, the side, and if the movie's id is known."""
     movies, movie_of_N, counts = np.unique(movie_N, return_inverse=True, return_counts=True)
     count_N, place_N = counts[movie_of_N], _count_earlier_rows(movie_of_N)
     old_N = count_N >= config.min_old
@@ -93,11 +80,11 @@ def assign_rows(
     ]
     parts += _make_stages("", new_N, place_N)
     if config.validation:
-        # Drawn by the movie's own number: the draw depends on no other movie.
+        # Drawn by the movie's number: the draw depends on no other movie.
         order = unit_interval(splitmix64(movies.view(np.uint64) ^ np.uint64(config.seed)))
         is_held_back_N = old_N & (order < config.validation_share)[movie_of_N]
         parts.append((np.flatnonzero(old_N & ~is_held_back_N), "fit", None, True))
-        # No longer than a new movie: their first rows are as old as those of a young movie.
+        # Cut to the length of a new movie: their first rows are as old as those of a young movie.
         parts += _make_stages("valid-", is_held_back_N & (place_N < config.min_old - 1), place_N)
     chosen = np.concatenate([rows for rows, _, _, _ in parts])
     split = [name for rows, name, _, _ in parts for _ in range(len(rows))]
@@ -137,7 +124,7 @@ def _table(
         raise DataError(
             f"user {missing[0]} has ratings but is not in users.dat. Download both files again"
         )
-    # Words are counted over all movies, which takes no rating to know.
+    # Words are counted over all movies: knowing them takes no rating.
     words = dict(
         zip(titles, keep_shared_words(title for title, _, _ in titles.values()), strict=True)
     )
@@ -166,6 +153,7 @@ def _table(
 
 def _schema(config: MetaEmbConfig) -> dict[str, Any]:
     singles = ["item", "year", "user", "gender", "age", "occupation"]
+    limits = {"min_rows": 2, "max_rows": config.episode_rows}
     return {
         "seed": config.seed,
         "task": {"column": "movie"},
@@ -176,13 +164,8 @@ def _schema(config: MetaEmbConfig) -> dict[str, Any]:
             {"column": "title", "separator": " ", "vocabulary": 1, "null": "unknown"},
             {"column": "genre", "separator": "|", "vocabulary": 1, "null": "unknown"},
         ],
-        "episodes": {
-            "by": "random",
-            "query_share": 0.5,
-            "min_rows": 2,
-            "max_rows": config.episode_rows,
-        },
+        "episodes": {"by": "random", "query_share": 0.5, **limits},
         "splits": {"column": "split"},
-        # As many as any movie has: the stages' support is what the protocol says.
+        # As many as any movie has: the protocol, not this limit, decides a stage's support.
         "membership": {"column": "side", "max_rows": config.min_old + _WARM_UP},
     }

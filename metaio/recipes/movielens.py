@@ -1,14 +1,11 @@
 """MovieLens-1M in MeLU's cold-start protocol: user = task, four states, last 10 of a seeded shuffle
-= query.
-
-Source of the protocol: Lee et al.: MeLU, KDD 2019 (arXiv 1908.00413), and its code. Movies up to
-1997 and a random 80 % of the users are warm; within a state only users with 13 to 100 ratings take
-part.
+= query. Source: Lee et al.: MeLU, KDD 2019 (arXiv 1908.00413), and its code.
 
 Shape suffixes: T tasks, N rows, F single-id or pooled features, M multi-id features, V values, K
-dense columns, A items.
-"""
+dense columns, A items"""
 
+# Movies up to 1997 and a random 80 % of the users are warm; within a state only users with 13 to
+# 100 ratings take part.
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -70,12 +67,12 @@ class MovieLensConfig:
 
 
 def derive_states(ratings: Ratings, movies: Movies, config: MovieLensConfig) -> list[State]:
-    """Derive MeLU's four states from raw ratings: seeded users, movies by year; unknown movies are
-    left out."""
+    """Return MeLU's four states, derived from raw ratings: seeded users, movies by year."""
     rng = np.random.default_rng(config.seed)
-    # By sorted user id, so that the draw does not depend on the order of the file.
+    # Sorted by user id: the draw must not depend on the order of the file.
     users = rng.permutation(np.unique(ratings.user_N))
     cold = set(users[: round(config.cold_user_share * len(users))].tolist())
+    # Movies without attributes are left out.
     known = np.isin(ratings.movie_N, np.fromiter(movies.year, dtype=np.int64))
     order = np.flatnonzero(known)
     if not order.size:
@@ -98,8 +95,7 @@ def derive_states(ratings: Ratings, movies: Movies, config: MovieLensConfig) -> 
 def divide(
     state: State, is_cold_user: Callable[[int], bool], is_cold_movie: Callable[[int], bool]
 ) -> list[State]:
-    """Return warm, user-cold, item-cold, user-item-cold; users keep their order, and movies theirs
-    within a user."""
+    """Return warm, user-cold, item-cold, user-item-cold; users and movies keep their order."""
     found: list[State] = [{}, {}, {}, {}]
     for user, (movies, ratings) in state.items():
         cold_N = np.array([is_cold_movie(int(movie)) for movie in movies])
@@ -111,29 +107,19 @@ def divide(
 
 
 def hold_back(warm: State, movies: Movies, config: MovieLensConfig) -> list[State]:
-    """Return fit, valid-user-cold, valid-item-cold, valid-user-item-cold: the protocol inside the
-    warm state."""
-    # A stream of its own: turning validation on leaves every other split as it was.
+    """Return fit, valid-user-cold, valid-item-cold, valid-user-item-cold out of the warm state."""
+    # A generator of its own: validation must not change any other split.
     rng = np.random.default_rng([config.seed, 1])
     users = rng.permutation(np.fromiter(warm, dtype=np.int64))
-    held_back_users = set(users[: round(config.cold_user_share * len(users))].tolist())
-    return divide(
-        warm,
-        lambda user: user in held_back_users,
-        lambda movie: movies.year[movie] > config.last_fit_year,
-    )
+    held_back = set(users[: round(config.cold_user_share * len(users))].tolist())
+    last = config.last_fit_year
+    return divide(warm, lambda user: user in held_back, lambda movie: movies.year[movie] > last)
 
 
 def select_tasks(
     states: list[State], config: MovieLensConfig, times: Mapping[tuple[int, int], int] | None
 ) -> list[State]:
-    """Return users with min_ratings to max_ratings ratings, in an order whose last query_rows are
-    the query.
-
-    One generator runs through the states in order and permutes the eligible users only, in file
-    order: with MeLU's files and seed 2019 this is the shuffle of the workload that other
-    implementations were run on.
-    """
+    """Return users with min_ratings to max_ratings ratings, ordered so that query comes last."""
     rng = np.random.default_rng(config.seed)
     found = []
     for state in states:
@@ -141,7 +127,8 @@ def select_tasks(
         for user, (movies, ratings) in state.items():
             if not config.min_ratings <= len(movies) <= config.max_ratings:
                 continue
-            # Drawn also where time decides, to keep the generator's place in the sequence.
+            # Drawn even if time decides, to keep the generator's place in the sequence. One
+            # generator for all states in file order is the shuffle of other implementations.
             order = rng.permutation(len(movies))
             if times is not None:
                 order = np.argsort([times[user, int(movie)] for movie in movies], kind="stable")
@@ -161,8 +148,7 @@ def _timestamps(ratings: Ratings) -> dict[tuple[int, int], int]:
 
 
 class _Encoder:
-    """Ids of users, movies and their attributes; row 0 of every table is for values not in its
-    vocabulary."""
+    """Ids of users, movies and their attributes; row 0 of a table is for unknown values."""
 
     def __init__(self, folder: Path, movies: Movies, history: int) -> None:
         self._history = history
@@ -172,6 +158,7 @@ class _Encoder:
             name: [user[index] for user in self._users.values()]
             for index, name in enumerate(_USER_COLUMNS)
         }
+        # Without movies_extrainfos.dat only genres are known.
         self.multi = _MULTI if movies.has_extra else _MULTI[:1]
         for name in self.multi:
             values[name] = [value for many in getattr(movies, name).values() for value in many]
@@ -198,7 +185,7 @@ class _Encoder:
         )
 
     def rows(self, state: State, item_ids: Mapping[int, int], query_rows: int) -> Rows:
-        """Return all tasks of a state. Movies that `item_ids` lacks get row 0."""
+        """Return all tasks of a state; movies that `item_ids` lacks get row 0."""
         users = list(state)
         lengths_T = np.array([len(movies) for movies, _ in state.values()], dtype=np.int64)
         movie_N = _concat([movies for movies, _ in state.values()])
@@ -245,12 +232,7 @@ class _Encoder:
     ) -> tuple[Int64, npt.NDArray[np.int32]]:
         """Return the values of each rating's movie: sorted, without repeats, feature by feature."""
         lists = [
-            sorted(
-                {
-                    self.vocabulary[name].get(value, 0)
-                    for value in getattr(self._movies, name)[movie]
-                }
-            )
+            sorted({self.vocabulary[name].get(v, 0) for v in getattr(self._movies, name)[movie]})
             for movie in distinct_A.tolist()
             for name in self.multi
         ]
@@ -263,6 +245,7 @@ class _Encoder:
 
 
 def _vocabulary(listed: list[str] | None, found: list[str]) -> dict[str, int]:
+    # MeLU's own lists keep their order, so that ids are those of MeLU.
     names = listed if listed is not None else sorted(set(found))
     return {name: row for row, name in enumerate(names, start=1)}
 
@@ -282,11 +265,9 @@ def _item_ids(train: State, min_count: int) -> dict[int, int]:
 def prepare_movielens(
     path: str, out: str, config: MovieLensConfig, overwrite: bool = False
 ) -> None:
-    """Write the dataset at URL `out` from the ml-1m folder `path`.
-
-    Splits train, user-cold, item-cold, user-item-cold; with `validation` also fit, valid-user-cold,
-    valid-item-cold and valid-user-item-cold, which are carved from the warm users and movies alone.
-    """
+    """Write the dataset at URL `out` from the ml-1m folder `path`."""
+    # Splits train, user-cold, item-cold, user-item-cold; with validation also fit and valid-*,
+    # which are carved from the warm users and movies alone.
     folder = Path(path)
     movies = read_movies(folder)
     melu_states = read_melu_split(folder)
@@ -306,13 +287,8 @@ def prepare_movielens(
         splits |= stored_movies
     encoder = _Encoder(folder, movies, config.history)
     protocol = f"MeLU, {'its own split' if melu_states else 'derived split'}, order {config.order}"
-    provenance = Provenance(
-        task="user",
-        label="rating",
-        seed=config.seed,
-        protocol=protocol,
-        recipe={"name": "movielens-1m", **vars(config)},
-    )
+    recipe = {"name": "movielens-1m", **vars(config)}
+    provenance = Provenance("user", "rating", config.seed, protocol=protocol, recipe=recipe)
     features = encoder.features(len(known["train"]))
     with write_dataset(out, features, provenance, overwrite=overwrite) as writer:
         for name, state in splits.items():

@@ -1,6 +1,5 @@
-"""MovieLens-100k by time: GroupLens' own files (u.data, u.item, u.user, u.genre), or the atomic
-files that RecBole makes of them (ml-100k.inter, .item, .user).
-"""
+"""MovieLens-100k by time, from GroupLens' files (u.data, u.item, u.user, u.genre), or from
+RecBole's atomic files (ml-100k.inter, .item, .user)."""
 
 import re
 from pathlib import Path
@@ -26,6 +25,7 @@ def prepare_movielens_100k(
     folder = Path(path)
     is_atomic = (folder / "ml-100k.inter").is_file()
     file = folder / ("ml-100k.inter" if is_atomic else "u.data")
+    # Atomic files begin with a header.
     fields = read_fields(file, "\t", 4, _SOURCE)[is_atomic:]
     columns = {
         name: pa.array([parse_integer(line[index], file, name) for line in fields], pa.int64())
@@ -58,7 +58,7 @@ def _users(folder: Path, is_atomic: bool) -> Attributes:
     for user, age, gender, job, code in read_fields(file, "|\t"[is_atomic], 5, _SOURCE)[is_atomic:]:
         years = parse_integer(age, file, "age")
         group = max((least for least in _AGES if least <= years), default=_AGES[0])
-        # The first digit is a region; of whole zips most users would have their own.
+        # The first digit is a region; by complete zips most users would be alone.
         zip_code = code[:1] or None
         found[user] = {"age": str(group), "gender": gender, "occupation": job, "zip": zip_code}
     return found

@@ -1,7 +1,6 @@
-"""Reads the files of MovieLens-1M, and MeLU's additions to them where they are there.
+"""Reads the files of MovieLens-1M, and MeLU's additions to them if they exist.
 
-Shape suffix: N rows.
-"""
+Shape suffix: N rows"""
 
 import io
 import json
@@ -25,7 +24,7 @@ _MELU_STATES = ("warm_state", "user_cold_state", "item_cold_state", "user_and_it
 
 @dataclass(frozen=True)
 class Ratings:
-    """One line a rating, in file order. `time_N` is None where the file has no timestamps."""
+    """One entry a rating, in file order; `time_N` is None if the file has no timestamps."""
 
     user_N: Int64
     movie_N: Int64
@@ -35,8 +34,7 @@ class Ratings:
 
 @dataclass(frozen=True)
 class Movies:
-    """Attributes by movie id. `rate`, `director` and `actor` are empty without
-    movies_extrainfos.dat."""
+    """Attributes by movie id; without movies_extrainfos.dat rate, director, actor are empty."""
 
     year: dict[int, int]
     genre: dict[int, list[str]]
@@ -46,14 +44,13 @@ class Movies:
 
     @property
     def has_extra(self) -> bool:
-        """Tell whether MPAA rate, directors and actors are known."""
+        """Return whether MPAA rate, directors and actors are known."""
         return bool(self.rate)
 
 
 def read_ratings(folder: Path) -> Ratings:
-    """Read ratings.dat (user::movie::rating::timestamp), else ratings_notime.dat
-    (user::movie::rating)."""
-    # The file with timestamps holds all that the other does.
+    """Return the ratings of ratings.dat, or of ratings_notime.dat, which has no timestamps."""
+    # The file with timestamps has everything that the other has.
     with_time = (folder / "ratings.dat").is_file()
     path = folder / ("ratings.dat" if with_time else "ratings_notime.dat")
     if not path.is_file():
@@ -68,6 +65,7 @@ def read_ratings(folder: Path) -> Ratings:
             io.BytesIO(path.read_bytes().replace(b"::", b"\t")),
             pa_csv.ReadOptions(column_names=names),
             pa_csv.ParseOptions(delimiter="\t"),
+            # No word means a null: an empty field is an error.
             pa_csv.ConvertOptions(column_types=dict.fromkeys(names, pa.int64()), null_values=[]),
         )
     except pa.ArrowInvalid as error:
@@ -85,17 +83,17 @@ def read_ratings(folder: Path) -> Ratings:
 
 
 def read_users(folder: Path) -> dict[int, tuple[str, str, str, str]]:
-    """Return gender, age, occupation and zip by user id; "98107-2117" is "98107", as in MeLU."""
+    """Return gender, age, occupation and zip by user id."""
     path = folder / "users.dat"
     return {
+        # "98107-2117" becomes "98107", as in MeLU.
         parse_integer(user, path, "user"): (gender, age, job, code[:5])
         for user, gender, age, job, code in read_fields(path, "::", 5, "ml-1m")
     }
 
 
 def read_movies(folder: Path) -> Movies:
-    """Return the attributes of all movies; with movies_extrainfos.dat its genres replace the
-    others."""
+    """Return the attributes of all movies; genres of movies_extrainfos.dat replace the others."""
     path = folder / "movies_extrainfos.dat"
     if not path.is_file():
         return _plain_movies(folder)
@@ -146,7 +144,7 @@ def read_titles(folder: Path) -> dict[int, tuple[str, str, list[str]]]:
 
 
 def read_vocabulary(folder: Path, name: str) -> list[str] | None:
-    """Return MeLU's list of values (m_NAME.txt, one a line), or None where the file is absent."""
+    """Return MeLU's list of values (m_NAME.txt, one a line), or None if it does not exist."""
     path = folder / f"m_{name}.txt"
     if not path.is_file():
         return None
@@ -154,8 +152,7 @@ def read_vocabulary(folder: Path, name: str) -> list[str] | None:
 
 
 def read_melu_split(folder: Path) -> list[dict[int, tuple[Int64, Int64]]] | None:
-    """Return MeLU's four states in its order, each user -> (movies, ratings) in file order; None
-    where absent."""
+    """Return MeLU's four states, each user -> (movies, ratings) in file order, or None."""
     if not (folder / "melu_split").is_dir():
         return None
     states = []

@@ -1,7 +1,6 @@
-"""The behaviour history of every rating: what its user liked, as far as the support rows tell.
+"""The behaviour history of every rating: what its user liked, as far as support rows tell.
 
-Shape suffixes: T tasks, N rows, M multi-id features, V values.
-"""
+Shape suffixes: T tasks, N rows, M multi-id features, V values"""
 
 import numpy as np
 
@@ -13,16 +12,12 @@ LIKED = 4  # least rating, of 1 to 5, that counts as liked
 def liked_before(
     lengths_T: Int64, support_lengths_T: Int64, item_N: Int64, rating_N: Int64, longest: int
 ) -> tuple[Int64, Int32]:
-    """Return the item ids [V] of each row's history, oldest first, and the histories' lengths [N].
-
-    A row's history is the last `longest` items that its task's support rows rated at least `LIKED`,
-    the row itself left out: neither its own label nor any query label shows in it.
-    """
+    """Return the last `longest` items [V] liked in support before each row, and lengths [N]."""
     histories, start = [], 0
     for rows, support in zip(lengths_T.tolist(), support_lengths_T.tolist(), strict=True):
         liked = np.flatnonzero(rating_N[start : start + support] >= LIKED)
         for row in range(rows):
-            # Only a support row can be among them: nothing is known of the query yet.
+            # A row is not in its own history: neither its label nor any query label may show.
             others = liked[liked != row] if row < support else liked
             histories.append(item_N[start + others[-longest:]])
         start += rows

@@ -1,22 +1,15 @@
 """Click logs with planted task structure, of any size, in bounded memory.
 
-What is planted. Every user u has a hidden taste t_u of 8 numbers: one of 12 cluster centres plus
-noise of its own. Every item i has a latent vector v_i = g_genre + brand offset + tag offsets +
-noise, so that its visible features explain most of it. A row is a click with
+A user u has a hidden taste t_u of 8 numbers: one of 12 cluster centres plus noise. An item i has a
+latent vector v_i = g_genre + brand offset + tag offsets + noise. A row is a click with
 
-    P(click) = sigmoid(scale * t_u . v_i + popularity_i + age and hour effects + bias).
-
-The taste cannot be read off the user's visible features (age, region, device, which carry small
-effects of their own), nor learnt as an embedding of the user, since the user id is no feature and
-test users are new. Measured by tests/metaio/recipes/synthetic_oracle.py on the query rows of 500
-new users at the default size and seed: no model without adaptation can exceed AUC 0.650 (cold items
-0.662), one with the exact posterior of the user's taste given the 10 to 30 support rows reaches
-0.830 (0.817), and P(click) itself 0.888 (0.881).
+P(click) = sigmoid(scale * t_u . v_i + popularity_i + age and hour effects + bias).
 
 Shape suffixes: T tasks, N rows, H longest list or task, F single-id or pooled features, M multi-id
-features, V values, K dense columns, D embedding width, A items.
-"""
+features, V values, K dense columns, D embedding width, A items"""
 
+# No visible feature of a user (age, region, device) tells the taste, and no embedding learns it:
+# the user id is no feature, and test users are new.
 from dataclasses import dataclass
 
 import numpy as np
@@ -36,10 +29,13 @@ _CLUSTERS = 12
 _GENRES, _BRANDS, _TAGS = 24, 200, 120
 _AGES, _REGIONS, _DEVICES, _HOURS = 8, 50, 6, 24
 _MAX_TAGS = 4
-# Large enough that taste decides most clicks, small enough that clicks stay noisy; see
-# synthetic_oracle.py of its tests.
+# Large enough that taste decides most clicks, small enough that clicks stay noisy. On 500 new users
+# (tests/metaio/recipes/synthetic_oracle.py): AUC at most 0.650 without adaptation (cold items
+# 0.662), 0.830 (0.817) with the exact posterior of 10 to 30 support rows, 0.888 (0.881) with
+# P(click) itself.
 TASTE_SCALE = 2.0
 _TASTE_NOISE = 0.5
+# Bounds memory. Chunks are seeded by their first user, so another size draws other logs.
 _CHUNK_USERS = 2_000
 
 FEATURES_SINGLE = ("item", "genre", "brand", "price_band", "age", "region", "device", "hour")
@@ -91,19 +87,9 @@ class World:
 
 
 def features(config: SyntheticConfig) -> Features:
-    """Return tables and columns of every synthetic dataset; row 0 of a table is drawn only for cold
-    items."""
-    sizes = {
-        "item": config.num_items,
-        "genre": _GENRES,
-        "brand": _BRANDS,
-        "price_band": 10,
-        "age": _AGES,
-        "region": _REGIONS,
-        "device": _DEVICES,
-        "hour": _HOURS,
-        "tag": _TAGS,
-    }
+    """Return tables and columns of every synthetic dataset; only cold items have row 0."""
+    sizes = {"item": config.num_items, "genre": _GENRES, "brand": _BRANDS, "price_band": 10}
+    sizes |= {"age": _AGES, "region": _REGIONS, "device": _DEVICES, "hour": _HOURS, "tag": _TAGS}
     return Features(
         tables=tuple(TableSpec(name, size + 1) for name, size in sizes.items()),
         single=tuple(FeatureSpec(name, name) for name in FEATURES_SINGLE),
@@ -116,8 +102,8 @@ def make_world(config: SyntheticConfig) -> World:
     """Draw items and clusters."""
     rng = np.random.default_rng([config.seed, 0])
     count = config.num_items
-    # Genre carries most of an item's vector, so that a few support rows already tell a lot about a
-    # user; brand, tags and noise leave something for more rows to find.
+    # Genre carries most of an item's vector, so that a few support rows tell a lot about a user;
+    # brand, tags and noise leave something for more rows to find.
     genre_A = rng.integers(0, _GENRES, count)
     brand_A = rng.integers(0, _BRANDS, count)
     tag_lengths_A = rng.integers(0, _MAX_TAGS + 1, count)
@@ -167,14 +153,14 @@ class _Draw:
 def draw_users(
     config: SyntheticConfig, world: World, first_user: int, num_users: int, cold_items: bool
 ) -> _Draw:
-    """Draw users [first_user, first_user + num_users): seeded by `first_user`."""
-    # Seeded by where the chunk begins: chunks need not be drawn in turn to be the same.
+    """Return the rows of users [first_user, first_user + num_users)."""
+    # Seeded by the chunk's first user, so that chunks may be drawn in any order.
     rng = np.random.default_rng([config.seed, 1 + cold_items, first_user])
     lengths_T = rng.integers(config.min_rows, config.max_rows + 1, num_users)
     user_N = np.repeat(np.arange(num_users), lengths_T)
     count = len(user_N)
     taste_TD = draw_tastes(rng, world, num_users)
-    # Warm and cold items never mix in a split, so that each group of scores means one thing.
+    # Warm and cold items never mix in a split: each group of scores means one thing.
     low, high = (world.num_warm, config.num_items) if cold_items else (0, world.num_warm)
     # Density falls with the item's number: a tenth of the items has a quarter of the rows.
     item_N = low + np.minimum((high - low) * rng.power(0.6, count), high - low - 1).astype(np.int64)
@@ -183,9 +169,9 @@ def draw_users(
     visible_N = (
         world.popularity_A[item_N] + world.age_effect[age_T][user_N] + world.hour_effect[hour_N]
     )
-    # Lower places of a page are clicked less.
+    # Lower positions on a page are clicked less.
     visible_N = visible_N + world.device_effect[device_T][user_N] - 0.08 * position_N - 0.5
-    # Row by row: users times items would not fit where a log is large.
+    # Row by row: all users times all items would not fit for a large log.
     taste_N = np.einsum("nl,nl->n", taste_TD[user_N], world.item_latent_AD[item_N])
     probability_N = sigmoid(TASTE_SCALE * taste_N + visible_N)
     return _Draw(
@@ -206,31 +192,19 @@ def _rows(
     config: SyntheticConfig, world: World, first_user: int, num_users: int, cold_items: bool
 ) -> Rows:
     draw = draw_users(config, world, first_user, num_users, cold_items)
+    # Generators 1 and 2 draw users, 3 and 4 the rest of their rows: no stream is used twice.
     rng = np.random.default_rng([config.seed, 3 + cold_items, first_user])
     item_N, user_N = draw.item_N, draw.user_N
     price_N = world.item_price_A[item_N]
     price_band_N = np.clip(np.log(price_N).astype(np.int64) + 3, 0, 9)
-    # A training vocabulary does not know the cold items: they all get row 0.
+    # A training vocabulary does not have the cold items, so all get row 0.
     item_id_N = np.zeros_like(item_N) if cold_items else item_N + 1
-    columns = [
-        item_id_N,
-        world.item_genre_A[item_N] + 1,
-        world.item_brand_A[item_N] + 1,
-        price_band_N + 1,
-    ]
-    columns += [
-        draw.age_T[user_N] + 1,
-        draw.region_T[user_N] + 1,
-        draw.device_T[user_N] + 1,
-        draw.hour_N + 1,
-    ]
+    of_item = world.item_genre_A[item_N], world.item_brand_A[item_N], price_band_N
+    of_user = (values_T[user_N] for values_T in (draw.age_T, draw.region_T, draw.device_T))
+    columns = [item_id_N, *(values_N + 1 for values_N in (*of_item, *of_user, draw.hour_N))]
     popularity_N = world.popularity_A[item_N] + 0.3 * rng.standard_normal(len(item_N))
-    dense = [
-        np.log(price_N) - 3.0,
-        np.log1p(world.item_age_A[item_N]) - 3.0,
-        popularity_N,
-        draw.position_N / 10.0,
-    ]
+    age_N = np.log1p(world.item_age_A[item_N]) - 3.0
+    dense = [np.log(price_N) - 3.0, age_N, popularity_N, draw.position_N / 10.0]
     tag_lengths_N = world.tag_lengths_A[item_N]
     tags = world.tags_AH[item_N][np.arange(_MAX_TAGS) < tag_lengths_N[:, None]]
     return Rows(
@@ -246,11 +220,8 @@ def _rows(
 
 
 def split_plan(config: SyntheticConfig) -> dict[str, tuple[int, int, bool]]:
-    """Return first user, number of users, and whether the items are cold, of each split.
-
-    item-cold holds train users with items that no training row has; the user-cold splits hold new
-    users.
-    """
+    """Return first user, number of users, and whether the items are cold, of each split."""
+    # item-cold has train users and items of no training row; the user-cold splits new users.
     train, tenth = config.num_tasks, max(config.num_tasks // 10, 1)
     return {
         "train": (0, train, False),
@@ -264,19 +235,15 @@ def split_plan(config: SyntheticConfig) -> dict[str, tuple[int, int, bool]]:
 def prepare_synthetic(out: str, config: SyntheticConfig, overwrite: bool = False) -> None:
     """Write a synthetic dataset to the URL `out`."""
     world = make_world(config)
-    provenance = Provenance(
-        task="user",
-        label="click",
-        seed=config.seed,
-        protocol="synthetic: the last query_rows of each user's rows are the query set",
-        recipe={"name": "synthetic", **vars(config)},
-    )
+    protocol = "synthetic: the last query_rows of each user's rows are the query set"
+    recipe = {"name": "synthetic", **vars(config)}
+    provenance = Provenance("user", "click", config.seed, protocol=protocol, recipe=recipe)
     layout = features(config)
     with write_dataset(
         out, layout, provenance, block_rows=config.block_rows, overwrite=overwrite
     ) as writer:
         for name, (first, count, cold_items) in split_plan(config).items():
-            # As gmeta prepare does of a log.
+            # Bundles as gmeta prepare makes them for a log of this size.
             rows = count * (config.min_rows + config.max_rows) // 2
             split = writer.split(name, usual_bundle_tasks(rows) if name == "train" else 0)
             for start in range(first, first + count, _CHUNK_USERS):
@@ -291,7 +258,7 @@ def sigmoid(logits: Float) -> Float:
 
 
 def draw_tastes(rng: np.random.Generator, world: World, count: int) -> Float:
-    """Return hidden tastes [count, L] of new users."""
+    """Return the hidden tastes [count, 8] of new users."""
     centres = world.centres[rng.integers(0, _CLUSTERS, count)]
     tastes: Float = centres + _TASTE_NOISE * rng.standard_normal(centres.shape)
     return tastes

@@ -1,14 +1,9 @@
 """Synthetic click logs day by day, for streams: users and items come and go, and fashion moves.
 
-The world is that of `synthetic`, and so is P(click), with two changes. Every day a tenth of the
-items is new and as many have gone, and a fifth of the users is new. The log-odds of a genre take a
-step of a random walk every day, so that a model of yesterday's log is worse today. The log carries
-`p_click`, P(click) itself, which no schema reads: no model of these rows can have a higher expected
-AUC than it has, and `days.json` says what that is.
+Shape suffixes: T tasks, N rows, H longest list or task, D embedding width, A items"""
 
-Shape suffixes: T tasks, N rows, H longest list or task, D embedding width, A items.
-"""
-
+# As `synthetic`, but each day a tenth of the items and a fifth of the users are new, and each
+# genre's log-odds take a step of a random walk: yesterday's model is worse today.
 import json
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
@@ -117,8 +112,7 @@ class DaysConfig:
 
 
 def write_days(out: str, config: DaysConfig, overwrite: bool = False) -> None:
-    """Write `out`/day=DATE/clicks.parquet for each day, closed by _SUCCESS, schema.toml and
-    days.json."""
+    """Write a folder day=DATE of clicks for each day, schema.toml and days.json below `out`."""
     fs, place = find_file_system(out)
     if not is_local(fs):
         raise DataError(f"{out} is a URL; logs are made at a local path. Make them there, and copy")
@@ -140,6 +134,8 @@ def write_days(out: str, config: DaysConfig, overwrite: bool = False) -> None:
             (folder / name).mkdir()
             pq.write_table(table, folder / name / "clicks.parquet")
             (folder / name / "_SUCCESS").touch()  # the partition is closed
+            # No model of these rows can have a higher expected AUC than P(click) itself; no schema
+            # reads it.
             clicks_N, probability_N = (table[c].to_numpy() for c in ("click", "p_click"))
             best = round(auc(probability_N, clicks_N), 4)
             users, items = (len(table[name].unique()) for name in ("user", "item"))
@@ -156,6 +152,7 @@ def _world(config: DaysConfig) -> tuple[World, Float]:
     new = config.live_items // _NEW_ITEMS
     items = config.live_items + new * (config.days - 1)
     world = make_world(SyntheticConfig(num_items=items, seed=config.seed))
+    # Generators from 20 on, since `synthetic` uses 0 to 4.
     rng = np.random.default_rng([config.seed, 20])
     steps = _FASHION_STEP * rng.standard_normal((config.days, int(world.item_genre_A.max()) + 1))
     return world, np.cumsum(steps, axis=0)
@@ -163,6 +160,7 @@ def _world(config: DaysConfig) -> tuple[World, Float]:
 
 def day_table(config: DaysConfig, world: World, fashion: Float, day: int) -> pa.Table:
     """Return the log of a day, in the order of time."""
+    # A generator for each day, so that any day can be drawn by itself.
     rng = np.random.default_rng([config.seed, 21, day])
     user_T, born_T = _users(config, day)
     lengths_T = rng.integers(config.min_rows, config.max_rows + 1, len(user_T))
@@ -172,6 +170,7 @@ def day_table(config: DaysConfig, world: World, fashion: Float, day: int) -> pa.
     # The newest items are shown most.
     back_N = (config.live_items * rng.power(0.6, count)).astype(np.int64)
     back_N = np.minimum(back_N, config.live_items - 1)
+    # Items are numbered as they come: each day's follow those of the day before.
     newest = config.live_items - 1 + new * day
     item_N = newest - back_N
     traits = {name: _trait(config, user_T, name) for name in ("age", "region", "device")}
@@ -187,7 +186,7 @@ def day_table(config: DaysConfig, world: World, fashion: Float, day: int) -> pa.
     tags = world.tags_AH[item_N]
     flat = tags[np.arange(tags.shape[1]) < tag_lengths_N[:, None]]
     start = int(FIRST_DAY.timestamp())
-    # A day's new items; those of the first day came one lot a day before it.
+    # Days since an item came; those of the first day came in lots, one a day before it.
     item_age_N = day - (item_N - config.live_items + new) // new
     table = pa.table(
         {
@@ -211,16 +210,14 @@ def day_table(config: DaysConfig, world: World, fashion: Float, day: int) -> pa.
 
 
 def _users(config: DaysConfig, day: int) -> tuple[Int64, Int64]:
-    """Return the users of a day and the day on which each came: all new ones, and some from before.
-
-    Users are numbered as they come: all of the first day, then the new ones of each day.
-    """
+    """Return the users of a day and the day on which each came: all new ones, some from before."""
     new = config.users_per_day // _NEW_USERS
+    # Users are numbered as they come: all of the first day, then the new ones of each day.
     known = config.users_per_day + new * (day - 1) if day else 0
     if not day:
         return np.arange(config.users_per_day), np.zeros(config.users_per_day, np.int64)
     rng = np.random.default_rng([config.seed, 22, day])
-    # Who came last comes back most.
+    # Recent users come back most.
     back = rng.choice(known, config.users_per_day - new, replace=False, p=_recency(known))
     user_T = np.concatenate([np.sort(back), known + np.arange(new)])
     born_T = np.maximum(user_T - config.users_per_day + new, 0) // new
@@ -236,7 +233,7 @@ def _recency(known: int) -> Float:
 def _tastes(
     config: DaysConfig, world: World, user_T: Int64, born_T: Int64, day: int
 ) -> npt.NDArray[np.float64]:
-    """Return the tastes of users [T, D], which they keep from the day on which they came."""
+    """Return the tastes of users [T, D], which stay as they were when the user came."""
     new = config.users_per_day // _NEW_USERS
     taste_TD = np.empty((len(user_T), world.centres.shape[1]))
     for born in range(day + 1):
@@ -245,6 +242,7 @@ def _tastes(
             rng = np.random.default_rng([config.seed, 23, born])
             count = new if born else config.users_per_day
             first = config.users_per_day + new * (born - 1) if born else 0
+            # Drawn for all users of that day: each keeps the same taste, whichever users return.
             taste_TD[own] = draw_tastes(rng, world, count)[user_T[own] - first]
     return taste_TD
 
@@ -253,14 +251,14 @@ def _trait(config: DaysConfig, user_T: Int64, name: str) -> Int64:
     """Return a property of each user, which no day changes."""
     sizes = {"age": (30, 8), "region": (31, 50), "device": (32, 6)}
     stream, size = sizes[name]
+    # Drawn for all users that ever come, so that no day changes a trait.
     most = config.users_per_day + config.users_per_day // _NEW_USERS * config.days
     values: Int64 = np.random.default_rng([config.seed, stream]).integers(0, size, most)
     return values[user_T]
 
 
 def auc(score_N: Float, label_N: npt.NDArray[np.integer[np.typing.NBitBase]]) -> float:
-    """Return the area under the ROC curve: how often a click scores above a row without one; ties
-    count half."""
+    """Return the area under the ROC curve; ties count half."""
     order = np.argsort(score_N, kind="stable")
     _, place_N, counts = np.unique(score_N[order], return_inverse=True, return_counts=True)
     ends = np.cumsum(counts)

@@ -1,4 +1,4 @@
-"""What --validation carves: `fit` and `valid-...` out of `train`, which stays whole beside them."""
+"""The splits of --validation: `fit` and `valid-...` are carved out of `train`, which stays."""
 
 from metaio.format.dataset import Dataset
 

@@ -1,9 +1,6 @@
-"""A stream of increments as its readers see it: which there are, in which order, and each as the
-dataset that it is.
+"""A stream of increments as readers see it; each increment is a dataset."""
 
-Nothing here needs what prepare needs, so that a trainer opens a stream as fast as a dataset.
-"""
-
+# Imports nothing that only prepare needs: a trainer opens a stream as fast as a dataset.
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -26,7 +23,7 @@ STREAM_FORMAT = "gmeta-stream"
 INCREMENTS = "increments"
 FIRST_INCREMENT = 1
 TICKS_PER_S = {"s": 1.0, "ms": 1e3, "us": 1e6, "ns": 1e9, "day": 1 / 86_400}
-# What is read of reports and descriptions, which somebody else may have written.
+# Shapes of what is read of reports and descriptions, which somebody else may have written.
 _COUNTS = dict.fromkeys(("rows", "capacity", "new", "freed", "pending"), int)
 _REPORT = {
     **dict.fromkeys(("rows", "late", "too_late"), int),
@@ -39,7 +36,7 @@ _DESCRIPTION = dict.fromkeys(("stream", "task_kind", "time_type", "time_unit"), 
     **dict.fromkeys(("schema", "moments", "kinds"), dict),
     "columns": [str],
 }
-# From 1973 to 2286: integers that count from elsewhere are smaller.
+# From 1973 to 2286; integers that do not count from 1970 are smaller.
 _LEAST_S, _MOST_S = 1e8, 1e10
 _NUMBER = re.compile(r"\d{6,}")
 
@@ -47,18 +44,16 @@ _NUMBER = re.compile(r"\d{6,}")
 def name_increment_folder(number: int) -> str:
     """Return the name of an increment's folder.
 
-    >>> folder_of(7)
-    '000007'
-    """
+    >>> name_increment_folder(7)
+    '000007'"""
     return f"{number:06d}"
 
 
 def format_event_time(ticks: int, unit: str) -> str:
-    """Return an event time as a time of UTC, or as it is where it counts from elsewhere.
+    """Return an event time in UTC, or as a number if it does not count from 1970.
 
     >>> format_event_time(1_767_225_602_000_000, "us"), format_event_time(86_400, "s")
-    ('2026-01-01 00:00:02', '86,400')
-    """
+    ('2026-01-01 00:00:02', '86,400')"""
     seconds = ticks / TICKS_PER_S[unit]
     if not _LEAST_S <= seconds < _MOST_S:
         return f"{ticks:,}"
@@ -66,18 +61,17 @@ def format_event_time(ticks: int, unit: str) -> str:
 
 
 def infer_time_unit(ticks: int) -> str | None:
-    """Return the unit of a time that is counted from 1970 on, None where it does not look like one.
+    """Return the unit of a time that counts from 1970, None if it does not look like one.
 
     >>> [infer_time_unit(ticks) for ticks in (1_767_225_602, 1_767_225_602_000, 86_400)]
-    ['s', 'ms', None]
-    """
+    ['s', 'ms', None]"""
     fitting = (u for u in ("s", "ms", "us", "ns") if _LEAST_S <= ticks / TICKS_PER_S[u] < _MOST_S)
     return next(fitting, None)
 
 
 @dataclass(frozen=True)
 class IncrementRecord:
-    """One increment: its place in the chain, and what `gmeta prepare --extend` reported of it."""
+    """One increment: its place in the chain, and the report of `gmeta prepare --extend`."""
 
     number: int
     fingerprint: str
@@ -88,8 +82,7 @@ class IncrementRecord:
 
 
 class Stream:
-    """The increments of a stream, oldest first. Opening lists them; each manifest is read once it
-    is asked for."""
+    """The increments of a stream, oldest first; each manifest is read when it is first needed."""
 
     def __init__(self, storage: Storage, description: dict[str, Any], numbers: list[int]) -> None:
         self.description = description
@@ -104,13 +97,12 @@ class Stream:
 
     @property
     def id(self) -> str:
-        """Return what the manifests of all increments call this stream."""
+        """Return the name by which the manifests of all increments refer to this stream."""
         return str(self.description["stream"])
 
     @property
     def ticks_per_s(self) -> float:
-        """Return how many units of the stream's times a second has: windows over it are seconds
-        since 1970."""
+        """Return how many units of the stream's times a second has."""
         return TICKS_PER_S[str(self.description["time_unit"])]
 
     @cached_property
@@ -118,6 +110,7 @@ class Stream:
         """Return every increment, oldest first; reads all manifests."""
         found = [self.record(number) for number in self.numbers]
         parent = ""
+        # Each manifest holds its parent's fingerprint, so a removed or replaced increment shows.
         for expected, record in enumerate(found, start=FIRST_INCREMENT):
             if record.number != expected or record.parent != parent:
                 raise FormatError(
@@ -147,14 +140,9 @@ class Stream:
             raise make_content_error(
                 f"{name}: stream.window or report.stream is not that of an increment"
             )
-        return IncrementRecord(
-            number,
-            manifest.fingerprint,
-            place.parent,
-            (place.window[0], place.window[1]),
-            manifest.splits["train"].num_rows if "train" in manifest.splits else 0,
-            report,
-        )
+        window = place.window[0], place.window[1]
+        num_rows = manifest.splits["train"].num_rows if "train" in manifest.splits else 0
+        return IncrementRecord(number, manifest.fingerprint, place.parent, window, num_rows, report)
 
     @property
     def newest(self) -> IncrementRecord:
@@ -162,7 +150,7 @@ class Stream:
         return self.record(self.numbers[-1])
 
     def dataset(self, number: int, damaged: list[str] | None = None) -> Dataset:
-        """Return an increment as the dataset that it is; `damaged` is that of `open_dataset`."""
+        """Return an increment as a dataset; `damaged` is that of `open_dataset`."""
         self.record(number)
         return open_dataset(f"{self.url}/{self._path(number)}", damaged)
 
@@ -176,7 +164,7 @@ class Stream:
 
 
 def open_stream(url: str) -> Stream:
-    """Open the stream at a local path or any fsspec URL."""
+    """Return the stream at a local path or any fsspec URL."""
     storage = Storage(url)
     numbers = list_increment_numbers(url)
     if not numbers:
@@ -191,13 +179,13 @@ def open_stream(url: str) -> Stream:
 
 
 def read_stream_json(storage: Storage, path: str, kind: str) -> dict[str, Any]:
-    """Return a JSON file of a stream, which carries its own checksum."""
+    """Return the body of a JSON file of a stream, after checking its checksum."""
     remedy = "gmeta prepare --extend alone writes it: put back the file that it wrote"
     return parse_checked_json(storage.read(path), storage.name(path), kind, remedy)
 
 
 def is_stream(url: str) -> bool:
-    """Tell whether a stream, rather than a dataset, lies at this path or URL."""
+    """Return whether a stream, and not a dataset, lies at this path or URL."""
     fs, root = find_file_system(url)
     return bool(fs.exists(f"{root}/{STREAM_FILE}"))
 
@@ -206,14 +194,15 @@ def list_increment_numbers(url: str) -> list[int]:
     """Return the numbers of the increments at a URL, ascending."""
     fs, root = find_file_system(url)
     try:
+        # fsspec caches listings, which would hide increments published since.
         listed = fs.ls(f"{root.rstrip('/')}/{INCREMENTS}", detail=False, refresh=True)
     except (FileNotFoundError, NotADirectoryError):
         return []
     names = (str(path).rstrip("/").rsplit("/", 1)[-1] for path in listed)
-    # Others begin with a dot: they are being written, or were when their writer was killed.
+    # Names with a dot are being written, or were when their writer was killed.
     numbers = sorted(int(name) for name in names if _NUMBER.fullmatch(name))
     if numbers and not is_local(fs):
-        # Elsewhere than on a disk a folder comes file by file, and its manifest last.
+        # In a store a folder appears file by file, its manifest last.
         newest = (
             f"{root.rstrip('/')}/{INCREMENTS}/{name_increment_folder(numbers[-1])}/{MANIFEST_NAME}"
         )
@@ -223,19 +212,18 @@ def list_increment_numbers(url: str) -> list[int]:
 
 
 def find_earlier_increment(dataset: Dataset, back: int = 1) -> Dataset | None:
-    """Return the increment that stands `back` places before this one in its stream; None where
-    there is none, or the dataset is of no stream."""
+    """Return the increment `back` places before this one; None if there is none, or no stream."""
     place = dataset.manifest.stream
     if place is None or place.increment - back < FIRST_INCREMENT:
         return None
-    # Increments stand side by side, each named by its number.
+    # Increments are sibling folders, each named by its number.
     folder, slash, name = dataset.url.rstrip("/").rpartition("/")
     return open_dataset(f"{folder}{slash}{place.increment - back:0{len(name)}d}")
 
 
 def read_reset_rows(dataset: Dataset) -> dict[str, Int64]:
-    """Return the rows of each table that mean another value from this increment on, ascending:
-    their weights begin anew."""
+    """Return by table the rows that mean another value from this increment on, ascending."""
+    # A trainer must begin the weights of these rows anew.
     place, found = dataset.manifest.stream, {}
     for table, entry in (place.resets if place else {}).items():
         path = f"{RESET_FOLDER}/{table}.parquet"

@@ -1,6 +1,4 @@
-"""What a stream is and was, before an increment is added: its schema, its state, what its columns
-hold.
-"""
+"""A stream before an increment is added: its schema, its state, and what its columns hold."""
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -22,31 +20,32 @@ from metaio.stream.window import find_time_unit
 
 @dataclass(frozen=True)
 class OpenedStream:
-    """A stream before its next increment, which is `number`; `description` is that of stream.json,
-    None before the first one."""
+    """A stream before its next increment, `number`."""
 
     root: Path
     schema: Schema
     state: StreamState
     number: int
     parent: str
+    # The content of stream.json; None before the first increment.
     description: dict[str, Any] | None
 
     @property
     def moments(self) -> dict[str, tuple[float, float]] | None:
-        """Return the frozen means and deviations, None before the first increment."""
+        """Return the means and deviations frozen by the first increment; None before it."""
         if self.description is None:
             return None
         return {name: (own[0], own[1]) for name, own in self.description["moments"].items()}
 
     @property
     def mark(self) -> str:
-        """Return the mark of the schema before the first increment; "" once it does not change."""
+        """Return the mark of the schema before the first increment; "" once it cannot change."""
         return fingerprint_schema(self.schema) if self.description is None else ""
 
 
 def open_for_extension(root: Path, schema: Schema | None) -> OpenedStream:
-    """Return the stream at a folder, or a new one that is to be made there."""
+    """Return the stream at a folder, or a new one to be made there."""
+    # With defaults, as stream.json has it: only real differences are refused.
     given_schema = None if schema is None else with_stream_defaults(schema)
     if (root / MANIFEST_NAME).exists():
         raise DataError(
@@ -71,14 +70,8 @@ def open_for_extension(root: Path, schema: Schema | None) -> OpenedStream:
             "of both would not mean the same. Leave --schema out, or begin a new stream"
         )
     newest = stream.newest
-    return OpenedStream(
-        root,
-        own,
-        load_state(root, newest.number),
-        newest.number + 1,
-        newest.fingerprint,
-        stream.description,
-    )
+    state, number = load_state(root, newest.number), newest.number + 1
+    return OpenedStream(root, own, state, number, newest.fingerprint, stream.description)
 
 
 def infer_column_kinds(schema: Schema, types: dict[str, pa.DataType]) -> dict[str, Kind]:
@@ -92,8 +85,7 @@ def check_columns(
     types: dict[str, pa.DataType],
     distinct: Callable[[str], Iterable[str | None]],
 ) -> None:
-    """Raise DataError for a column of input `name`, whose types all inputs share, that does not
-    hold what it held before; `distinct` gives the values of a column."""
+    """Raise DataError for a column of input `name` that does not hold what it held before."""
     description, schema = before.description, before.schema
     if description is None:
         return
@@ -105,10 +97,11 @@ def check_columns(
     expected[task] = as_kind[description["task_kind"]]
     assert schema.time is not None
     time = schema.time.column
+    # The time may also be a feature: its kind is compared then.
     if time not in found:
         found[time] = find_time_unit(schema, types[time])
         expected[time] = description["time_unit"]
-        # Integers may count microseconds too, and yet are no time stamps.
+        # Integers may count microseconds, too, and yet are no timestamps.
         if pa.types.is_integer(types[time]) != ("int" in description["time_type"]):
             found[time], expected[time] = str(types[time]), description["time_type"]
     numbers = [(one.column, "dense") for one in schema.dense]
@@ -116,6 +109,7 @@ def check_columns(
         if pa.types.is_null(types[column]):
             continue
         try:
+            # On no values: this checks the type alone.
             to_float64(column, pa.nulls(0, types[column]), role)
         except DataError:
             if any(distinct(column)):  # in CSV a column without a value is text

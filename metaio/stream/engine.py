@@ -1,6 +1,7 @@
-"""Who makes shards of an increment's rows: one machine here, Spark in spark.py. Both deal the rows
-to buckets, join each bucket with what is known of its tasks from before, and adopt its shard.
-"""
+"""Who makes shards of an increment's rows: one machine here, Spark in spark_engine.py.
+
+Both deal the rows to buckets, join each bucket with the earlier rows of its tasks, and adopt its
+shard."""
 
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
@@ -45,12 +46,12 @@ from metaio.stream.window import (
 
 @dataclass(frozen=True)
 class WindowJob:
-    """What all buckets of a window have in common. It is sent to every worker of a cluster, without
-    the values of its vocabularies."""
+    """What all buckets of a window have in common; it is sent to every worker of a cluster."""
 
     job: Job
     clock: StreamClock
-    freed: dict[str, Int64]  # by table: rows that lost their value
+    # By table, the rows that lost their value.
+    freed: dict[str, Int64]
     state: Path | None  # of the increment before, where there is one
     num_rows: int
 
@@ -60,8 +61,7 @@ class WindowJob:
 
 
 class BucketResult(NamedTuple):
-    """A bucket's shard, the newest rows of all its tasks, and how many of its tasks in the window
-    are new and returning."""
+    """A bucket's shard, the newest rows of all its tasks, and its new and returning tasks."""
 
     shard: WrittenShard
     newest: EncodedRows
@@ -96,9 +96,7 @@ class Engine(Protocol):
         state_folder: Path,
         report_progress: Progress,
     ) -> WrittenWindow:
-        """Encode all rows by the tables, which stand in the folder of the state too, and write
-        shards, and to that folder the newest rows of all tasks. Raises DataError: the rows make no
-        training episode, or two of a task have one row id."""
+        """Encode all rows by `tables`; write shards, and to `state_folder` the newest rows."""
 
 
 class LocalEngine:
@@ -108,11 +106,12 @@ class LocalEngine:
         self._source, self._schema, self._options = source, schema, options
 
     def describe_files(self, names: list[str]) -> list[InputFile]:
-        """Return the files with their hashes, one after the other."""
+        """Return the files with their hashes."""
         return [hash_file(name) for name in names]
 
     def summarise(self, context: SummaryContext, report_progress: Progress) -> WindowSummary:
-        """Return what all rows hold, looked at batch by batch in several threads."""
+        """Return what all rows hold, summarised batch by batch in several threads."""
+        # survey() refuses nulls, and values that a type would cut, before any row is summarised.
         summary, done, total = WindowSummary(), 0, self._source.survey()
 
         def summarise_batch_rows(batch: pa.RecordBatch) -> tuple[int, WindowSummary]:
@@ -133,8 +132,9 @@ class LocalEngine:
         state_folder: Path,
         report_progress: Progress,
     ) -> WrittenWindow:
-        """Encode all rows and spool them by bucket, then write the shards bucket by bucket."""
+        """Encode all rows into bucket files, then write the shards bucket by bucket."""
         job, options = window.job, self._options
+        # Inside the unfinished increment: on the same disk, and removed with it.
         spool = Spool(writer.folder / ".spool", job.schema)
         self._encode(window, tables, spool, report_progress)
         use = HashedTableUse(job)
@@ -147,6 +147,8 @@ class LocalEngine:
                 return write_bucket(window, writer.folder, bucket, rows, old_rows, use)
 
             largest = max(spool.num_bytes(bucket) for bucket in buckets)
+            # Earlier rows are read with their bucket; about evenly, since buckets are ranges of a
+            # hash.
             largest += old_rows.num_bytes // len(buckets)
             threads = count_parallel_buckets(options.memory_bytes, options.threads, largest)
             return map_in_order(threads, write, buckets)
@@ -180,20 +182,15 @@ class LocalEngine:
 def write_bucket(
     window: WindowJob, folder: Path, bucket: int, rows: EncodedRows, old_rows: NewestRows, use: Use
 ) -> BucketResult:
-    """Write the rows of a bucket below `folder` as a shard, and count its ids in `use`.
-
-    Safe to call from several threads, for different buckets. Raises DataError: two rows of a task
-    have one row id.
-    """
+    """Write the rows of a bucket below `folder` as a shard, and count its ids in `use`."""
     job, schema = window.job, window.job.schema
-    most, buckets = (
-        find_stream_rule(schema).support,
-        job.plan.list_buckets(job.plan.find_split(bucket)),
-    )
+    most = find_stream_rule(schema).support
+    buckets = job.plan.list_buckets(job.plan.find_split(bucket))
     # Most tasks of a long history are not in the window: their rows pass through unchanged.
     touched = np.unique(rows.task_hash_N)
     old = old_rows.read_bucket(bucket - buckets.start, len(buckets))
     old = clear_freed_ids(schema, drop_old_rows(old, window.clock.forget_before), window.freed)
+    # Query rows of their own window are support in all later ones.
     old = replace(old, side_NS=np.full_like(old.side_NS, SUPPORT))
     past, waiting = split_by_tasks(old, touched)
     late_N = rows.side_NS[:, 0] == SUPPORT
@@ -202,11 +199,13 @@ def write_bucket(
         past = select_newest_rows(schema, concatenate_rows(schema, [past, late]), most)
         rows = select_rows(rows, np.flatnonzero(~late_N))
     episodes = concatenate_rows(schema, [past, rows])
+    # Before tasks that have late rows alone are left out: these rows count as their newest.
     newest = select_newest_rows(schema, episodes, most)
     present = np.unique(rows.task_hash_N)
     if len(present) < len(touched):  # all rows of the others were late
         past, _ = split_by_tasks(past, present)
         episodes = concatenate_rows(schema, [past, rows])
+    # Tasks of the window that have earlier rows.
     returning = len(np.unique(past.task_hash_N))
     newest = merge_in_task_order(schema, old, waiting, newest)
     shard = job.write_shard(folder, bucket, episodes, use)
@@ -221,13 +220,12 @@ def adopt_buckets(
     use: HashedTableUse,
     report_progress: Progress,
 ) -> WrittenWindow:
-    """Adopt the shards of all buckets, in order, and write the newest rows of all tasks to the
-    folder of the state; `buckets_of` gives those of a split. Raises DataError: no task of the train
-    split has an episode."""
+    """Adopt the shards of all buckets in order, and write the newest rows of all tasks."""
     job, dropped, tasks, done = window.job, DroppedRows(), {}, 0
     for index, name in enumerate(job.fitted.splits.names):
         new, returning, num_episodes = 0, 0, 0
         with NewestRowsWriter(name_rows_file(state_folder, name), job.schema) as kept:
+            # In order, since shards and newest rows of a split are sorted by task hash.
             for bucket in buckets_of(name, job.plan.list_buckets(index)):
                 kept.append(bucket.newest)
                 writer.adopt_shard(name, bucket.shard.entry, bucket.shard.block_table)
@@ -236,6 +234,7 @@ def adopt_buckets(
                 new, returning = new + bucket.new, returning + bucket.returning
                 done += bucket.num_rows
                 report_progress("writing", done, window.num_rows)
+        # The gate may be empty; without training episodes there is no increment.
         if index == 0:
             check_not_empty(num_episodes, dropped)
         tasks[name] = {"new": new, "returning": returning}

@@ -1,9 +1,8 @@
-"""prepare --extend: new files become the next increment of a stream, whole or not at all.
+"""prepare --extend: new files become the next increment of a stream, or nothing changes.
 
-Look at the rows once (their window, what occurs in them), number the new values, encode the rows
-into buckets of whole tasks on disk, join each bucket with the newest rows of its tasks from before
-the window, and write it as a shard. Renaming the increment's folder is the commit.
-"""
+Summarise the rows (window, occurrences), number new values, encode the rows into buckets of
+complete tasks, join each bucket with the newest earlier rows of its tasks, and write it as a shard.
+Renaming the increment's folder is the commit."""
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -105,7 +104,7 @@ class _NextIncrement:
 
     @property
     def window(self) -> tuple[int, int]:
-        """Return the span of event time: it begins where the one before ended."""
+        """Return the span of event time; it begins where the one before ended."""
         start = self.clock.start
         return self.summary.least_time if start is None else start, self.summary.most_time + 1
 
@@ -122,19 +121,9 @@ def extend(
     progress: Progress | None = None,
     engine_of: EngineFactory = LocalEngine,
 ) -> IncrementRecord:
-    """Append the rows of raw tables to the stream at a local path, which the first call makes; it
-    alone needs a schema. Return the new increment.
-
-    Tables `along`, such as those that came late, become part of it if they can: if all together are
-    refused, `inputs` are tried alone, and once these are taken, `along` is quarantined and
-    `left_out` is told. Raises QuarantinedError: the rows are not to be trusted; `accept` takes them
-    all the same, as far as they can be trained on. Or they are too few for an increment of their
-    own.
-    """
-    options, report_progress = (
-        options or PrepareOptions(),
-        progress or (lambda phase, done, total: None),
-    )
+    """Append raw tables to the stream at a local path; return the new increment."""
+    options = options or PrepareOptions()
+    report_progress = progress or (lambda phase, done, total: None)
     fs, place = find_file_system(stream)
     if not is_local(fs):
         raise DataError(
@@ -143,19 +132,26 @@ def extend(
         )
     root = Path(place)
     root.parent.mkdir(parents=True, exist_ok=True)
+    # One writer at a time: two would give one row to different values.
     with lock_writer(root.parent / f".{root.name}.extend.lock", stream):
+        # Only the first call, which makes the stream, needs a schema.
         before = open_for_extension(root, schema)
         list_quarantine(root)  # or a damaged note would be found behind the commit
         for lock in (root / INCREMENTS).glob(".*.lock"):
             lock.unlink()  # of one that was killed right behind its commit
+        # The first schema is the caller's own; later it comes with the stream, perhaps from
+        # elsewhere.
         if before.number != FIRST_INCREMENT:
             check_trusted(before.schema.transform)
         append = partial(_append, before, options, accept, report_progress, engine_of)
         try:
+            # Late tables join if they can: if all together are refused, inputs are tried alone, and
+            # if these are taken, the late ones go into quarantine.
             files, refusal = _with_along(append, inputs, along)
         except RefusedFilesError as error:
             note_refusal(root, before.number, error, before.mark)
             raise
+        # After the commit: until then the next try needs the state of the last increment.
         remove_old_states(root, before.number)
         clear_quarantine(root, files.given)
         if refusal is not None:
@@ -167,13 +163,12 @@ def extend(
 def _with_along(
     append: Callable[[list[str], bool], OfferedFiles], inputs: list[str], along: Sequence[str]
 ) -> tuple[OfferedFiles, RefusedFilesError | None]:
-    """Append `inputs` together with `along`, or else without; return the files that were taken, and
-    why those of `along` were not. Raise DataError as `_append` does."""
+    """Append `inputs` with `along`, or else without; return what was taken, and why not more."""
     try:
         return append([*inputs, *along], not along), None
     except DataError as error:
         refused = error if isinstance(error, RefusedFilesError) else None
-        # Then the inputs alone would be refused as well; or the machine fails, such as a full disk.
+        # Inputs alone would be refused, too; or the machine fails, such as by a full disk.
         is_alike = refused is not None and refused.kind in ("doubled", "few")
         of_machine = isinstance(error, AccessError) or getattr(error.__cause__, "errno", None)
         if not along or is_alike or of_machine:
@@ -194,9 +189,7 @@ def _append(
     inputs: list[str],
     is_alone: bool,
 ) -> OfferedFiles:
-    """Write the next increment, of files alone (`is_alone`) or with what came late, and return
-    them. Raise RefusedFilesError for files that are not to be trusted, or make no increment,
-    DataError as `extend` does."""
+    """Write the next increment of these files; raise RefusedFilesError for suspicious ones."""
     root, schema, taken_files = before.root, before.schema, before.state.inputs
     memory_bytes = options.memory_bytes // 2  # the other half is for encoded rows
     try:
@@ -210,6 +203,7 @@ def _append(
         read = engine.describe_files(source.names)
         files = collect_files(source.given, source.members, read, source.empty)
         check_not_taken(files, taken_files)
+        # Hashes alone refuse files that were taken, before any row is read.
         duplicates = find_duplicates(files, taken_files, source.has_rows)
         if duplicates:
             raise RefusedFilesError(list(duplicates), list(duplicates.values()), "doubled")
@@ -221,16 +215,17 @@ def _append(
 
 
 def _make_few_error(files: list[InputFile], error: TooFewRowsError) -> RefusedFilesError:
-    # Its remedy is for those who prepare a dataset: a stream takes them with others.
+    # Its remedy is for a dataset; a stream takes such files together with others.
     what, _, remedy = str(error).rpartition(". ")
     return RefusedFilesError(files, [what or remedy], "few")
 
 
 @contextmanager
 def _refuse_files(files: OfferedFiles) -> Iterator[None]:
-    """Refuse files for what their rows hold: that they have the columns is known before."""
+    """Turn errors about rows into a refusal of their files."""
     try:
         yield
+    # Disk or network failed: the same files may be read later.
     except AccessError:
         raise
     except TooFewRowsError as error:
@@ -248,20 +243,17 @@ def _inspect_rows(
     is_alone: bool,
     report_progress: Progress,
 ) -> _NextIncrement:
-    """Return what the new rows hold, judged and numbered. Raise RefusedFilesError for those that
-    are not to be trusted, or make no window."""
+    """Return what the new rows hold, judged and numbered; raise RefusedFilesError for bad ones."""
     context, rule = _make_context(before, types), find_stream_rule(before.schema)
     clock = context.clock
     with _refuse_files(files):
         summary = engine.summarise(context, report_progress)
         _check_window(summary, clock, is_alone and not accept)
-    reasons = (
-        []
-        if accept
-        else find_faults(summarise_window(summary), before.state.windows, rule, clock.unit)
-    )
+    window, windows = summarise_window(summary), before.state.windows
+    reasons = [] if accept else find_faults(window, windows, rule, clock.unit)
     if reasons:
         raise RefusedFilesError(files.given, reasons, "unusual")
+    # Frozen by the first increment, so that dense inputs keep their units.
     moments = before.moments
     if moments is None:
         moments = {
@@ -279,7 +271,7 @@ def _inspect_rows(
 
 
 def _make_context(before: OpenedStream, types: dict[str, pa.DataType]) -> SummaryContext:
-    """Return what the first look at the rows needs to know."""
+    """Return what summarising the rows needs."""
     schema = before.schema
     assert schema.time is not None
     unit = find_time_unit(schema, types[schema.time.column])
@@ -295,16 +287,13 @@ def _make_context(before: OpenedStream, types: dict[str, pa.DataType]) -> Summar
 
 
 def _check_window(summary: WindowSummary, clock: StreamClock, mostly_in: bool) -> None:
-    """Raise DataError or TooFewRowsError where the rows make no window, or where less than half of
-    them are in it though they are to be `mostly_in`."""
+    """Raise TooFewRowsError if all rows are late, or, with `mostly_in`, most of them."""
     if summary.num_rows and summary.least_time < 0:
         raise DataError(
             f"a row has the time {summary.least_time}; times from 0 on are allowed in a stream"
         )
-    num_late, num_rows = (
-        summary.num_late + summary.num_dropped,
-        summary.num_rows + summary.num_dropped,
-    )
+    num_late = summary.num_late + summary.num_dropped
+    num_rows = summary.num_rows + summary.num_dropped
     if num_late == num_rows or (mostly_in and 2 * num_late > num_rows):
         share = "all" if num_late == num_rows else f"{num_late:,}"
         begin = format_event_time(clock.start or 0, clock.unit)
@@ -322,13 +311,13 @@ def _write(
     options: PrepareOptions,
     report_progress: Progress,
 ) -> None:
-    """Write the increment and the state behind it; both are there once this returns."""
+    """Write the increment and the state behind it; both exist once this returns."""
     before, number = found.before, found.before.number
     schema = before.schema
     job = _make_job(found, options, types)
     freed = {table: change.freed for table, change in found.changes.items()}
     window = WindowJob(job, found.clock, freed, before.state.folder, found.summary.num_rows)
-    # In this order: a state counts once its increment is there, a description once there is one.
+    # In this order: a state counts once its increment exists, a description once there is one.
     with job.open(str(root / INCREMENTS / name_increment_folder(number))) as writer:
         description = before.description or _make_description(found, job, source.columns, types)
         with open_new_state(root, number) as partial:
@@ -349,26 +338,20 @@ def _write(
             writer.stream = StreamPlace(
                 description["stream"], number, before.parent, found.window, freed_rows
             )
-            recent = [*before.state.windows, summarise_window(found.summary)][
-                -find_stream_rule(schema).recent :
-            ]
-            state = StreamState(
-                found.tables,
-                append_inputs(before.state.inputs, found.files.recorded, number),
-                recent,
-                found.window[1],
-            )
-            commit_state(partial, state)
+            windows = [*before.state.windows, summarise_window(found.summary)]
+            windows = windows[-find_stream_rule(schema).recent :]
+            inputs = append_inputs(before.state.inputs, found.files.recorded, number)
+            commit_state(partial, StreamState(found.tables, inputs, windows, found.window[1]))
         if number == FIRST_INCREMENT:
             write_checked_json(root / STREAM_FILE, STREAM_FORMAT, description)
 
 
 def _make_job(found: _NextIncrement, options: PrepareOptions, types: dict[str, pa.DataType]) -> Job:
-    """Return the job of writing: the tables have their capacities."""
+    """Return the job of writing, with the capacities of the tables."""
     schema, look = found.before.schema, found.summary
     vocabularies = {table: state.vocabulary() for table, state in found.tables.items()}
     fitted = FittedEncoding(vocabularies, found.moments, found.splits)
-    # The rows from before pass through the same buckets.
+    # Earlier rows of the tasks pass through the same buckets, so they count.
     survey = Survey(rows_of_split=look.rows_of_split.copy())
     for name in found.splits.names:
         survey.rows_of_split[name] += found.before.state.open_newest_rows(name, schema).num_rows
@@ -385,6 +368,7 @@ def _make_job(found: _NextIncrement, options: PrepareOptions, types: dict[str, p
 
 def _write_resets(folder: Path, changes: dict[str, TableChange]) -> None:
     for table, change in changes.items():
+        # Rows that were only freed need no reset before another value gets them.
         if len(change.reused):
             path = folder / RESET_FOLDER / f"{table}.parquet"
             path.parent.mkdir(exist_ok=True)
@@ -392,7 +376,7 @@ def _write_resets(folder: Path, changes: dict[str, TableChange]) -> None:
 
 
 def _make_report(found: _NextIncrement, job: Job) -> dict[str, Any]:
-    """Return what is told of the increment, by `gmeta inspect` and in its manifest."""
+    """Return the report on the increment, for `gmeta inspect` and its manifest."""
     look, rule = found.summary, find_stream_rule(job.schema)
     capacities = {table.name: table.num_rows for table in job.features.tables}
     tables = {
@@ -435,6 +419,6 @@ def _make_description(
         "time_unit": find_time_unit(schema, types[schema.time.column]),
         "columns": sorted(columns),
     }
-    # From what it begins with, so that the same files make the same stream.
+    # Derived from schema and first files, so that the same files make the same stream.
     origin = [body["schema"], [file.xxh3 for file in found.files.recorded]]
     return {"stream": xxhash.xxh3_64_hexdigest(canonical_json(origin)), **body}

@@ -1,10 +1,10 @@
-"""The newest rows of every task, encoded, as the support of windows to come.
+"""The newest rows of every task, encoded, as the support of later windows.
 
-One Arrow file a split, in the order of the tasks' hashes, so that the rows of a bucket are one
-range: read by mapping, written bucket by bucket. Ids keep the rows that they had when they were
-written: what waited for admission then stays unknown in these rows.
-"""
+One Arrow file a split, sorted by the hashes of the tasks, so that the rows of a bucket are one
+range: read by mapping, written bucket by bucket."""
 
+# Ids keep the rows that they had when they were written: values that waited for admission then stay
+# unknown here.
 from collections.abc import Iterator
 from pathlib import Path
 from types import TracebackType
@@ -28,17 +28,16 @@ from metaio.ragged import Int64, find_run_starts, offsets, places, ragged_indice
 
 
 def select_newest_rows(schema: Schema, rows: EncodedRows, most: int) -> EncodedRows:
-    """Return the newest `most` rows of each task, tasks in the order of their hash. Raises
-    DataError: two rows of a task have one row id and time."""
+    """Return the newest `most` rows of each task, tasks in the order of their hash."""
     order_N = sort_rows(schema, rows, hash_row_identity(schema, rows), True)
     task_N = rows.task_hash_N[order_N]
-    # Counted from each task's last row on.
+    # Run lengths from the end: the last rows of a task get the places below `most`.
     lengths = np.diff(np.flatnonzero(find_run_starts(task_N[::-1])), append=len(task_N))
     return select_rows(rows, order_N[places(lengths)[::-1] < most])
 
 
 def split_by_tasks(rows: EncodedRows, task_hashes: UInt64) -> tuple[EncodedRows, Int64]:
-    """Return the rows of these tasks, in their order, and the places of all others."""
+    """Return the rows of these tasks, in their order, and the indexes of all others."""
     is_theirs_N = np.isin(rows.task_hash_N, task_hashes)
     return select_rows(rows, np.flatnonzero(is_theirs_N)), np.flatnonzero(~is_theirs_N)
 
@@ -46,8 +45,8 @@ def split_by_tasks(rows: EncodedRows, task_hashes: UInt64) -> tuple[EncodedRows,
 def merge_in_task_order(
     schema: Schema, old: EncodedRows, waiting: Int64, newest: EncodedRows
 ) -> EncodedRows:
-    """Return the rows of `old` at the places `waiting` and all of `newest`, which are of other
-    tasks, merged by the hash of their task; both are sorted by it already."""
+    """Return `old` rows at the indexes `waiting` and all `newest` rows, merged by task hash."""
+    # Both are sorted by task hash, and have no task in common.
     hash_N = np.concatenate([old.task_hash_N[waiting], newest.task_hash_N])
     is_new_N = np.argsort(hash_N, kind="stable") >= len(waiting)
     old_offsets, new_offsets = (offsets(sum_rows(one.lengths_NM)) for one in (old, newest))
@@ -63,14 +62,14 @@ def merge_in_task_order(
         is_new, places = (is_new_V, places_V) if name == "values_V" else (is_new_N, places_N)
         kept = getattr(old, name)
         if len(waiting) and len(kept):  # lists may all be empty
-            # All of it is copied once: most tasks wait. "clip" alone writes straight to `out`.
+            # Copied once, since most tasks wait; "clip" writes straight to `out`.
             np.take(kept, places, axis=0, out=array, mode="clip")
         array[is_new] = getattr(newest, name)
     return found
 
 
 class NewestRowsWriter:
-    """Writes the rows of a split, handed over in the order of the tasks' hashes."""
+    """Writes the rows of a split, which come in the order of the tasks' hashes."""
 
     def __init__(self, path: Path, schema: Schema) -> None:
         self._schema = _make_arrow_schema(list_array_types(schema))
@@ -94,7 +93,7 @@ class NewestRowsWriter:
 
 
 class NewestRows:
-    """The rows of a split as they were written; nothing is read before it is asked for."""
+    """The stored rows of a split, read when they are needed."""
 
     def __init__(self, path: Path | None, schema: Schema) -> None:
         self._schema = schema
@@ -105,7 +104,7 @@ class NewestRows:
 
     @property
     def num_rows(self) -> int:
-        """Return the rows of all tasks."""
+        """Return the number of rows of all tasks."""
         return sum(batch.num_rows for batch in self._batches)
 
     @property
@@ -114,12 +113,10 @@ class NewestRows:
         return sum(batch.nbytes for batch in self._batches)
 
     def read_bucket(self, bucket: int, num_buckets: int) -> EncodedRows:
-        """Return all rows of the tasks that fall into a bucket of `num_buckets` (spool.bucket_of),
-        tasks in the order of their hash."""
-        # assign_buckets is hash >> 32 times num_buckets >> 32: the least hash of a bucket follows.
+        """Return all rows of the tasks of a bucket (spool.assign_buckets), sorted by task hash."""
         first, stop = (-(-(b << 32) // num_buckets) << 32 for b in (bucket, bucket + 1))
         parts = list(self._read_between(first, stop))
-        # Mapped rows of one batch need no copy.
+        # Rows of a single batch stay mapped, not copied.
         return parts[0] if len(parts) == 1 else concatenate_rows(self._schema, parts)
 
     def _read_between(self, first: int, stop: int) -> Iterator[EncodedRows]:
@@ -174,9 +171,10 @@ def drop_old_rows(rows: EncodedRows, least_time: int | None) -> EncodedRows:
 
 
 def clear_freed_ids(schema: Schema, rows: EncodedRows, freed: dict[str, Int64]) -> EncodedRows:
-    """Return rows in which ids that lost their value are unknown (row 0)."""
+    """Return the rows with ids that lost their value replaced by row 0 (unknown)."""
     if not any(len(own) for own in freed.values()):
         return rows
+    # Copied, since rows that were mapped from a file cannot be written to.
     ids_NF, values_V = rows.ids_NF.copy(), rows.values_V.copy()
     for index, column in enumerate(schema.single):
         own = freed.get(column.table_name)

@@ -1,11 +1,9 @@
-"""Rows of values, in the order in which they were admitted: appended or reused, never moved.
+"""Gives values their table rows, in the order of admission: appended or reused, never moved.
 
-A value gets its row by (time of its k-th occurrence in training rows, value), so that it does not
-matter where the log was cut into increments. What was seen less than k times is counted on.
+Shape suffixes: N rows, V values, U unique ids, R rows of tables"""
 
-Shape suffixes: N rows, V values, U unique ids, R rows of tables.
-"""
-
+# A value gets its row by (time of its k-th occurrence in training rows, value), so that it does not
+# matter where the log was cut into increments; rarer values are counted on.
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -20,8 +18,7 @@ from metaio.ragged import Int64, index_entries, offsets, places
 
 @dataclass(frozen=True)
 class Occurrences:
-    """The distinct values of some rows: of each, its first times, ascending, at most as many as it
-    takes to admit it, and its last time."""
+    """The distinct values of some rows, with the first times that may admit them, and the last."""
 
     values: pa.Array  # [V], of one type, no nulls
     lengths_V: Int64  # how many times of each value
@@ -36,8 +33,8 @@ class Occurrences:
         )
 
     def deal(self, num_parts: int) -> list[tuple[int, "Occurrences"]]:
-        """Return the values of each of `num_parts` parts that has any; a value is always in the
-        same part, whatever other values are there."""
+        """Return the values of each of `num_parts` parts that has any."""
+        # By the value's hash, so that every worker sends a value to the same part.
         part_V = (_hash_values(self.values) % np.uint64(num_parts)).astype(np.int64)
         offsets_V1 = offsets(self.lengths_V)
         found = []
@@ -69,11 +66,11 @@ def _reduce_occurrences(
     code = np.repeat(code_N, lengths_N)
     order = np.lexsort((times, code))
     counts_V = np.bincount(code, minlength=distinct)
-    # The place of each time among those of its value: those behind the one that admits it say
-    # nothing.
+    # Times behind the one that admits a value say nothing, so they are cut.
     rank = places(counts_V)
     by_code = np.argsort(code_N, kind="stable")
     starts_V = offsets(np.bincount(code_N, minlength=distinct))[:-1]
+    # reduceat fails without a segment.
     last_V = np.maximum.reduceat(last_N[by_code], starts_V) if distinct else last_N
     kept = order[rank < admission]
     return Occurrences(encoded.dictionary, np.minimum(counts_V, admission), times[kept], last_V)
@@ -81,12 +78,7 @@ def _reduce_occurrences(
 
 @dataclass(frozen=True)
 class Numbering:
-    """The state of one table, sorted by the hash of the values, so that finding many of them is one
-    bisection. It is the `RowIndex` of its values.
-
-    `row_U` is the row of a value; 0 while it waits for admission; negative for a row that is kept
-    for a value which was not seen for `ttl`. `num_rows` is the highest row ever given out.
-    """
+    """The state of one table, sorted by the hashes of the values; it is a `RowIndex`."""
 
     num_rows: int
     hash_U: UInt64
@@ -102,10 +94,11 @@ class Numbering:
         return cls(0, none.view(np.uint64), pa.array([], value_type), none, none, none)
 
     def rows(self, column: pa.Array) -> Int64:
-        """Return the row of each value [N], 0 for what has none; no nulls."""
+        """Return the row of each value [N], 0 for unknown ones; no nulls."""
         if not len(self.row_U):
             return np.zeros(len(column), np.int64)
         place_N = self.find(self._cast_values(column))
+        # Rows that are merely reserved are negative: their values are unknown until they return.
         return np.where(place_N >= 0, np.maximum(self.row_U[place_N], 0), 0)
 
     def _cast_values(self, column: pa.Array) -> pa.Array:
@@ -117,7 +110,7 @@ class Numbering:
     def find(self, values: pa.Array) -> Int64:
         """Return the entry of each value, -1 where there is none."""
         hash_N = _hash_values(values)
-        # In the order of the hashes: what bisection touches is then in the cache.
+        # Sorted by hash, so that bisection touches cached entries.
         order = np.argsort(hash_N)
         place_N, found_N = np.empty_like(order), np.full(len(order), -1, np.int64)
         place_N[order] = np.searchsorted(self.hash_U, hash_N[order])
@@ -133,7 +126,7 @@ class Numbering:
         return found_N
 
     def vocabulary(self) -> pa.Array:
-        """Return the values in the order of their rows, from row 1 on: null where none has it."""
+        """Return the values in the order of their rows, from row 1 on; null for free rows."""
         stored = np.flatnonzero(self.row_U > 0)
         place_R = np.full(self.num_rows, -1, np.int64)
         place_R[self.row_U[stored] - 1] = stored
@@ -146,7 +139,7 @@ class Numbering:
 
 
 class Admission(NamedTuple):
-    """What decides who gets a row in a window that begins at `start`: times on the log's scale."""
+    """What decides which values get a row in a window that begins at `start`, in ticks."""
 
     least: int  # occurrences that admit a value
     start: int
@@ -180,14 +173,16 @@ def advance(
     freed = _find_freed_rows(old, row_U) if rule.ttl else np.zeros(0, np.int64)
     before_V, row_V = np.zeros((2, len(place_V)), np.int64)
     before_V[is_old_V], row_V[is_old_V] = count_U[own], row_U[own]
-    # Who has all occurrences, and waited for lack of rows, is admitted at the first one.
+    # A value that waits only for lack of rows has all occurrences: its next one admits it.
     need_V = np.maximum(rule.least - before_V, 1)
     admitted = np.flatnonzero((row_V == 0) & (occurrences.lengths_V >= need_V))
     first_times = occurrences.times[offsets(occurrences.lengths_V)[admitted] + need_V[admitted] - 1]
     keys = pa.table({"time": first_times, "value": occurrences.values.take(pa.array(admitted))})
+    # By time, then value: row numbers must not depend on the order of files.
     order = pc.sort_indices(keys, [("time", "ascending"), ("value", "ascending")])
     num_waiting = max(len(order) - rule.max_new, 0) if rule.max_new else 0
     admitted = admitted[order.to_numpy()][: len(order) - num_waiting]
+    # Free rows are reused before the table grows.
     free = _find_free_rows(row_U, old.num_rows)[: len(admitted)]
     num_rows = old.num_rows + len(admitted) - len(free)
     row_V[admitted] = np.concatenate([free, np.arange(old.num_rows + 1, num_rows + 1)])
@@ -205,25 +200,20 @@ def advance(
 
 
 def _forget_idle(old: Numbering, rule: Admission) -> Numbering:
-    """Return the state without what was not seen for `ttl`: rows stay reserved for `grace`."""
+    """Return the state without values not seen for `ttl`; their rows stay reserved for `grace`."""
     if not rule.ttl:
         return old
     idle_U = old.last_U < rule.start - rule.ttl
     gone_U = idle_U & ((old.row_U == 0) | (old.last_U < rule.start - rule.ttl - rule.grace))
     kept = np.flatnonzero(~gone_U)
+    # Negative: reserved for a value that is unknown meanwhile.
     row_U = np.where(idle_U, -np.abs(old.row_U), old.row_U)
-    return Numbering(
-        old.num_rows,
-        old.hash_U[kept],
-        old.values.take(pa.array(kept)),
-        row_U[kept],
-        old.count_U[kept],
-        old.last_U[kept],
-    )
+    hash_U, values = old.hash_U[kept], old.values.take(pa.array(kept))
+    return Numbering(old.num_rows, hash_U, values, row_U[kept], old.count_U[kept], old.last_U[kept])
 
 
 def _find_free_rows(row_U: Int64, num_rows: int) -> Int64:
-    """Return the rows that belong to nobody, ascending."""
+    """Return the rows without a value, ascending."""
     is_free_R = np.ones(num_rows + 1, np.bool_)
     is_free_R[0] = False
     is_free_R[np.abs(row_U)] = False
@@ -262,13 +252,12 @@ def _hash_values(values: pa.Array) -> UInt64:
 
 
 def choose_capacity(num_rows: int, block: int) -> int:
-    """Return the rows that a table of `num_rows` is given: the least of 1, 1.5, 2.25 ... blocks,
-    each rounded up to whole blocks, that holds them. It depends on nothing else, so that all
-    increments of one size agree.
+    """Return the capacity of a table of `num_rows`: the least of 1, 1.5, 2.25 ... blocks, each
+    rounded up to whole blocks, that holds them.
 
     >>> [choose_capacity(rows, 64) for rows in (1, 64, 65, 129, 193)]
-    [64, 64, 128, 192, 320]
-    """
+    [64, 64, 128, 192, 320]"""
+    # Of the number of rows alone, so that all increments of one size agree.
     capacity = block
     while capacity < num_rows:
         capacity = -(-capacity * 3 // (2 * block)) * block

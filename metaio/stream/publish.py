@@ -1,4 +1,4 @@
-"""A stream at a URL: a copy to train from on other machines, and to bring back what a disk lost."""
+"""Copies a stream to a URL, to train from on other machines and to restore after a lost disk."""
 
 from pathlib import Path
 
@@ -18,14 +18,14 @@ from metaio.stream.stream_state import STATE_FILE, STATES
 
 
 def publish_stream(stream: Path, url: str) -> list[int]:
-    """Copy the increments of a stream that are not at a URL yet, each of them whole or not at all,
-    and the newest one's state; return their numbers. Raises DataError: another stream is there."""
+    """Copy the increments that are not at a URL yet, and the newest state; return their numbers."""
     own = open_stream(str(stream))
     fs, root = find_file_system(url.rstrip("/"))
     fs.invalidate_cache()
+    # Others may have published since fsspec listed these folders; hence invalidate_cache().
     there = list_increment_numbers(url)
     newest = there[-1] if there else 0
-    # Each names its parent's fingerprint: where the newest is ours, so are those before it.
+    # Fingerprints chain: if the newest one there is ours, so are all before it.
     if there and (
         newest not in own.numbers or open_stream(url).record(newest) != own.record(newest)
     ):
@@ -36,7 +36,7 @@ def publish_stream(stream: Path, url: str) -> list[int]:
     if not is_stream(url):
         upload_file(fs, stream / STREAM_FILE, f"{root}/{STREAM_FILE}")
     last = name_increment_folder(own.numbers[-1])
-    # As on a disk: a state counts once its increment is there.
+    # The state first, as on a disk: it counts once its increment exists.
     if not fs.exists(f"{root}/{STATES}/{last}/{STATE_FILE}"):
         upload_folder(fs, stream / STATES / last, f"{root}/{STATES}/{last}", STATE_FILE)
     copied = [number for number in own.numbers if number > newest]
@@ -44,6 +44,7 @@ def publish_stream(stream: Path, url: str) -> list[int]:
         place = f"{INCREMENTS}/{name_increment_folder(number)}"
         upload_folder(fs, stream / place, f"{root}/{place}", MANIFEST_NAME)
     fs.invalidate_cache()
+    # The newest state is all that a copy needs to be extended.
     for path in fs.ls(f"{root}/{STATES}", detail=False):
         name = str(path).rstrip("/").rsplit("/", 1)[-1]
         if name != last:

@@ -1,7 +1,6 @@
-"""Files that were refused for what they hold: noted beside the stream, with the reason.
+"""Notes on files that were refused for what they hold, kept beside the stream.
 
-A file stands in the newest note alone that names it.
-"""
+Only the newest note about a file names it."""
 
 from collections.abc import Collection, Iterable
 from pathlib import Path
@@ -21,11 +20,10 @@ _FORMAT = "gmeta-stream-quarantine"
 
 
 class RefusedFilesError(QuarantinedError):
-    """Which files are refused, and why: for what their `rows` hold; as they are `unusual`
-    beside recent ones, which may be accepted; as they are `doubled`, while
-    others of the call are not; or as they are too `few` for an increment of their own, and are to
-    be given together with newer ones."""
+    """Which files are refused, and why."""
 
+    # rows: for what they hold. unusual: they differ from recent ones, and may be accepted. doubled:
+    # their rows were taken already. few: to be given again, with newer files.
     def __init__(
         self,
         files: list[InputFile],
@@ -45,23 +43,24 @@ class RefusedFilesError(QuarantinedError):
 
 
 def note_refusal(root: Path, number: int, refusal: RefusedFilesError, schema: str) -> None:
-    """Note what was refused as increment `number`, and the mark of a schema that may change yet."""
+    """Write a note on what was refused as increment `number`, and the mark of its schema."""
     files = [file._asdict() for file in refusal.files]
     kind = {"with_next": True} if refusal.kind == "few" else {}
     body = {"before": number, "files": files, "reasons": refusal.reasons, **kind}
     body |= {"schema": schema} if schema else {}
+    # The new note is written first: a kill between leaves a file in two notes, not in none.
     _forget(root, [file.name for file in refusal.files], but=_write(root, body))
 
 
 def clear_quarantine(root: Path, files: Iterable[InputFile]) -> None:
-    """Forget that these files were refused: they became part of an increment."""
+    """Remove files from the notes, as they became part of an increment."""
     _forget(root, {file.name for file in files})
 
 
 def list_quarantine(root: Path) -> list[dict[str, Any]]:
-    """Return what was refused and why: `before` (the increment that it was to become), `files`,
-    `reasons`, `with_next` where the files only wait for more, and for a first increment the mark of
-    the `schema`."""
+    """Return the notes on refused files."""
+    # Keys: before (the increment they were to become), files, reasons, with_next (they only wait
+    # for more), and of a first increment the mark of its schema.
     return [note for _, note in _list_notes(root)]
 
 
@@ -72,7 +71,7 @@ def _list_notes(root: Path) -> list[tuple[Path, dict[str, Any]]]:
 
 
 def _forget(root: Path, names: Collection[str], but: Path | None = None) -> None:
-    """Take files out of all notes but one."""
+    """Remove files from all notes but one."""
     for path, note in _list_notes(root):
         left = [file for file in note["files"] if file["name"] not in names]
         if path == but or len(left) == len(note["files"]):
@@ -83,7 +82,7 @@ def _forget(root: Path, names: Collection[str], but: Path | None = None) -> None
 
 
 def _write(root: Path, body: dict[str, Any]) -> Path:
-    # By the files, so that the same ones are noted once however often they are tried.
+    # Named by the files: trying the same ones again replaces the note.
     files = sorted([file["name"], file["xxh3"]] for file in body["files"])
     place = root / QUARANTINE / f"{xxhash.xxh3_64_hexdigest(canonical_json(files))}.json"
     place.parent.mkdir(parents=True, exist_ok=True)

@@ -1,10 +1,8 @@
-"""prepare --extend on a cluster: the same increment to the byte. Spark reads, shuffles and places
-the work; the driver holds the tables, and one record of each distinct value of the window.
+"""prepare --extend on a cluster: Spark reads, shuffles and places the work; the driver holds the
+tables and one record of each distinct value of the window."""
 
-Looking, encoding, joining and files are the functions that the one-machine engine calls. Workers
-find what they need of the state in its files, by mapping: the stream lies where all of them see it.
-"""
-
+# Summaries, encoding, joins and files are the functions of the one-machine engine, so both make the
+# same increment to the byte. Workers map the files of the state, which all of them see.
 import os
 import shutil
 import tempfile
@@ -50,19 +48,16 @@ if TYPE_CHECKING:
     from pyspark.sql import DataFrame, SparkSession
 
 _Batches = Iterator[pa.RecordBatch]
-# The bucket of counts, which are not occurrences of a value and go to the driver as they are.
+# The bucket of counts, which are not dealt by value: they go to the driver unchanged.
 _COUNTS = -1
 
 
 def make_spark_engine(
     session: "SparkSession",
 ) -> Callable[[DuckSource, Schema, PrepareOptions], "_SparkEngine"]:
-    """Return the engine for `metaio.stream.extend.extend(..., engine_of=...)`.
+    """Return the engine for `metaio.stream.extend.extend(..., engine_of=...)`."""
 
-    The stream and the tables, which are Parquet files, must stand where every worker sees them
-    under the same path or URL. The options' memory and threads are Spark's own matter.
-    """
-
+    # Every worker must see the stream and the tables under the same path or URL.
     def engine_of(source: DuckSource, schema: Schema, options: PrepareOptions) -> _SparkEngine:
         return _SparkEngine(session, source, schema)
 
@@ -70,7 +65,7 @@ def make_spark_engine(
 
 
 class _SparkEngine:
-    """The rows of a source as a frame: the source itself reads no more than the files' schemas."""
+    """The rows of a source as a frame; the source itself reads only the files' schemas."""
 
     def __init__(self, session: "SparkSession", source: DuckSource, schema: Schema) -> None:
         """Raise DataError for files that Spark does not read, and for a transform."""
@@ -81,6 +76,7 @@ class _SparkEngine:
             )
         self._session, self._names = session, source.names
         self._rows = _read_frame(session, source.names, schema)
+        # 200 is Spark's own default.
         self._parts = int(session.conf.get("spark.sql.shuffle.partitions") or 200)
 
     def describe_files(self, names: list[str]) -> list[InputFile]:
@@ -102,10 +98,11 @@ class _SparkEngine:
         rows = map_batches(
             self._rows, context.schema.columns, _make_summariser(context, self._parts), KEYED
         )
-        # The occurrences of a value meet in one part, so that the driver gets it once.
+        # Occurrences of a value meet in one part, so that the driver gets each value once.
         found = collect_objects(
             repartition_by_bucket(rows, self._parts).mapInArrow(_make_merger(context), PAYLOAD)
         )
+        # A table without a value in this window must be there, too.
         summary, no_times = WindowSummary(), np.zeros(0, np.int64)
         for table, least in context.admissions.items():
             no_values = pa.array([], context.value_types[table])
@@ -125,7 +122,7 @@ class _SparkEngine:
     ) -> WrittenWindow:
         """Have the executors encode all rows and write a shard for each bucket."""
         job = window.job
-        # Workers have the values from the state: a vocabulary may be as large as their memory.
+        # Workers map the values from the state: a vocabulary may be as large as their memory.
         window = replace(window, job=replace(job, fitted=replace(job.fitted, vocabularies={})))
         num_rows = {name: table.num_rows for name, table in tables.items()}
         parts = writer.folder / ".parts"
@@ -133,7 +130,7 @@ class _SparkEngine:
         num_buckets = sum(job.plan.buckets_of_split)
         encode = _make_encoder(window, state_folder, num_rows)
         rows = map_batches(self._rows, job.schema.columns, encode, KEYED)
-        # Tasks that are not in the window pass through their buckets, too, so none may be left out.
+        # Buckets without rows of the window still carry earlier tasks, so none may be left out.
         all_buckets = self._make_range(num_buckets).mapInArrow(_make_empty_buckets(window), KEYED)
         rows = repartition_by_bucket(rows.union(all_buckets), num_buckets)
         found = collect_objects(
@@ -146,6 +143,8 @@ class _SparkEngine:
                 rows_file, used_file = _name_files(parts, bucket)
                 with np.load(used_file) as used:
                     use.add_distinct(used.values())
+                # Read bucket by bucket: the newest rows of all tasks may exceed the driver's
+                # memory.
                 newest = NewestRows(rows_file, job.schema).read_bucket(0, 1)
                 yield written[bucket]._replace(newest=newest)
                 rows_file.unlink()
@@ -161,11 +160,10 @@ class _SparkEngine:
 
 @translate_failures()
 def _read_frame(session: "SparkSession", names: list[str], schema: Schema) -> "DataFrame":
-    """Return the columns that are read of all files. Raise DataError where Spark cannot read them,
-    or does not see a column in them."""
+    """Return the used columns of all files; raise DataError where Spark cannot read them."""
     from pyspark.errors import AnalysisException
 
-    # Hadoop takes a bare path for one of its own default, and knows S3 by another name.
+    # Hadoop takes a bare path for one of its default file system, and calls S3 s3a.
     urls = [name if "://" in name else f"file://{os.path.abspath(name)}" for name in names]
     urls = [f"s3a{url[2:]}" if url.startswith("s3://") else url for url in urls]
     try:
@@ -178,7 +176,7 @@ def _read_frame(session: "SparkSession", names: list[str], schema: Schema) -> "D
 
 
 def _name_files(parts: Path, bucket: int) -> tuple[Path, Path]:
-    """Return where a worker leaves a bucket's newest rows, and its used rows of hashed tables."""
+    """Return the files of a bucket's newest rows, and of its used rows of hashed tables."""
     return parts / f"{bucket}.arrow", parts / f"{bucket}.npz"
 
 
@@ -203,8 +201,7 @@ def _make_summariser(context: SummaryContext, num_parts: int) -> Callable[[_Batc
 
 
 def _make_merger(context: SummaryContext) -> Callable[[_Batches], _Batches]:
-    """Return a function that merges the Looks of a part, and the occurrences of its values, into
-    one."""
+    """Return a function that merges the summaries of a part into one."""
 
     def merge(batches: _Batches) -> _Batches:
         for bucket, parts in group_by_bucket(batches):
@@ -256,9 +253,9 @@ def _make_empty_buckets(window: WindowJob) -> Callable[[_Batches], _Batches]:
 def _make_bucket_writer(
     window: WindowJob, dataset: Path, parts: Path
 ) -> Callable[[_Batches], _Batches]:
-    """Return a function that writes buckets: each one's shard to the dataset, and what the driver
-    is to gather below `parts`; it yields the rest, which is small."""
+    """Return a function that writes shards and large results, and yields small ones."""
 
+    # Large: the newest rows and used ids of each bucket, which the driver reads from `parts`.
     def write(batches: _Batches) -> _Batches:
         _check_shared(parts)
         for bucket, found in group_by_bucket(batches):
@@ -273,7 +270,7 @@ def _write_bucket(
 ) -> BucketResult:
     job, use = window.job, HashedShardUse(window.job)
     split = job.fitted.splits.names[job.plan.find_split(bucket)]
-    # Files get their names once they are whole: Spark may run a task twice, or kill it.
+    # Spark may run a task twice, or kill it: files get their names when they are complete.
     with tempfile.TemporaryDirectory(dir=parts) as made:
         folder = Path(made)
         found = write_bucket(window, folder, bucket, rows, window.open_old_rows(split), use)

@@ -1,6 +1,4 @@
-"""What the next increment needs to know of all before it: state/NUMBER/, whole, checked when read.
-Private to this room: readers of a stream need the increments alone.
-"""
+"""What the next increment needs of all before it: the folder state/NUMBER/. Private to stream/."""
 
 import shutil
 from collections.abc import Iterator
@@ -26,17 +24,18 @@ STATES = "state"
 STATE_FILE, _FORMAT = "state.json", "gmeta-stream-state"
 _INPUTS = pa.schema([("name", pa.string()), ("xxh3", pa.string()), ("increment", pa.int64())])
 _SHAPE = {"files": {"": list}, "tables": {"": int}, "windows": [dict]}
-# The newest, and the one before: an operator may take back the newest increment.
+# The newest and the one before: an operator may take back the newest increment.
 _KEPT = 2
 
 
 @dataclass(frozen=True)
 class StreamState:
-    """Everything that outlives an increment. `windows` are the newest increments' statistics, which
-    the screen compares with; `end` is where the next window begins."""
+    """Everything that outlives an increment."""
 
     tables: dict[str, Numbering]
-    inputs: pa.Table = field(default_factory=_INPUTS.empty_table)  # every file taken so far
+    # Every file that was taken so far.
+    inputs: pa.Table = field(default_factory=_INPUTS.empty_table)
+    # Statistics of recent increments, for the screen.
     windows: list[dict[str, Any]] = field(default_factory=list)
     end: int | None = None
     folder: Path | None = None
@@ -47,13 +46,12 @@ class StreamState:
 
 
 def open_newest_rows(folder: Path | None, split: str, schema: Schema) -> NewestRows:
-    """Return the newest rows of the tasks of a split from a state's folder; none without a
-    folder."""
+    """Return the newest rows of the tasks of a split in a state's folder; none without a folder."""
     return NewestRows(name_rows_file(folder, split) if folder else None, schema)
 
 
 def name_rows_file(folder: Path, split: str) -> Path:
-    """Return where the newest rows of a split's tasks stand in a state."""
+    """Return the file of the newest rows of a split's tasks in a state."""
     return folder / f"rows-{split}.arrow"
 
 
@@ -63,6 +61,7 @@ def load_state(stream: Path, number: int) -> StreamState:
     body = read_stream_json(Storage(str(folder)), STATE_FILE, _FORMAT)
     if not has_shape(body, _SHAPE) or not isinstance(body.get("end"), int | None):
         raise make_content_error(f"{folder / STATE_FILE}: its content is not that of a state")
+    # Checked once: a damaged table would give values wrong rows in all later increments.
     for name, written in body["files"].items():
         path = folder / name
         if not path.is_file() or [path.stat().st_size, xxh3_hex(map_file(path))] != written:
@@ -78,6 +77,7 @@ def load_state(stream: Path, number: int) -> StreamState:
 @contextmanager
 def open_new_state(stream: Path, number: int) -> Iterator[Path]:
     """Yield the folder in which the state of an increment is built; `commit_state` keeps it."""
+    # Named with a dot, so that what a killed writer leaves is never taken for a state.
     partial = stream / STATES / f".{name_increment_folder(number)}.partial"
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir(parents=True)
@@ -96,31 +96,23 @@ def write_tables(partial: Path, tables: dict[str, Numbering]) -> None:
 
 
 def map_tables(folder: Path, num_rows: dict[str, int]) -> dict[str, Numbering]:
-    """Return the tables that `write_tables` wrote, given their numbers of rows; what is not looked
-    up is not read."""
+    """Return the tables that `write_tables` wrote, mapped: only what is looked up is read."""
     return {
         name: _read_numbering(folder / f"table-{name}.arrow", n) for name, n in num_rows.items()
     }
 
 
 def commit_state(partial: Path, state: StreamState) -> None:
-    """Write the rest of a state beside its tables and the rows that stand in `partial`, and give it
-    its name.
-
-    It counts only once its increment is there: before, the next writer removes it.
-    """
+    """Complete a state beside the tables and rows in `partial`, and rename it to its name."""
+    # It counts only once its increment exists; until then the next writer removes it.
     _write_table(partial / "inputs.arrow", state.inputs)
     files = {}
     for path in sorted(partial.iterdir()):
         data = map_file(path)
         files[path.name] = [len(data), xxh3_hex(data)]
     flush_to_disk(partial / name for name in files)
-    body = {
-        "files": files,
-        "tables": {name: table.num_rows for name, table in state.tables.items()},
-        "windows": state.windows,
-        "end": state.end,
-    }
+    num_rows = {name: table.num_rows for name, table in state.tables.items()}
+    body = {"files": files, "tables": num_rows, "windows": state.windows, "end": state.end}
     write_checked_json(partial / STATE_FILE, _FORMAT, body)
     target = partial.parent / partial.name.strip(".").removesuffix(".partial")
     shutil.rmtree(target, ignore_errors=True)  # of an increment that was never committed
@@ -129,7 +121,7 @@ def commit_state(partial: Path, state: StreamState) -> None:
 
 
 def remove_old_states(stream: Path, newest: int) -> None:
-    """Remove the states that nobody needs once increment `newest` is there."""
+    """Remove the states that are not needed once increment `newest` exists."""
     for path in (stream / STATES).iterdir():
         if path.name.isdigit() and not newest - _KEPT < int(path.name) <= newest:
             shutil.rmtree(path, ignore_errors=True)

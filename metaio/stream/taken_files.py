@@ -1,4 +1,4 @@
-"""Which files an increment takes: no file twice, none that was rewritten since it was taken."""
+"""Decides which files an increment takes: none twice, none that was rewritten since."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -25,16 +25,16 @@ class InputFile(NamedTuple):
 
 @dataclass(frozen=True)
 class OfferedFiles:
-    """The files of a call: as they were given, empty ones and archives too, and as they are read;
-    what came out of archives is in `members`."""
+    """The files of a call, as given (archives and empty ones included) and as read."""
 
     given: list[InputFile]
     read: list[InputFile]
+    # By name, the read files that were unpacked from archives.
     members: dict[str, ArchiveMember]
 
     @property
     def recorded(self) -> list[InputFile]:
-        """Return what an increment names as its inputs: an archive, and each file in it."""
+        """Return what an increment lists as inputs: archives, and each file in them."""
         return self.given + [
             file._replace(name=_format_name(file.name, self.members))
             for file in self.read
@@ -48,6 +48,7 @@ def hash_file(name: str) -> InputFile:
     fs, path = find_file_system(name)
     try:
         with fs.open(path, "rb") as file:
+            # In chunks, since a file may be larger than memory.
             while data := file.read(_CHUNK_BYTES):
                 digest.update(data)
                 num_bytes += len(data)
@@ -59,8 +60,8 @@ def hash_file(name: str) -> InputFile:
 def collect_files(
     given: list[str], members: dict[str, ArchiveMember], read: list[InputFile], empty: list[str]
 ) -> OfferedFiles:
-    """Return the files that were given, of which `read` are those that hold rows, and `empty` held
-    no byte when they were looked at, whatever they hold now."""
+    """Return the files of a call: `read` hold rows, `empty` held no byte when they were opened."""
+    # Not hashed again: such a file may have been written to since, and was not read.
     known = {name: InputFile(name, 0, _NO_BYTES) for name in empty}
     known |= {file.name: file for file in read}
     files = [known.get(name) or hash_file(name) for name in dict.fromkeys(given)]
@@ -68,8 +69,7 @@ def collect_files(
 
 
 def check_not_taken(files: OfferedFiles, taken_files: pa.Table) -> None:
-    """Raise DataError for a file that an increment has taken under the same name, unless there was
-    nothing in it."""
+    """Raise DataError for a file that was taken under the same name, unless it was empty then."""
     row_of = {name: row for row, name in enumerate(taken_files["name"].to_pylist())}
     for file in files.given:
         row = row_of.get(file.name)
@@ -78,6 +78,7 @@ def check_not_taken(files: OfferedFiles, taken_files: pa.Table) -> None:
         before = taken_files.slice(row, 1).to_pylist()[0]
         if before["xxh3"] == file.xxh3:
             raise DataError(_explain_taken(file.name, before))
+        # An empty file gave no rows: what was written to it since is new.
         if before["xxh3"] == _NO_BYTES:
             continue
         raise DataError(
@@ -90,19 +91,19 @@ def check_not_taken(files: OfferedFiles, taken_files: pa.Table) -> None:
 def find_duplicates(
     files: OfferedFiles, taken_files: pa.Table, has_rows: Callable[[str], bool]
 ) -> dict[InputFile, str]:
-    """Return the files whose rows would be trained twice, as another file of the same bytes was
-    taken or is given, each with the reason; an archive if it holds such a file."""
+    """Return each file (or its archive) whose rows would be trained twice, with the reason."""
     row_of = {xxh3: row for row, xxh3 in enumerate(taken_files["xxh3"].to_pylist())}
     found: dict[InputFile, str] = {}
     first_of: dict[str, InputFile] = {}
     given = {file.name: file for file in files.given}
     for file in files.read:
         row, first = row_of.get(file.xxh3), first_of.setdefault(file.xxh3, file)
-        # Files without rows, such as a header alone, are often alike.
+        # Files without rows, such as a header alone, are often equal.
         if (row is None and first is file) or not has_rows(file.name):
             continue
         file_name = _format_name(file.name, files.members)
         member = files.members.get(file.name)
+        # The caller can leave out an archive, not a file inside of it.
         owner = given[file.name if member is None else member.archive]
         if row is not None:
             found[owner] = _explain_taken(file_name, taken_files.slice(row, 1).to_pylist()[0])
@@ -122,9 +123,8 @@ def append_inputs(taken_files: pa.Table, files: list[InputFile], increment: int)
         "xxh3": [file.xxh3 for file in files],
         "increment": [increment] * len(files),
     }
-    return pa.concat_tables(
-        [taken_files, pa.table(columns, schema=taken_files.schema)]
-    ).combine_chunks()
+    new_files = pa.table(columns, schema=taken_files.schema)
+    return pa.concat_tables([taken_files, new_files]).combine_chunks()
 
 
 def _explain_taken(name: str, before: dict[str, Any]) -> str:

@@ -1,7 +1,6 @@
-"""First look at the rows of an increment: its window, what occurs in it, what the screen judges.
+"""Summarises the rows of an increment: its window, the occurrences of values, statistics to judge.
 
-Shape suffixes: N rows, V values.
-"""
+Shape suffixes: N rows, V values"""
 
 from collections import Counter
 from dataclasses import dataclass, field, replace
@@ -29,8 +28,7 @@ _DAY_S = 86_400
 
 
 def find_time_unit(schema: Schema, kind: pa.DataType) -> str:
-    """Return the unit of a stream's times: us of timestamps, day of dates, as the schema says of
-    integers."""
+    """Return the unit of a stream's times: us of timestamps, day of dates, else stream.unit."""
     if pa.types.is_timestamp(kind):
         return "us"
     if pa.types.is_date(kind):
@@ -44,7 +42,7 @@ def find_time_unit(schema: Schema, kind: pa.DataType) -> str:
 
 
 def find_stream_rule(schema: Schema) -> StreamRule:
-    """Return the rules of a stream's schema."""
+    """Return the [stream] of a schema, or its defaults."""
     return schema.stream or StreamRule()
 
 
@@ -65,29 +63,29 @@ class StreamClock:
         def ticks(seconds: float) -> int:
             return int(seconds // _DAY_S if unit == "day" else seconds * TICKS_PER_S[unit])
 
-        # A ttl below a day of a column of days would be 0, which is never.
+        # A ttl below a day, in a column of days, would become 0, which means never.
         ttl = max(ticks(rule.ttl), 1) if rule.ttl else 0
         return cls(start, ticks(rule.late), ttl, ticks(rule.grace), unit)
 
     def is_kept(self, time_N: Int64) -> npt.NDArray[np.bool_]:
-        """Tell which rows are not too late for the window."""
+        """Return which rows are not too late for the window."""
         if self.start is None:
             return np.ones(len(time_N), np.bool_)
         return time_N >= self.start - self.late
 
     def is_late(self, time_N: Int64) -> npt.NDArray[np.bool_]:
-        """Tell which rows are from before the window."""
+        """Return which rows are from before the window."""
         return time_N < (np.iinfo(np.int64).min if self.start is None else self.start)
 
     @property
     def forget_before(self) -> int | None:
-        """Return the time before which rows are forgotten, if any are."""
+        """Return the time before which rows are forgotten; None if none are."""
         return self.start - self.ttl if self.ttl and self.start is not None else None
 
 
 @dataclass
 class WindowSummary:
-    """What the rows of an increment hold, including late ones that the window takes."""
+    """What the rows of an increment hold, late ones that the window takes included."""
 
     num_rows: int = 0
     num_late: int = 0  # of them
@@ -119,7 +117,7 @@ class WindowSummary:
 
 @dataclass(frozen=True)
 class SummaryContext:
-    """What the first look needs to know. It is sent to every worker of a cluster."""
+    """What summarising needs; it is sent to every worker of a cluster."""
 
     schema: Schema
     splits: Splits
@@ -134,12 +132,13 @@ class SummaryContext:
 
 
 def summarise_batch(context: SummaryContext, batch: pa.RecordBatch) -> WindowSummary:
-    """Return what a batch holds. Raises DataError: a value makes no sense, such as NaN."""
+    """Return what a batch holds; raise DataError for values that make no sense, such as NaN."""
     schema, splits, clock = context.schema, context.splits, context.clock
     assert schema.time is not None
     time_N = to_time_ticks(schema.time.column, batch[schema.time.column])
     kept_N = clock.is_kept(time_N)
     found = WindowSummary(num_dropped=int((~kept_N).sum()))
+    # Rows that are too late are counted, and not looked at: they may be of any age.
     if found.num_dropped:
         batch, time_N = batch.filter(pa.array(kept_N)), time_N[kept_N]
     found.num_rows = batch.num_rows
@@ -147,7 +146,7 @@ def summarise_batch(context: SummaryContext, batch: pa.RecordBatch) -> WindowSum
         return found
     found.num_late = int(clock.is_late(time_N).sum())
     found.least_time, found.most_time = int(time_N.min()), int(time_N.max())
-    # Of several labels the first: what is not known counts as 0, in every window alike.
+    # The first label alone; unknown ones count as 0, in every window alike.
     label_N = read_labels(schema, batch).reshape(found.num_rows, -1)[:, 0].astype(np.float64)
     label_N = np.nan_to_num(label_N)
     found.label_sum, found.label_squares = float(label_N.sum()), float((label_N**2).sum())
@@ -155,7 +154,8 @@ def summarise_batch(context: SummaryContext, batch: pa.RecordBatch) -> WindowSum
     task_hash_N, _ = hash_tasks(schema, batch)
     split_N = assign_splits(schema, splits, batch, task_hash_N)
     found.rows_of_split = count_split_rows(splits, split_N)
-    # What is learnt from the data is learnt from training rows alone: the gate is to judge it.
+    # Fitted to training rows alone: the gate is there to judge the model.
+    # The splits of a stream are train (0) and gate (1).
     in_train = split_N == 0
     train, train_time_N = batch.filter(pa.array(in_train)), time_N[in_train]
     found.moments = measure_moments(schema, train)
@@ -169,11 +169,11 @@ def summarise_batch(context: SummaryContext, batch: pa.RecordBatch) -> WindowSum
 
 
 def encode_window_rows(encoder: Encoder, clock: StreamClock, batch: pa.RecordBatch) -> EncodedRows:
-    """Return the rows of a batch that the window takes; late ones are support, as they are from
-    before it."""
+    """Return the rows of a batch that the window takes, with sides: late rows are support."""
     assert encoder.schema.time is not None
     column = encoder.schema.time.column
     kept_N = clock.is_kept(to_time_ticks(column, batch[column]))
+    # Filtering copies all columns, and mostly no row is too late.
     rows = encoder.encode(batch if kept_N.all() else batch.filter(pa.array(kept_N)))
     side_N = np.where(clock.is_late(rows.time_N), SUPPORT, QUERY).astype(np.int8)
     return replace(rows, side_NS=side_N[:, None])

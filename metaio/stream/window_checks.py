@@ -1,6 +1,4 @@
-"""Judges a window before it becomes an increment: poison is refused with its reason, what merely
-moves is told.
-"""
+"""Judges a window before it becomes an increment: faults refuse it, alarms are only reported."""
 
 import math
 import statistics
@@ -17,7 +15,7 @@ _BY_CHANCE = 4.0
 
 
 def summarise_window(summary: WindowSummary) -> dict[str, Any]:
-    """Return what later windows are compared with."""
+    """Return the statistics that later windows are compared with."""
     rows = max(summary.num_rows, 1)
     mean = summary.label_sum / rows
     deviation = math.sqrt(max(summary.label_squares / rows - mean * mean, 0.0))
@@ -34,8 +32,9 @@ def summarise_window(summary: WindowSummary) -> dict[str, Any]:
 def find_faults(
     own: dict[str, Any], recent: list[dict[str, Any]], rule: StreamRule, unit: str
 ) -> list[str]:
-    """Return why a window is not to be trusted, given those before it; [] where it is."""
+    """Return why a window is suspicious, given those before it; [] if it is not."""
     recent = recent[-rule.recent :]
+    # So few windows do not show what is usual.
     if len(recent) < rule.screen_after:
         return []
     found = []
@@ -46,6 +45,7 @@ def find_faults(
             f"(stream.rows_factor {rule.rows_factor:g})"
         )
     span = statistics.median(window["span"] for window in recent)
+    # One wrong time far ahead would move the window's end there, and make all later rows late.
     if own["span"] > max(span, 1) * rule.rows_factor:
         per_s = TICKS_PER_S[unit]
         found.append(
@@ -62,6 +62,7 @@ def find_faults(
             f"{mean:.4g} (stream.label_shift {rule.label_shift:g})"
         )
     for name, share in own["nulls"].items():
+        # The highest recent share: a column that is sometimes null is not suspicious.
         usual = max(window["nulls"].get(name, 0.0) for window in recent)
         if share > usual + rule.null_shift:
             found.append(
@@ -74,9 +75,9 @@ def find_faults(
 def measure_drift(
     summary: WindowSummary, frozen: dict[str, tuple[float, float]]
 ) -> dict[str, dict[str, float]]:
-    """Return, for each standardised column, how far its mean has moved, in frozen deviations, and
-    how many times as wide it is."""
+    """Return how far the mean of each standardised column moved, and how much wider it became."""
     found = {}
+    # Both in frozen deviations, the unit in which the model sees the column.
     for name, (mean, deviation) in frozen.items():
         count, own_mean, squares = summary.moments.get(name, (0, mean, 0.0))
         _, own_deviation = compute_mean_and_deviation(count, own_mean, squares)
@@ -94,8 +95,9 @@ def find_alarms(
     rule: StreamRule,
     unit: str,
 ) -> list[str]:
-    """Return what somebody should look at, one line each; the increment stands nevertheless."""
+    """Return what a person should look at, one line each; the increment stands nevertheless."""
     found = []
+    # A wrong unit makes all durations wrong, and nothing else would show it.
     likely = infer_time_unit(summary.most_time)
     if unit != "day" and likely not in (unit, None):
         found.append(

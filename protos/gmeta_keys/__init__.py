@@ -1,10 +1,7 @@
-"""Keys of TOML files as fields of frozen dataclasses: help and bounds stand beside each key, and
-every value is checked once.
+"""Parses TOML keys into frozen dataclasses whose fields carry help and bounds."""
 
-It stands below all packages, since metaio, the models and the data-shard service all have keys and
-none of them may import another.
-"""
-
+# Below all packages: metaio, the models and the data-shard service have keys, and none of them may
+# import another.
 import dataclasses
 import difflib
 import functools
@@ -23,7 +20,7 @@ Part = TypeVar("Part")
 
 
 class Wording(NamedTuple):
-    """How one kind of file says what is wrong with it."""
+    """How messages about one kind of file are worded."""
 
     error: type[Exception]
     subject: str  # before a key's name
@@ -32,32 +29,29 @@ class Wording(NamedTuple):
 
 
 def key(default: Any, help: str, **bounds: float) -> Any:
-    """Return a dataclass field with a default and a line of help.
-
-    `bounds` may be min, max and multiple; they hold for each entry of a list. The default `dict`
-    is an empty one.
-    """
+    """Return a dataclass field with a default, a line of help, and bounds (min, max, multiple)."""
+    # dataclasses refuse a mutable default, so `dict` stands for an empty one.
     if default is dict:
         return dataclasses.field(default_factory=dict, metadata={"help": help, **bounds})
     return dataclasses.field(default=default, metadata={"help": help, **bounds})
 
 
 def read_toml(what: str, path: Path, error: type[Exception]) -> dict[str, Any]:
-    """Return the tables of a TOML file; `what` says in errors where its path was given."""
+    """Return the tables of a TOML file; `what` names the file's role in messages."""
     try:
+        # Editors on Windows begin UTF-8 files with a byte order mark, which TOML does not allow.
         return tomllib.loads(path.read_text(encoding="utf-8-sig"))
     except OSError as fault:
         raise error(
             f"{what} {str(path)!r} cannot be read: {fault.strerror}. Give a TOML file"
         ) from fault
+    # ValueError covers bytes that are not UTF-8; deep nesting overflows tomllib's recursion.
     except (ValueError, RecursionError) as fault:
         raise error(f"{what} {str(path)!r} is no TOML: {fault}. Mend that line") from fault
 
 
 def parse(kind: type[Part], raw: Mapping[str, Any], wording: Wording, prefix: str = "") -> Part:
-    """Return the dataclass `kind` with the values of `raw`, nested dicts as TOML or JSON gives
-    them. Raises wording.error: an unknown or missing key, a wrong type, or a value outside its
-    bounds."""
+    """Return `raw` (tables of TOML or JSON) as the dataclass `kind`, or raise wording.error."""
     if not isinstance(raw, Mapping):
         raise wording.error(f"{raw!r} stands where a table of keys is needed. Correct it")
     hints = hints_of(kind)  # type: ignore[arg-type]
@@ -79,17 +73,17 @@ def parse(kind: type[Part], raw: Mapping[str, Any], wording: Wording, prefix: st
     return kind(**values)
 
 
+# Resolving annotations takes longer than all else that parsing does.
 @functools.cache
 def hints_of(kind: type) -> dict[str, Any]:
-    """Return the types of a dataclass's fields. Cached: looking them up takes longer than all else
-    that is done with them."""
+    """Return the types of a dataclass's fields."""
     return get_type_hints(kind)
 
 
 def _first_fitting(
     name: str, hint: Any, bounds: Mapping[str, Any], value: object, wording: Wording
 ) -> object:
-    """Return `value` as the first type of `hint` that takes it, or raise the wording's error."""
+    """Return `value` as the first type of `hint` that accepts it, else raise wording.error."""
     options = get_args(hint) if get_origin(hint) in (Union, types.UnionType) else (hint,)
     if bounds.keys() - {"help"} and len(options) > 1:
         # A mistake in the dataclass, not in the file: a bound would hold for one of them alone.
@@ -103,7 +97,7 @@ def _first_fitting(
 
 
 def _convert(name: str, kind: Any, bounds: Mapping[str, Any], value: Any, wording: Wording) -> Any:
-    """Return `value` as the type `kind`; None where it is of another type."""
+    """Return `value` as the type `kind`; None if it is of another type."""
     origin, inner = get_origin(kind), get_args(kind)
     if origin is Literal:
         return value if value in inner else None
@@ -125,10 +119,11 @@ def _convert(name: str, kind: Any, bounds: Mapping[str, Any], value: Any, wordin
         return value if all(fit) else None
     if dataclasses.is_dataclass(kind) and isinstance(value, Mapping):
         return parse(kind, value, wording, f"{name}.")  # type: ignore[arg-type]
-    # TOML's 1 is a fine rate; true is not, though Python counts it among the integers.
+    # TOML's 1 is a valid rate; true is not, though bool is a subclass of int in Python.
     if origin is not None or (isinstance(value, bool) and kind is not bool):
         return None
     if kind is float and isinstance(value, int):
+        # float() of a larger integer raises OverflowError.
         return float(value) if abs(value) <= sys.float_info.max else None
     return value if isinstance(value, kind) else None
 
@@ -138,6 +133,7 @@ def _check_number(name: str, value: object, bounds: Mapping[str, Any], wording: 
     if not isinstance(value, int | float):
         return
     least = bounds.get("min", -math.inf)
+    # Python's integers are unbounded, but every count becomes an int64 sooner or later.
     most = bounds.get("max", MOST_INT if isinstance(value, int) else math.inf)
     if isinstance(value, float) and not math.isfinite(value):
         complaint = "not a finite number"

@@ -1,8 +1,6 @@
-"""What a name in a config stands for: something of this project, or of a package of somebody's own.
+"""Resolves names in a config: parts of this project, or of a user's own package.
 
-`dlrm` is built in or an entry point; `myrec.dcn:DCNv2` is an import path. Every process looks a
-name up by itself, so all ranks find the same, however they were started.
-"""
+`dlrm` is built in or an entry point; `myrec.dcn:DCNv2` is an import path."""
 
 from __future__ import annotations
 
@@ -20,6 +18,7 @@ from gmeta_keys.translate_errors import format_foreign_error, translate_errors
 
 Part = TypeVar("Part")
 
+# Every process resolves names by itself, so all ranks find the same part however they were started.
 GROUPS = "gmeta."  # of entry points: gmeta.models, gmeta.algorithms, ...
 NOT_INSTALLED = "not installed"  # in place of a version
 TRUSTED = "GMETA_PLUGINS"
@@ -27,7 +26,7 @@ TRUSTED = "GMETA_PLUGINS"
 
 @dataclass(frozen=True)
 class Registry(Generic[Part]):
-    """The values that a config key can name."""
+    """The values that a config key can name; packages add to them by entry points of `group`."""
 
     key: str
     group: str  # of entry points
@@ -36,11 +35,11 @@ class Registry(Generic[Part]):
     fits: Callable[[Any], bool]
 
     def names(self) -> list[str]:
-        """Return the names that need no import path: built in, and entry points."""
+        """Return the names that need no import path: built-in ones and entry points."""
         return sorted({*self.known, *self._entries()})
 
     def find(self, name: str) -> Part:
-        """Return what `name` stands for, importing the package that has it."""
+        """Return what `name` stands for; imports the package that has it."""
         if name in self.known:
             return self.known[name]
         path = name if ":" in name else self._entries().get(name)
@@ -55,14 +54,14 @@ class Registry(Generic[Part]):
         if not self.fits(part):
             raise ValueError(
                 f"{self.key} = {name!r} is {_describe_part(part)}: {self.wanted} is needed. Name "
-                "that "
-                "(docs/extending.md)"
+                "that (docs/extending.md)"
             )
         return part  # type: ignore[no-any-return]
 
     def check_trusted(self, name: str) -> None:
-        """Check a name that came with somebody's files: it must be built in, an entry point of an
-        installed package, or an import path into a package that this machine was told to trust."""
+        """Raise ValueError for a name from somebody's files that would import untrusted code."""
+        # Installed plug-ins declare entry points: who installed them trusts them. Any other package
+        # must be listed in $GMETA_PLUGINS.
         package = name.partition(":")[0].partition(".")[0]
         if name in self.known or name in self._entries() or package in trusted_packages():
             return
@@ -82,6 +81,7 @@ class Registry(Generic[Part]):
         if name in self.known:
             return {}
         package = self._entries().get(name, name).partition(":")[0].partition(".")[0]
+        # A distribution may have another name than the package that it installs.
         owners = packages_distributions().get(package, [package])
         try:
             return {"package": owners[0], "version": version(owners[0])}
@@ -93,39 +93,38 @@ class Registry(Generic[Part]):
         return {entry.name: entry.value for entry in entries}
 
 
+# Reads a file of each installed package: once a process, and anew only if sys.path changed.
 @functools.cache
 def _entry_points(path: tuple[str, ...]) -> Any:  # of a class that Python 3.12 renamed
-    """Return the entry points of all packages on this sys.path, looked for once a process: that
-    reads a file of each."""
+    """Return the entry points of all packages on this sys.path."""
     del path  # the key of the cache
     return entry_points()
 
 
 def is_ours(part: object) -> bool:
-    """Tell whether a class, function or value of one is torch's, or of gmeta's own packages."""
+    """Return whether a class, function or value comes from torch or gmeta's own packages."""
     return str(part.__module__).split(".")[0] in ("torch", "gmeta", "gmeta_models")
 
 
 def is_subclass_of(kind: type) -> Callable[[Any], bool]:
-    """Return a function that tells whether a value is a class of this kind."""
+    """Return a predicate: whether a value is a class of this kind."""
     return lambda found: isinstance(found, type) and issubclass(found, kind)
 
 
 def describe_package(made_on: Mapping[str, Any], key: str) -> str:
-    """Return a sentence on the package that a key's value came from, as the `environment` of a run
-    or an export tells it; nothing where it does not."""
+    """Return a sentence on the package behind a key, by a run's `environment`; "" without one."""
     plugins = made_on.get("plugins")
     package = plugins.get(key) if isinstance(plugins, dict) else None
     if not isinstance(package, dict):
         return ""
     source = f"{package.get('package')} {package.get('version')}"
     source = source.replace(f" {NOT_INSTALLED}", ", which was only on the path")
+    # The text comes from somebody's file: cut, and dropped if it could garble the terminal.
     return f" It was made with {source:.80}." if source.isprintable() else ""
 
 
 def trusted_packages() -> set[str]:
-    """Return the packages whose code a run or an export may name: those that have entry points of
-    gmeta, and those of $GMETA_PLUGINS."""
+    """Return the packages with entry points of gmeta, and those of $GMETA_PLUGINS."""
     named_packages = {name.strip() for name in os.environ.get(TRUSTED, "").split(",")} - {""}
     groups = _entry_points(tuple(sys.path))
     for group in groups.groups:
@@ -139,6 +138,7 @@ def trusted_packages() -> set[str]:
 def _import_part(key: str, name: str, path: str) -> Any:
     module_name, _, attribute = path.partition(":")
     where = f"{key} = {name!r}" if name == path else f"{key} = {name!r} ({path})"
+    # Checked before importing: import_module would take a leading dot for a relative import.
     if not all(part.isidentifier() for part in [*module_name.split("."), *attribute.split(".")]):
         raise ValueError(
             f"{where} is no import path: package.module:Name is allowed, of letters, digits and _. "
@@ -152,6 +152,8 @@ def _import_part(key: str, name: str, path: str) -> Any:
             ImportError,
         ):
             imported: Any = importlib.import_module(module_name)
+    # Its own message: a missing module is a matter of the installation, while any other error is a
+    # defect of the user's package.
     except ImportError as error:
         raise ValueError(
             f"{where} cannot be imported by {sys.executable}: {error}. Install its package where "

@@ -9,7 +9,7 @@ import pytest
 from gmeta.cli.main import COMMANDS
 from gmeta.config.train_config import describe_config
 
-GMETA = "import sys; sys.argv[0] = 'gmeta'; from gmeta.cli import main; main()"
+GMETA = "import sys; sys.argv[0] = 'gmeta'; from gmeta.cli.main import main; main()"
 
 
 @pytest.fixture(scope="module")

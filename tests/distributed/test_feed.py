@@ -69,7 +69,7 @@ def work_on_rank(ranks: Ranks, config: TrainConfig, even: bool) -> list[list[lis
                 lambda batch: collate_support_query(batch, False),
                 dataset.features,
                 ranks,
-                take_replanned=take_replanned,
+                adopt_new_plan=take_replanned,
             ):
                 assert totals.num_rows > 0
                 steps.append(episodes.task_T.tolist())

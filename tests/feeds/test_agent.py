@@ -60,7 +60,7 @@ def test_steps_that_wait_for_threads_to_arrange_wait_for_data(
 ) -> None:
     ticks = itertools.count()
     monkeypatch.setattr("gmeta.data.map_ahead.perf_counter", lambda: next(ticks))
-    exchange = SimpleNamespace(prepared=lambda episodes: f"{episodes} and packed")
+    exchange = SimpleNamespace(prepare=lambda episodes: f"{episodes} and packed")
     sharded: Any = SimpleNamespace(local=SimpleNamespace(exchange=exchange))
     batches: list[Any] = [1, 2, 3]
     arrange: Any = "{} arranged".format

@@ -88,7 +88,7 @@ def work_on_rank(ranks: Ranks, config: TrainConfig, rebuild: bool) -> tuple[Any,
     def noted(batches: Iterator[Any], agent: LeasedStepAgent, epoch: int) -> Iterator[Any]:
         for number, made in enumerate(batches):
             planned = (
-                made if made.plan is not None else made.planned(local.exchange.planner.plan(made))
+                made if made.plan is not None else made.with_plan(local.exchange.planner.plan(made))
             )
             parts = agent._worker.plan.micro_batches
             tasks = sorted(made.task_T.tolist())
@@ -210,7 +210,7 @@ def life(ranks: Ranks, config: TrainConfig) -> tuple[str, list[list[int]]]:
             steps.append(episodes.task_T.tolist())
             yield episodes, totals
 
-    with mock.patch("gmeta.train.in_step", noted):
+    with mock.patch("gmeta.train.iterate_steps", noted):
         try:
             train(config, ranks)
         except GMetaError as error:
@@ -315,7 +315,7 @@ def test_the_next_is_read_while_one_is_arranged(
             serve_requests(there, work, blocks)
 
     monkeypatch.setattr(pipeline, "compose", noted)
-    monkeypatch.setattr(BatchWork, "arranged", arranged_then)
+    monkeypatch.setattr(BatchWork, "collate", arranged_then)
     here, there = Pipe()
     blocks = [SharedBlock.make() for _ in range(BLOCKS)]
     for asked in asks(3, 5):

@@ -148,7 +148,7 @@ def test_they_make_the_batches_of_the_rank_itself_from_any_step_on(
         for number, (made_for, wanted) in enumerate(zip(places, expected, strict=True)):
             assert made_for == divmod(place[0] * STEPS + place[1] + number, STEPS)
             asked = BatchRequest(made_for, None, config.outer.accumulate_steps)
-            episodes = work.arranged(next(splits[number % of].begin(asked)), asked)
+            episodes = work.collate(next(splits[number % of].begin(asked)), asked)
             block = SharedBlock.make()
             told = pickle.loads(pickle.dumps(write_to_block(episodes, block.first)))
             there = SharedBlock(os.dup(block.fileno()))

@@ -321,7 +321,7 @@ def test_old_versions_and_their_checkpoints_go_and_what_goes_on_stays(
         done = loop.step()
         assert done is not None
         found.append(done)
-    assert found[-1].told.endswith("; removed 1 version")
+    assert found[-1].summary.endswith("; removed 1 version")
     assert loop.channel.numbers() == [2, 3]  # what serves, and what a rollback goes back to
     runs = root / "runs"
     kept = [n for n in (1, 2, 3) if (runs / f"{n:06d}" / "run" / "checkpoints").exists()]

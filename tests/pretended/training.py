@@ -179,7 +179,7 @@ def _counting_steps(steps: list[Counts]) -> Iterator[None]:
             return step(self, *rest)
 
     with (
-        patch.object(training, "in_step", batches),
+        patch.object(training, "iterate_steps", batches),
         patch.object(training.TrainingRun, "_step", counted),
     ):
         yield

@@ -75,12 +75,12 @@ def test_a_trial_that_a_full_disk_ended_ends_the_study_and_is_not_counted(
     monkeypatch.setattr(trials, "wait_for_report", lambda *_: told)
     if is_counted:
         runner._end(3, trial)
-        study.ended.assert_called_once_with(3, "failed", told.failure)
+        study.finish_trial.assert_called_once_with(3, "failed", told.failure)
     else:
         with pytest.raises(GMetaError, match=r"^trial 3: .*\. It is not counted: once there is "):
             runner._end(3, trial)
         assert "--resume" not in told.failure
-        study.ended.assert_not_called()
+        study.finish_trial.assert_not_called()
 
 
 def test_trials_at_a_time_take_the_gpus_by_turns(

@@ -1,7 +1,4 @@
-"""A worker's side of AntDT: totals for the monitor, and the newest plan for its batches.
-
-No clock, no collectives: the trainer says what it measured and when all ranks hold the same plan.
-"""
+"""A worker's side of AntDT: totals for the monitor, and the newest plan for its batches."""
 
 import logging
 from collections.abc import Callable
@@ -15,12 +12,14 @@ from gmeta_protos.antdt.v1 import shard_service_pb2 as pb
 _log = logging.getLogger("gmeta.antdt.agent")
 
 
+# The agent has no clock and no collectives: the trainer passes in what it measured, and says when
+# all ranks hold the same plan.
 CHANGE_RATIO = 1.5  # of own time per task, up or down: worth a report at once
 CHANGE_AFTER_S = 0.5  # time over which it is measured: one step may be a hiccup
 
 
 class BatchPlan(NamedTuple):
-    """Tasks and micro-batches of this worker in each step; later versions are newer."""
+    """Tasks and micro-batches of this worker in each step; a later version is newer."""
 
     version: int
     tasks: int
@@ -30,14 +29,12 @@ class BatchPlan(NamedTuple):
 
 @final
 class WorkerAgent:
-    """Reports steps and sorts the actions that heartbeats bring. Each is taken in once, however
-    often it comes."""
+    """Reports steps and sorts the actions that heartbeats bring."""
 
     def __init__(
         self, client: ShardClient, share: int, restart: Callable[[], str], micro_batches: int = 1
     ) -> None:
-        """Watch one client. `restart` makes this process end so that it is started again, or says
-        why it cannot."""
+        """Watch one client. `restart` has this process started again, or returns why it cannot."""
         self._client = client
         self._restart = restart
         self._seen: set[str] = set()
@@ -56,11 +53,11 @@ class WorkerAgent:
         communication_ms: float,
         peer_wait_ms: float,
     ) -> bool:
-        """Count one more step, of `num_tasks` of this worker's tasks. Return whether this worker
-        became much slower or faster: then nobody should wait for the next heartbeat."""
+        """Count one more step. Return whether this worker became much slower or faster."""
         step = Report(1, num_tasks, compute_ms, data_wait_ms, communication_ms, peer_wait_ms)
         self.totals = self.totals.plus(step)
         self._client.report(self.totals, self.plan.tasks)
+        # Then the trainer hurries the report: nobody should wait for the next heartbeat.
         return self._has_changed_pace()
 
     def _has_changed_pace(self) -> bool:
@@ -73,8 +70,9 @@ class WorkerAgent:
         return usual_ms > 0 and not usual_ms / CHANGE_RATIO < now_ms < usual_ms * CHANGE_RATIO
 
     def take_actions(self) -> None:
-        """Take in what came since the last call; a plan waits in `newest` for all ranks."""
+        """Take in the actions since the last call; a plan waits in `newest` for all ranks."""
         for action in self._client.take_actions():
+            # A heartbeat brings an open action again and again: it is taken in once.
             if action.action_id in self._seen:
                 continue
             self._seen.add(action.action_id)
@@ -116,8 +114,7 @@ class WorkerAgent:
 
 
 def _order_of_action(action_id: str) -> int:
-    """Return the order of "SERVICE_EPOCH.GENERATION.NUMBER": it rises with each plan, also over
-    service restarts."""
+    """Return the order of "SERVICE_EPOCH.GENERATION.NUMBER": it rises with each plan."""
     service_epoch, _, number = (int(part) for part in action_id.split("."))
     # Plans of one service start are numbered from 1, so a later start comes above all of them.
     return (service_epoch << 32) | number

@@ -1,8 +1,4 @@
-"""The client's side of one stream of calls: any thread asks, the event loop sends and receives.
-
-A stream lives as long as nothing goes wrong with it. When it ends, everything unanswered fails
-with its status, and whoever wants to ask again opens another one.
-"""
+"""The client's side of one stream of calls: any thread calls, the event loop sends and receives."""
 
 import asyncio
 import threading
@@ -19,11 +15,12 @@ from gmeta_protos.antdt.v1 import shard_service_pb2 as pb
 # gRPC's code for a connection that broke at the wrong moment: in a write, or between two frames.
 _CUT_CODES = (grpc.StatusCode.INTERNAL, grpc.StatusCode.CANCELLED, grpc.StatusCode.UNKNOWN)
 _CUT = "Stream removed"
+# A refusal on a stream carries the number of its status code, not its name.
 _CODES = {code.value[0]: code for code in grpc.StatusCode}
 
 
 class CallError(Exception):
-    """One attempt at a call failed; what the status says."""
+    """One attempt at a call failed, with what its status says."""
 
     def __init__(self, code: grpc.StatusCode, reason: str, details: str, of_stream: bool) -> None:
         super().__init__(details)
@@ -50,8 +47,8 @@ class CallStream:
     """One open stream; `call` is safe from several threads."""
 
     def __init__(self, stub: Any, metadata: tuple[tuple[str, str], ...]) -> None:
-        """Open the stream. `metadata` applies to all its calls: other credentials need another
-        stream."""
+        """Open the stream."""
+        # It applies to all calls of the stream: other credentials need another stream.
         self.metadata = metadata
         self._loop = event_loop()
         self._stub = stub
@@ -78,7 +75,7 @@ class CallStream:
         try:
             answer = answered.result(timeout_s)
         except TimeoutError:
-            # Whatever delays this answer delays the others behind it.
+            # Answers come in order: whatever delays this one delays all behind it.
             self.close()
             raise CallError(
                 grpc.StatusCode.DEADLINE_EXCEEDED, "", f"no answer within {timeout_s:g} s", True
@@ -115,7 +112,9 @@ class CallStream:
             finally:
                 sending.cancel()
                 call.cancel()
-        finally:  # whatever it was: nobody may wait for an answer that cannot come
+        finally:
+            # A stream is never mended: when it ends, all that is unanswered fails with its status,
+            # and the next call opens another one.
             self._ended = ended
             for answered in self._unanswered.values():
                 answered.set_exception(ended)
@@ -130,7 +129,7 @@ class CallStream:
             while True:
                 await call.write(await self._unsent.get())
         except (grpc.RpcError, asyncio.InvalidStateError):
-            return  # the reader is told the same, and why
+            return  # `_receive` gets the same error, and reports it
 
 
 def _broken_error() -> CallError:

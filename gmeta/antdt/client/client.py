@@ -1,9 +1,4 @@
-"""ShardClient: the data-shard service as a training process sees it. Importing it does not
-import torch.
-
-One process, one client. A background thread renews the leases; calls may come from several
-threads.
-"""
+"""ShardClient: the data-shard service as a training process sees it, without importing torch."""
 
 import logging
 import threading
@@ -31,7 +26,7 @@ _log = logging.getLogger("gmeta.antdt.client")
 
 @final
 class ShardClient:
-    """A registered worker. Use it as a context manager: leaving it gives the leases back."""
+    """A registered worker. As a context manager it gives its leases back at the end."""
 
     def __init__(
         self,
@@ -48,9 +43,7 @@ class ShardClient:
         """Register at once. Raise FencedError, RefusedError or ServiceUnavailableError.
 
         `worker_id` is one per rank and stays the same over restarts. `rdzv_round` is torchrun's
-        rendezvous round when the caller counts them; with a higher one, every lease of earlier
-        rounds goes back to the service.
-        """
+        rendezvous round, where the caller counts them: a higher one takes earlier leases back."""
         config = ConnectionConfig(
             address,
             outage_budget_s,
@@ -68,6 +61,7 @@ class ShardClient:
         except AntdtError:
             connection.close()
             raise
+        # Its thread renews the leases from now on; calls may come from any thread.
         self._heartbeat = HeartbeatSender(self._session, self._leases)
 
     @property
@@ -77,7 +71,7 @@ class ShardClient:
 
     @property
     def incarnation(self) -> str:
-        """Return the id that tells this process from others under the same worker id."""
+        """Return the id of this process among all that used the worker id."""
         return self._session.incarnation
 
     @property
@@ -87,7 +81,7 @@ class ShardClient:
 
     @property
     def service_epoch(self) -> int:
-        """Return how many times the service had started on its store when it last answered."""
+        """Return how often the service had started on its store at its last answer."""
         return self._session.service_epoch
 
     @property
@@ -96,20 +90,17 @@ class ShardClient:
         return self._leases.live()
 
     def stop_when(self, is_stopping: Callable[[], bool]) -> None:
-        """Ask from now on, in every wait for the service, whether this process was asked to stop;
-        if so, calls give up on an outage after seconds."""
+        """Have calls give up on an outage within seconds once `is_stopping` returns True."""
         self._session.connection.is_stopping = is_stopping
 
     def register_dataset(self, spec: DatasetSpec) -> int:
-        """Name a dataset; return its number of shards. Raise RefusedError when the name stands for
-        other data."""
+        """Name a dataset; return its number of shards. Raise RefusedError for a name in use."""
         return int(self._session.call("RegisterDataset", spec=encode_spec(spec)).num_shards)
 
     def lease(
         self, dataset: str, epoch: int, max_shards: int = 1
     ) -> list[Lease] | WaitFor | EndOfEpoch:
-        """Return up to `max_shards` shards, or WaitFor, or END. Does not wait for data, only during
-        an outage."""
+        """Return up to `max_shards` shards, or WaitFor, or END. Blocks only during an outage."""
         # Taken before the call: the service counts the ttl from a later moment.
         sent_s = time.monotonic()
         response = self._session.call_numbered(
@@ -126,15 +117,15 @@ class ShardClient:
         return leases
 
     def shards(self, dataset: str, epoch: int = 0, prefetch_shards: int = 1) -> Iterator[Lease]:
-        """Yield every shard that this worker gets of the epoch, waiting where it must; end at END.
+        """Yield every shard that this worker gets of the epoch; end at END.
 
-        For loops in which each worker trains by itself. The shard is completed when the loop asks
-        for the next one, so its units must be in the model by then. A shard of a speculative
-        dataset the loop completes itself, with `complete`, unless it lost it.
-        """
+        For loops in which each worker trains by itself. A shard is completed when the loop asks for
+        the next one, so its units must be in the model by then. A speculative shard that is not
+        lost is completed by the loop itself, with `complete`."""
         while not isinstance(answer := self.lease(dataset, epoch, prefetch_shards), EndOfEpoch):
             if isinstance(answer, WaitFor):
                 _log.info("waiting for shards of %s: %s", dataset, answer.reason)
+                # Not a sleep: `close` ends the wait.
                 self._session.closed.wait(answer.retry_after_s)
                 self._session.check_fence()
                 continue
@@ -148,7 +139,8 @@ class ShardClient:
 
     def _check_left(self, lease: Lease) -> None:
         if lease.lost:
-            self.release([lease])  # if it was only late, nobody need wait for its expiry
+            # It may only be late: released, it is offered again before it would expire.
+            self.release([lease])
         elif lease.token in self._leases.tokens():
             raise ValueError(
                 f"shard {lease.shard_index} of the speculative dataset {lease.dataset!r} was left "
@@ -157,20 +149,19 @@ class ShardClient:
             )
 
     def complete(self, lease: Lease) -> bool:
-        """Report that the result of the whole shard is ready and not yet in effect. True: it
-        counts, put it into effect. False: another worker was first, or the lease had run out;
-        discard it."""
+        """Report a whole result that is not in effect yet. Return False if it must be discarded."""
         outcomes = self._complete([lease.token])
         try:
             self._leases.apply_outcomes([(lease, lease.num_units)], outcomes, drop=True)
         except LeaseLostError:
+            # Another worker was first, or the lease had run out.
             return False
         return True
 
     def completed(self, token: int) -> bool:
-        """Return whether a result counts that was left by an earlier process of this worker, killed
-        between `complete` and putting the result into effect. The service remembers the last 16,384
-        shards, also those that a restore has taken back since."""
+        """Return whether a result counts that an earlier process of this worker has left."""
+        # For a process killed between `complete` and putting the result into effect. The service
+        # remembers the last 16,384 shards, also those that a restore has taken back since.
         return bool(self._complete([token])[0] != Outcome.FENCED)
 
     def _complete(self, tokens: list[int]) -> Sequence[int]:
@@ -178,13 +169,9 @@ class ShardClient:
         return outcomes
 
     def flush(self) -> None:
-        """Tell the service durably, at a step boundary, what is in the model. Raise LeaseLostError
-        and FencedError.
-
-        Leases that are finished are completed and no longer held. In a synchronous job every
-        rank calls this before the checkpoint is prepared. May run in one thread while another
-        one advances leases: what was noted before the call is sent, later notes wait.
-        """
+        """Report durably what is in the model. Raise LeaseLostError or FencedError."""
+        # In a synchronous job every rank flushes before the checkpoint is prepared. Another thread
+        # may advance leases meanwhile: what it notes later is sent by the next flush.
         self._flush(also_speculative=True)
 
     def _flush(self, also_speculative: bool) -> None:
@@ -209,12 +196,12 @@ class ShardClient:
                 self._leases.apply_outcomes(complete, outcomes, drop=True)
 
     def _flush_held(self) -> LeaseLostError | None:
-        """Flush the leases that are not lost, and return the first loss that is met. Finished
-        speculative shards are left out: `complete` says when their results are ready."""
+        """Flush the leases that are not lost, and return the first loss that is met."""
         first: LeaseLostError | None = None
         # Each try clears one loss: one from before, one of Progress, one of Complete.
         for _ in range(4):
             try:
+                # Finished speculative shards wait for `complete`: their results may not be ready.
                 self._flush(also_speculative=False)
             except LeaseLostError as error:
                 first = first or error
@@ -223,17 +210,16 @@ class ShardClient:
         return first
 
     def release(self, leases: Iterable[Lease]) -> None:
-        """Give shards back with what was flushed of them; others continue there. Lost leases are no
-        error."""
+        """Give shards back with what was flushed of them. A lost lease is no error."""
         tokens = [lease.token for lease in leases]
         if tokens:
             self._session.call_numbered("Release", tokens=tokens)
         self._leases.drop(tokens)
 
     def fail(self, lease: Lease, failure_class: str, message: str) -> bool:
-        """Report that the shard cannot be processed; return True when it is quarantined now. Its
-        units that are in the model are flushed first. LeaseLostError, also for another lease, is
-        raised only after this failure has been counted."""
+        """Report that the shard cannot be processed; return whether it is quarantined now. Raise
+        LeaseLostError, also for another lease."""
+        # Its units in the model are flushed first. A loss is raised only after this failure counts.
         lost = self._flush_held()
         response = self._session.call_numbered(
             "Fail", token=lease.token, failure_class=failure_class, message=message
@@ -244,25 +230,21 @@ class ShardClient:
         return bool(response.quarantined)
 
     def prepare_checkpoint(self, checkpoint_id: str, step: int) -> ShardManifest:
-        """Return the manifest to save inside the checkpoint folder. For rank 0, after every rank
-        has flushed at `step`."""
+        """Return the manifest for the checkpoint folder. For rank 0, after all have flushed."""
         response = self._session.call("PrepareCheckpoint", checkpoint_id=checkpoint_id, step=step)
         return parse_manifest(response.manifest_json.decode(), "the service's manifest")
 
     def commit_checkpoint(self, manifest: ShardManifest) -> None:
-        """Tell the service that the checkpoint folder was renamed into place (rank 0). Losing this
-        call loses nothing."""
+        """Confirm that the checkpoint folder was renamed into place. For rank 0."""
+        # Nothing depends on it: a restore of the checkpoint counts as its commit.
         self._session.call(
             "CommitCheckpoint", checkpoint_id=manifest.checkpoint_id, digest=manifest.digest
         )
 
     def restore(self, manifest: ShardManifest | None) -> int:
-        """Roll the service to the checkpoint (None: to the beginning); rank 0, at every start of
-        the job.
-
-        Returns the new generation; every process registered before is fenced. The other ranks
-        create their client after this, or hand the generation's start on with a barrier.
-        """
+        """Roll the service to the checkpoint (None: the beginning). Return the new generation."""
+        # For rank 0, at each start of the job. It fences every process registered before, so the
+        # other ranks create their client after it, or pass a barrier.
         restore_id = uuid.uuid4().hex
         text = b"" if manifest is None else manifest.to_json().encode()
         with self._heartbeat.beating:
@@ -273,21 +255,20 @@ class ShardClient:
         return self.run_generation
 
     def report(self, report: Report, share: int = 0) -> None:
-        """Set what the next heartbeat reports to the monitor; from the first report on there is one
-        as often as the service asks for. `share`: tasks that this worker takes in each step now."""
+        """Set the next heartbeat's report, and the tasks that this worker takes in each step."""
+        # After the first report heartbeats come as often as the service asks for reports.
         self._heartbeat.set_report(report, share)
 
     def report_metrics(self, step: int, values: Mapping[str, float]) -> None:
-        """Tell watchers the model's loss and scores after a step, with the next heartbeat."""
+        """Report the model's loss and scores after a step, with the next heartbeat."""
         self._heartbeat.add_reading(step, values)
 
     def hurry(self) -> None:
-        """Report at once, and ask soon after for what the controller decided."""
+        """Report at once, and again soon after, to fetch what the controller decided."""
         self._heartbeat.hurry()
 
     def take_actions(self) -> list[Any]:
-        """Return the actions that heartbeats brought since the last call; acknowledge each with
-        `ack_action`."""
+        """Return the actions since the last call; answer each with `ack_action`."""
         return self._heartbeat.take_actions()
 
     def ack_action(self, action_id: str, result: str, message: str = "") -> None:
@@ -296,11 +277,11 @@ class ShardClient:
         self._session.call("AckAction", action_id=action_id, result=number, message=message)
 
     def close(self) -> None:
-        """Give the leases back, with what was noted of them, and end the background thread. An
-        unreachable service is not waited for."""
+        """Give the leases back, with the progress noted, and end the background thread."""
         session = self._session
         if session.closed.is_set():
             return
+        # Shortens the outage budget too: an unreachable service is not waited for.
         session.closed.set()
         self._heartbeat.join()
         try:

@@ -1,9 +1,4 @@
-"""The client's one place for deadlines, retries and fences: an answer, or an error that says
-which kind of trouble it is.
-
-An unreachable service is retried until the outage budget is spent and is then an error, never an
-end of data.
-"""
+"""The client's one place for deadlines, retries and fences."""
 
 import logging
 import random
@@ -43,7 +38,7 @@ _WARN_EVERY_S = 10.0
 # The budget of a process that was asked to stop: long enough for a restart of the service, and
 # Kubernetes kills the process 30 s after it asked.
 STOPPING_BUDGET_S = 5.0
-_LOOK_EVERY_S = 0.25  # in a pause, whether it was asked to stop
+_LOOK_EVERY_S = 0.25  # in a pause, at `is_stopping`
 # A cut link is UNAVAILABLE after keepalive time + timeout; without keepalive it hangs for ever.
 _OPTIONS = (
     ("grpc.keepalive_time_ms", 10_000),
@@ -51,7 +46,7 @@ _OPTIONS = (
     ("grpc.keepalive_permit_without_calls", 1),
     ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
     ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
-    # Reconnect quickly after a restart of the service: a refused connection costs nobody anything.
+    # Reconnect quickly after a restart of the service: a refused connection costs nothing.
     # The pauses grow by 1.6, by default to two minutes.
     ("grpc.initial_reconnect_backoff_ms", 50),
     ("grpc.max_reconnect_backoff_ms", 500),
@@ -86,11 +81,10 @@ class ConnectionConfig:
 
 @final
 class ServiceConnection:
-    """A channel, and a stream on it for the calls of a training loop; `call` is safe from several
-    threads."""
+    """A channel, and a stream on it for the calls of a training loop; safe from any thread."""
 
     def __init__(self, config: ConnectionConfig) -> None:
-        """Connect lazily. Raise AddressError, and CredentialError for unreadable credentials."""
+        """Connect lazily. Raise AddressError, or CredentialError for unreadable files."""
         self._config = config
         check_target(config.address)
         host = config.address.rpartition(":")[0]
@@ -110,7 +104,7 @@ class ServiceConnection:
         self._opening = threading.Lock()  # one stream is opened at a time
         self._stream: CallStream | None = None
         self._has_streams = True  # until the service says otherwise
-        # Whether the process was asked to stop. Asked in pauses: a signal's handler may set no
+        # Whether the process is to stop. Called in pauses: a signal's handler may set no
         # event that the thread it interrupts waits for.
         self.is_stopping: Callable[[], bool] = lambda: False
 
@@ -122,11 +116,11 @@ class ServiceConnection:
         return grpc.aio.secure_channel(config.address, credentials, self._options)
 
     def _take_new_certificates(self) -> bool:
-        """Open a channel with new certificates, if there are any, and return whether there are.
-        Called after a failed call: a channel holds on to those it was made with."""
+        """Return whether there were new certificates, and open a channel with them."""
         if not self._files.have_changed():
             return False
         try:
+            # A channel keeps the certificates that it was made with.
             channel = wait_for(self._open())
         except CredentialError as error:
             _log.warning("the replaced certificates are not used yet: %s", error)
@@ -140,7 +134,6 @@ class ServiceConnection:
 
     def _attempt(self, rpc: str, request: Any) -> Any:
         """Make one attempt at a call and return its response. Raise CallError."""
-        # The token that its file has now.
         metadata = self._bearer.metadata() if self._bearer else ()
         timeout_s = self._config.call_timeout_s
         # A message beyond the limit would take the whole stream down, and others' calls with it.
@@ -164,9 +157,9 @@ class ServiceConnection:
             return stream
 
     def _end_stream(self) -> None:
-        """End the stream. Other threads' calls on it fail as in an outage, and are made again over
-        the next."""
+        """End the stream."""
         if self._stream is not None:
+            # Other threads' calls on it fail as in an outage, and are made again on the next one.
             self._stream.close()
             self._stream = None
 
@@ -177,24 +170,19 @@ class ServiceConnection:
         renew: Callable[[], None] | None = None,
         budget_s: float | None = None,
     ) -> Any:
-        """Return the response of one RPC. `build` makes the request anew for each attempt, so that
-        it carries current fences.
-
-        `renew` registers again after a restart of the service. Raises FencedError, RefusedError,
-        or ServiceUnavailableError after the outage budget (`budget_s` overrides it), which is
-        smaller once the process was asked to stop.
-        """
+        """Return the response of one RPC. `renew` registers again after the service restarted.
+        Raise FencedError, RefusedError, or ServiceUnavailableError after the outage budget."""
         budget_s = self._config.outage_budget_s if budget_s is None else budget_s
         began_s = time.monotonic()
         pause_s, warn_after_s = _FIRST_PAUSE_S, _QUIET_S
         while True:
             try:
+                # Built anew for each attempt: it must carry the fences of now.
                 return self._attempt(rpc, build())
             except CallError as error:
                 # Tried whatever the error is: a connection with an expired certificate just fails.
                 renewed = self._take_new_certificates()
-                # Tried again at once: so far the service has only refused a stream, and seen no
-                # call.
+                # At once: the service has only refused a stream so far, and seen no call.
                 if self._falls_back_to_calls(error):
                     continue
                 if error.reason == "FENCED_SERVICE_EPOCH" and renew is not None:
@@ -208,6 +196,7 @@ class ServiceConnection:
                 if self.is_stopping():
                     budget_s = min(budget_s, STOPPING_BUDGET_S)
                 if waited_s + pause_s > budget_s:
+                    # An error, never an end of data: the rest of the epoch must not be skipped.
                     raise self._outage_error(rpc, waited_s, error) from error
                 if waited_s >= warn_after_s:
                     warn_after_s = waited_s + _WARN_EVERY_S
@@ -224,8 +213,8 @@ class ServiceConnection:
             time.sleep(min(left_s, _LOOK_EVERY_S))
 
     def _falls_back_to_calls(self, error: CallError) -> bool:
-        """Return whether the service has no stream for this client, now or at all; single calls
-        work too, only more slowly."""
+        """Return whether the service has no stream for this client."""
+        # Now (LIMIT) or at all (an old service); single calls work too, only more slowly.
         none_left = error.reason == "LIMIT"
         if not error.of_stream or not (none_left or error.code is grpc.StatusCode.UNIMPLEMENTED):
             return False

@@ -1,7 +1,4 @@
-"""The heartbeat of a client: a thread that renews the leases, brings the newest report to the
-service and actions from it."""
-
-from __future__ import annotations
+"""The heartbeat of a client: a thread that renews the leases, sends reports and fetches actions."""
 
 import logging
 import threading
@@ -17,6 +14,7 @@ from gmeta.antdt.model import MAX_NAME_CHARS
 from gmeta.antdt.reports import Report
 from gmeta_protos.antdt.v1 import shard_service_pb2 as pb
 
+# For types alone: at run time it would lengthen the longest chain of imports.
 if TYPE_CHECKING:
     from gmeta.antdt.client.held_leases import HeldLeases
     from gmeta.antdt.client.session import Session
@@ -28,9 +26,9 @@ DECIDED_AFTER_S = 0.5  # the controller's answer to reports that all workers hur
 
 @final
 class HeartbeatSender:
-    """Beats from the beginning until the session is closed, or the process is fenced."""
+    """Beats until the session is closed, or the process is fenced."""
 
-    def __init__(self, session: Session, leases: HeldLeases) -> None:
+    def __init__(self, session: "Session", leases: "HeldLeases") -> None:
         self._session = session
         self._leases = leases
         self._report: Any = None
@@ -56,8 +54,8 @@ class HeartbeatSender:
             self._due.set()
 
     def add_reading(self, step: int, values: Mapping[str, float]) -> None:
-        """Add a reading to the next heartbeat, which takes only the newest ones. A name too long
-        for the service is left out: it would refuse the call, which renews the leases."""
+        """Add a reading to the next heartbeat, which takes only the newest ones."""
+        # For one name too long the service would refuse the whole call, which renews the leases.
         short_names = iter((name, x) for name, x in values.items() if len(name) <= MAX_NAME_CHARS)
         with self._lock:
             # The service puts the parts of a step together.
@@ -77,7 +75,7 @@ class HeartbeatSender:
         return actions
 
     def join(self) -> None:
-        """Wait for the thread, which no longer waits for its next beat: the session is closed."""
+        """Wait for the thread to end; the session must be closed."""
         self._due.set()
         self._thread.join()
 
@@ -93,7 +91,7 @@ class HeartbeatSender:
             try:
                 self.beat()
             except FencedError:
-                return  # the session knows, and tells whoever calls next
+                return  # the session has noted it: the next call raises it
             except AntdtError as error:
                 _log.warning("heartbeat: %s", error)
 
@@ -108,25 +106,19 @@ class HeartbeatSender:
         return min(session.ttl_s / 3, session.report_every_s)
 
     def beat(self) -> None:
-        """Send one heartbeat now. Raise FencedError, RefusedError or ServiceUnavailableError."""
+        """Send one heartbeat. Raise FencedError, RefusedError or ServiceUnavailableError."""
         with self.beating:
-            self._beat()
-
-    def _beat(self) -> None:
-        # Taken before the call: the service counts the ttl from a later moment.
-        set_report, sent_s, tokens = self._report, time.monotonic(), self._leases.tokens()
-        with self._lock:
-            readings = list(self._readings)
-        response = self._session.call(
-            "Heartbeat",
-            budget_s=None if self._session.closed.is_set() else self._session.ttl_s / 3,
-            tokens=tokens,
-            report=set_report,
-            readings=readings,
-        )
-        self._session.apply_renewal(sent_s, tokens, set(response.revoked_tokens))
-        with self._lock:
-            self._readings = [reading for reading in self._readings if reading not in readings]
-            # An action comes with every beat until it is answered.
-            known_ids = {action.action_id for action in self._actions}
-            self._actions += [a for a in response.actions if a.action_id not in known_ids]
+            # Taken before the call: the service counts the ttl from a later moment.
+            report, sent_s, tokens = self._report, time.monotonic(), self._leases.tokens()
+            with self._lock:
+                readings = list(self._readings)
+            # No longer than until the next beat is due.
+            budget_s = None if self._session.closed.is_set() else self._session.ttl_s / 3
+            fields = {"tokens": tokens, "report": report, "readings": readings}
+            response = self._session.call("Heartbeat", budget_s=budget_s, **fields)
+            self._session.apply_renewal(sent_s, tokens, set(response.revoked_tokens))
+            with self._lock:
+                self._readings = [reading for reading in self._readings if reading not in readings]
+                # An action comes with every beat until it is answered.
+                known_ids = {action.action_id for action in self._actions}
+                self._actions += [a for a in response.actions if a.action_id not in known_ids]

@@ -1,5 +1,4 @@
-"""The leases that a client holds: which are live, which were lost, and how much of each the service
-has acknowledged. Several threads ask: the training loop, its reporter, the heartbeat."""
+"""The leases that a client holds: live or lost, and how much of each is acknowledged."""
 
 import threading
 from collections.abc import Iterable
@@ -14,7 +13,7 @@ Sent = list[tuple[Lease, int]]  # with the units that a call reports
 
 @final
 class HeldLeases:
-    """May be called from any thread."""
+    """May be called from any thread: the training loop, its reporter, the heartbeat."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -32,15 +31,14 @@ class HeldLeases:
             return list(self._held.values())
 
     def tokens(self) -> set[int]:
-        """Return the tokens of the leases that may still be used. A lost one is left out, though it
-        may live on at the service: renewed, it would be nobody's to train, and END would never
-        come."""
+        """Return the tokens of the leases that may still be used."""
+        # A lost one may live on at the service. Renewed, it would be nobody's to train: no END.
         with self._lock:
             return {token for token, lease in self._held.items() if not lease.lost}
 
     def collect_progress(self) -> Sent:
-        """Return what each live lease has in the model now. Raise LeaseLostError when one was lost
-        since the last call with units that the service does not know of."""
+        """Return what each live lease has in the model. Raise LeaseLostError for unreported units
+        of a lease lost since the last call."""
         with self._lock:
             progress = [(lease, lease.units_done) for lease in self._held.values()]
             lost, self._lost = self._lost, []
@@ -65,9 +63,9 @@ class HeldLeases:
     def apply_renewal(
         self, usable_until_s: float, renewed_tokens: set[int], lost_tokens: set[int]
     ) -> None:
-        """Take in an answer of the service: it renewed the leases `named` in the call, but for
-        those `gone`. Leases granted while the call was under way are left alone."""
+        """Take in an answer of the service: it renewed `renewed_tokens` but for `lost_tokens`."""
         with self._lock:
+            # Leases granted while the call was under way are in neither set, and stay as they are.
             for token in renewed_tokens & self._held.keys():
                 lease = self._held[token]
                 if token not in lost_tokens:
@@ -80,8 +78,7 @@ class HeldLeases:
                         self._lost.append(lease)
 
     def apply_outcomes(self, sent: Sent, outcomes: Iterable[int], drop: bool) -> None:
-        """Take in the service's answer to a report; with `drop` the report has ended the leases.
-        Raise LeaseLostError."""
+        """Take in the answer to a report, which ends the leases if `drop`. Raise LeaseLostError."""
         lost = []
         for (lease, units_sent), outcome in zip(sent, outcomes, strict=True):
             if outcome in (Outcome.FENCED, Outcome.INVALID):

@@ -1,16 +1,11 @@
-"""A leased shard as the training loop holds it: which units are left, how far it got, and whether
-it may still be used; and what a call for a lease may be answered with instead."""
-
-from __future__ import annotations
+"""A leased shard as the training loop holds it, and the other answers to a call for a lease."""
 
 import time
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, NamedTuple, final
+from typing import NamedTuple, final
 
 from gmeta.antdt.errors import LeaseLostError
-
-if TYPE_CHECKING:
-    from gmeta.antdt.model import Grant
+from gmeta.antdt.model import Grant
 
 SAFE_FRACTION = 0.8  # of the ttl; the rest is for replies under way and clock drift
 
@@ -31,11 +26,7 @@ END = EndOfEpoch()
 
 @final
 class Lease:
-    """Units `start_unit + units_done` up to `end_unit` of a dataset are this worker's to train.
-
-    Progress is noted here by the training loop and sent by ShardClient.flush, once it is in the
-    model.
-    """
+    """Units `start_unit + units_done` up to `end_unit` of a dataset are this worker's to train."""
 
     def __init__(self, grant: Grant, usable_until_s: float) -> None:
         self.token = grant.token
@@ -62,27 +53,25 @@ class Lease:
         return self.units_done == self.num_units
 
     def units(self) -> Iterator[int]:
-        """Yield the units still to train, in order, from where the last holder stopped. Raise
-        LeaseLostError when lost."""
+        """Yield the units still to train, in order. Raise LeaseLostError when lost."""
         for unit in range(self.start_unit + self.units_done, self.end_unit):
             self.check()
             yield unit
 
     def advance(self, num_units: int) -> None:
-        """Note that `num_units` more units went into the model. Raise LeaseLostError, or ValueError
-        beyond the end."""
+        """Note that `num_units` more units are in the model. Raise LeaseLostError or ValueError."""
         self.check()
-        # A count beyond the end would be refused by the service, long after the step that is wrong.
+        # The service would refuse it too, but only at the next flush: long after the wrong step.
         if not 0 <= self.units_done + num_units <= self.num_units:
             raise ValueError(
                 f"shard {self.shard_index} has {self.num_units} units, {self.units_done} are "
                 f"trained and {num_units} more were reported; count each unit once."
             )
+        # Only noted: ShardClient.flush sends it between two steps, once the step is done.
         self.units_done += num_units
 
     def check(self) -> None:
-        """Raise LeaseLostError when the lease was revoked, or was not renewed for 0.8 of its
-        ttl."""
+        """Raise LeaseLostError when the lease was revoked, or not renewed for 0.8 of its ttl."""
         late_s = time.monotonic() - self.usable_until_s
         # Once late, lost for good: by now the shard may be another worker's.
         if not self.lost and late_s > 0:

@@ -1,7 +1,4 @@
-"""A process's registration with the service: who it is there, the number of its next call, and
-whether it may still call at all."""
-
-from __future__ import annotations
+"""A process's registration with the service: its identity, its next call number, its fences."""
 
 import threading
 import time
@@ -9,12 +6,13 @@ import uuid
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, final
 
+from gmeta.antdt.client.connection import ServiceConnection
 from gmeta.antdt.client.lease import SAFE_FRACTION
 from gmeta.antdt.errors import FencedError
 from gmeta_protos.antdt.v1 import shard_service_pb2 as pb
 
+# For types alone: at run time it would lengthen the longest chain of imports.
 if TYPE_CHECKING:
-    from gmeta.antdt.client.connection import ServiceConnection
     from gmeta.antdt.client.held_leases import HeldLeases
 
 CLOSING_BUDGET_S = 2.0  # an outage is not waited for: leases expire anyway
@@ -29,7 +27,7 @@ class Session:
         connection: ServiceConnection,
         worker_id: str,
         rdzv_round: int | None,
-        leases: HeldLeases,
+        leases: "HeldLeases",
     ) -> None:
         self.connection = connection
         self.worker_id = worker_id
@@ -55,7 +53,7 @@ class Session:
 
     @property
     def service_epoch(self) -> int:
-        """Return how many times the service had started on its store when it last answered."""
+        """Return how often the service had started on its store at its last answer."""
         return int(self._caller.service_epoch)
 
     @property
@@ -65,7 +63,7 @@ class Session:
 
     @property
     def _budget_s(self) -> float | None:
-        """Return how long to wait out an outage; None: as long as the connection says."""
+        """Return how long to wait out an outage; None: as long as the connection does."""
         return CLOSING_BUDGET_S if self.closed.is_set() else None
 
     def check_fence(self) -> None:
@@ -78,13 +76,11 @@ class Session:
         self._caller.run_generation = run_generation
 
     def call(self, rpc: str, budget_s: float | None = None, **fields: Any) -> Any:
-        """Return the response of one RPC, as Connection.call does; its request has these fields,
-        and the caller."""
+        """Return the response of one RPC, as ServiceConnection.call does."""
         return self._call(rpc, lambda: self._request(rpc, **fields), budget_s)
 
     def call_numbered(self, rpc: str, **fields: Any) -> Any:
-        """Return the response of one RPC under the next number; its request has these fields, the
-        caller and that number."""
+        """Return the response of one RPC under the next call number."""
         sent_to = 0  # the epoch of the service that the last attempt was meant for
 
         def build() -> Any:
@@ -119,20 +115,14 @@ class Session:
             raise
 
     def register(self) -> None:
-        """Register this process, also after a restart of the service, which answers with the
-        leases that this process still holds. Raise FencedError, RefusedError or
-        ServiceUnavailableError."""
+        """Register this process. Raise FencedError, RefusedError or ServiceUnavailableError."""
         with self._registering:
+            # Also after a restart of the service, whose answer lists the leases still held.
             sent_s, held_tokens = time.monotonic(), self._leases.tokens()
-            response = self.connection.call(
-                "Register",
-                lambda: pb.RegisterRequest(
-                    worker_id=self.worker_id,
-                    incarnation=self.incarnation,
-                    rdzv_round=self._rdzv_round,
-                ),
-                budget_s=self._budget_s,
+            request = pb.RegisterRequest(
+                worker_id=self.worker_id, incarnation=self.incarnation, rdzv_round=self._rdzv_round
             )
+            response = self.connection.call("Register", lambda: request, budget_s=self._budget_s)
             with self._seq_lock:
                 self._caller = pb.Caller(
                     worker_id=self.worker_id,
@@ -154,5 +144,5 @@ class Session:
             self.apply_renewal(sent_s, held_tokens, held_tokens - live)
 
     def apply_renewal(self, sent_s: float, renewed_tokens: set[int], lost_tokens: set[int]) -> None:
-        """Take in that a call sent at `sent_s` renewed the leases `named`, but for those `gone`."""
+        """Note that a call sent at `sent_s` renewed `renewed_tokens` but for `lost_tokens`."""
         self._leases.apply_renewal(sent_s + SAFE_FRACTION * self.ttl_s, renewed_tokens, lost_tokens)

@@ -1,10 +1,4 @@
-"""One epoch of a dataset for one rank of a synchronous job: its leases, taken ahead of the training
-loop, so that a step never waits for the service, and their units, counted when they are in the
-model and reported in the background.
-
-A rank without a shard feeds an empty batch, and all ranks stop at the step where every one of them
-has seen `ended`.
-"""
+"""One epoch of a dataset for one rank of a synchronous job: leases ahead, units counted behind."""
 
 import threading
 from collections import deque
@@ -20,8 +14,7 @@ REPORT_EVERY_S = 0.25  # two durable calls: 0.4 % of a core a rank, and no later
 
 @final
 class ShardFeed:
-    """The leases of an epoch, taken by a thread, with up to `prefetch_shards` of them ready: `poll`
-    never blocks, `take` waits for the service but not for other workers."""
+    """The leases of an epoch, taken by a thread, with up to `prefetch_shards` of them ready."""
 
     def __init__(
         self, client: ShardClient, dataset: str, epoch: int, prefetch_shards: int = 2
@@ -44,19 +37,20 @@ class ShardFeed:
         self._changed = threading.Condition()
         self._wake = threading.Event()
         self._closed = threading.Event()
+        # Leases are taken ahead in a thread, so that a step never waits for the service.
         self._thread = threading.Thread(target=self._run, name="antdt-feed", daemon=True)
         self._thread.start()
 
     @property
     def ended(self) -> bool:
-        """Return whether the service said END: every shard of the epoch is done, this rank's
-        included. Raise the thread's error."""
+        """Return whether the service said END and no lease is left. Raise the thread's error."""
+        # A rank without a shard feeds an empty batch; all ranks stop at the step where every one of
+        # them has seen this.
         self._raise_error()
         return self._end_seen and not self._ready
 
     def poll(self) -> Lease | None:
-        """Return the next shard, or None when none is ready. Never blocks. Raise the thread's error
-        (a fence, an outage)."""
+        """Return the next shard, or None, without blocking. Raise the thread's error."""
         self._raise_error()
         lease = self._ready.popleft() if self._ready else None
         # Not at every shard: a step may take many, and the thread would compete with it.
@@ -65,8 +59,9 @@ class ShardFeed:
         return lease
 
     def next_lease(self) -> Lease | None:
-        """Return the next shard, or None when the service said WAIT or END: then only other
-        workers, or a flush of this one, can bring more. Raise the thread's error."""
+        """Return the next shard, or None after WAIT or END. Raise the thread's error."""
+        # Waits for the service, not for other workers: after WAIT or END only they, or a flush of
+        # this one, can bring more shards.
         with self._changed:
             self._changed.wait_for(lambda: self._ready or self._held_back or self._error)
         return self.poll()
@@ -98,18 +93,19 @@ class ShardFeed:
         except AntdtError as error:
             self._error = error
         with self._changed:
-            self._held_back = True  # nothing comes any more: nobody may wait for it
+            # Also after an error: nothing comes any more, and `next_lease` must not wait for it.
+            self._held_back = True
             self._changed.notify_all()
 
     def _num_to_lease(self) -> int:
-        """Return how many shards to lease now: none until half are missing, as a call costs the
-        same for one as for many."""
+        """Return how many shards to lease now."""
         wanted = self.prefetch_shards
         missing = wanted - len(self._ready)
+        # None until half are missing: a call costs the same for one shard as for many.
         return missing if missing >= max(1, wanted // 2) else 0
 
     def _lease_missing(self) -> float | None:
-        """Lease what is missing; return how long to pause, None: until enough is missing."""
+        """Lease what is missing; return the pause in seconds, None: until enough is missing."""
         missing = self._num_to_lease()
         if not missing:
             return None
@@ -130,8 +126,7 @@ class ShardFeed:
 def _wrap_defect(error: Exception) -> AntdtError:
     return AntdtError(
         f"no shard can be leased any more: {format_foreign_error(error).rstrip('.')}. That is a "
-        "defect; "
-        "report it with its traceback."
+        "defect; report it with its traceback."
     )
 
 
@@ -144,11 +139,7 @@ class UnitRange(NamedTuple):
 
 @final
 class UnitStream:
-    """One epoch of one dataset. `take` may run any number of steps ahead of `trained`.
-
-    What is in the model is the front of what was taken, because steps train their units in the
-    order in which they were taken: one number says how far.
-    """
+    """One epoch of one dataset, unit by unit: taken before a step, marked trained after it."""
 
     def __init__(self, client: ShardClient, dataset: str, epoch: int, prefetch_shards: int) -> None:
         """Begin to lease at once."""
@@ -167,8 +158,7 @@ class UnitStream:
 
     @property
     def ended(self) -> bool:
-        """Return whether every unit of the epoch is in the model or was skipped, whichever rank had
-        it."""
+        """Return whether every unit of the epoch, of all ranks, is in the model or was skipped."""
         self._raise_error()
         return self._feed.ended
 
@@ -178,9 +168,7 @@ class UnitStream:
         return self._feed.waiting_for
 
     def take_units(self, num_units: int) -> list[UnitRange]:
-        """Return the next units, fewer than asked for when the others are in other ranks' hands.
-        Waits for the service, never for other ranks. Raise AntdtError: a fence, a lost lease, an
-        outage beyond the budget."""
+        """Return the next units, fewer where other ranks hold the rest. Raise AntdtError."""
         self._raise_error()
         ranges: list[UnitRange] = []
         while num_units:
@@ -200,7 +188,7 @@ class UnitStream:
         return ranges
 
     def put_back(self, num_units: int) -> None:
-        """Have the last `num_units` taken again later: a plan for them was dropped."""
+        """Take the last `num_units` again later: a plan for them was dropped."""
         while num_units:
             lease = self._held[-1]
             number = min(num_units, self._next_unit - lease.start_unit - lease.units_done)
@@ -218,8 +206,9 @@ class UnitStream:
         self._feed.prefetch_shards = num_shards
 
     def mark_trained(self, num_units: int) -> None:
-        """Note that `num_units` more of the units taken are in the model. Raise the reporter's
-        error, or LeaseLostError."""
+        """Note that `num_units` more are in the model. Raise AntdtError, as `take_units` does."""
+        # A number is enough: steps train units in the order in which they were taken, however many
+        # steps `take_units` runs ahead.
         self._raise_error()
         while num_units:
             # The last one stays: `take` goes on in it, or sees that it is used up.

@@ -23,7 +23,8 @@ from gmeta.antdt.stragglers.governor import Governor, RulingRecord
 
 EVERY_S = 1.0
 MAX_WATCHERS = 16  # each holds a thread
-MAX_WORKERS = 60  # the slowest first; a page of a thousand rows helps nobody
+# The slowest first; a page of a thousand rows helps nobody.
+MAX_WORKERS = 60
 MAX_DECISIONS = 40
 SPARK_POINTS = 60
 # The page is one file of ours: nothing else may run in it or be fetched by it.
@@ -51,9 +52,9 @@ class Dashboard:
         self._closing.set()
 
     def page(self, request: HttpRequest) -> None:
-        """Answer GET / with the present state, so that the page can be read before the first
-        event."""
-        now = json.dumps(self.document()).replace("<", "\\u003c")  # it stands inside <script>
+        """Answer GET / with the page and the present state."""
+        # In the page itself, so that it can be read before the first event.
+        now = json.dumps(self.document()).replace("<", "\\u003c")  # as it stands inside <script>
         request.send(
             200,
             self._page.replace(b"NOW", now.encode(), 1),
@@ -62,7 +63,8 @@ class Dashboard:
         )
 
     def events(self, request: HttpRequest) -> None:
-        """Answer GET /events: the present state, and then again once a second."""
+        """Answer GET /events with the present state, again and again, once a second."""
+        # Each open page holds a thread for as long as it is open.
         if not self._places.acquire(blocking=False):
             return request.send(503, f"{MAX_WATCHERS} pages are open; close one\n")
         try:
@@ -81,7 +83,7 @@ class Dashboard:
         return None
 
     def document(self) -> dict[str, Any]:
-        """Return all that the page shows. Raise nothing: a service that cannot answer says so."""
+        """Return all that the page shows, or why the service cannot answer."""
         governor = self._governor
         health = governor.health
         slow = {name for name, found in health.items() if found.verdict in STRAGGLERS}
@@ -120,10 +122,10 @@ class Dashboard:
         }
 
     def _audit(self, newest: Checkpoint | None) -> dict[str, Any] | None:
-        """Return the audit of the newest checkpoint; worked out once for each checkpoint, not in
-        the writer's thread."""
+        """Return the audit of the newest checkpoint."""
         if newest is None:
             return None
+        # Once for each checkpoint, and not in the writer's thread: a large manifest takes long.
         with self._auditing:
             if self._audited[0] != newest.digest:
                 report = audit_manifest(parse_manifest(newest.manifest_json))
@@ -163,13 +165,8 @@ class Dashboard:
                 }
             )
         # Sorted before it is cut: the slow ones are what the page is for.
-        rows.sort(
-            key=lambda row: (
-                row["verdict"] not in (*STRAGGLERS, "silent"),
-                -row["ratio"],
-                row["name"],
-            )
-        )
+        first = (*STRAGGLERS, "silent")
+        rows.sort(key=lambda row: (row["verdict"] not in first, -row["ratio"], row["name"]))
         return rows[:MAX_WORKERS]
 
 
@@ -183,8 +180,8 @@ def _read_ledger(
 
 
 def _newest_decisions(spoken: Iterable[RulingRecord]) -> list[dict[str, Any]]:
-    """Return the newest decisions. They are copied in one go first: the governor's thread adds to
-    them meanwhile."""
+    """Return the newest decisions, the newest first."""
+    # Copied in one go: the governor's thread adds to them meanwhile.
     return [decision._asdict() for decision in list(spoken)[: -MAX_DECISIONS - 1 : -1]]
 
 

@@ -1,22 +1,14 @@
-"""Numbered calls: the last one, if repeated, gets its stored answer; the next one is new; any other
-is refused.
-
-A worker's calls are numbered by the worker, one by one, so that a lost answer never costs or
-doubles a shard.
-"""
-
-from __future__ import annotations
+"""Numbered calls: the last one, if repeated, gets its stored answer; the next is new; any other is
+refused. So a lost answer neither costs nor doubles a shard."""
 
 import zlib
-from typing import TYPE_CHECKING, Any, NamedTuple, final
+from typing import Any, NamedTuple, final
 
 from gmeta.access.errors import RefusedError
 from gmeta.antdt.ledger import commands as cmd
 from gmeta.antdt.ledger import events as ev
+from gmeta.antdt.ledger.state import LedgerState
 from gmeta.antdt.model import Outcome, Worker
-
-if TYPE_CHECKING:
-    from gmeta.antdt.ledger.state import LedgerState
 
 
 class Unrecorded(NamedTuple):
@@ -41,14 +33,14 @@ class CallNumbers:
         self._unstored: dict[str, Unrecorded] = {}  # those since the last `stored`
 
     def mark_durable(self) -> None:
-        """Keep the replies so far: the store has all events that they speak of."""
+        """Keep the replies so far: the store has all events that they depend on."""
         self._unrecorded.update(self._unstored)
         self._unstored.clear()
 
-    def take_over(self, older: CallNumbers) -> None:
-        """Keep calls that left no event when the ledger is read back within one service epoch.
-        Replies that stood beside events which the store did not take are forgotten too: an END may
-        have been due to a completion among those."""
+    def take_over(self, older: "CallNumbers") -> None:
+        """Keep the calls without an event when the ledger is read back in one service epoch."""
+        # `_unstored` is left out: its replies stood beside events that the store did not take, and
+        # an END may have been due to a completion among those.
         self._unrecorded = older._unrecorded
 
     def last_seq(self, worker: Worker) -> int:
@@ -57,8 +49,7 @@ class CallNumbers:
         return unrecorded.seq if unrecorded else worker.last_seq
 
     def answered_before(self, worker: Worker, command: Any, call_crc: int) -> cmd.Reply:
-        """Return None for a new call, the stored reply if it is the last one again. Raise
-        RefusedError for any other number."""
+        """Return None for a new call, the stored reply for the last one. Raise RefusedError."""
         last_seq = self.last_seq(worker)
         if command.seq == last_seq + 1:
             return None
@@ -86,12 +77,11 @@ class CallNumbers:
         self._unstored[worker.worker_id] = Unrecorded(worker.incarnation, seq, call_crc, reply)
 
     def reply_of(self, event: Any) -> cmd.Reply:
-        """Rebuild the reply to a numbered call from its event alone: a retry after a crash gets the
-        same."""
+        """Return the reply to a numbered call, rebuilt from its event alone."""
+        # So a retry after a crash gets the same reply.
         if isinstance(event, ev.LeasesGranted | ev.BackupGranted):
             table = self._state.tables[event.dataset]
-            # A retry of an earlier epoch's call would need that epoch's order; its tokens are long
-            # closed.
+            # Its grants would need the earlier epoch's order, and their tokens are closed by now.
             if table.epoch != event.epoch:
                 return cmd.End(event.seq)
             grants = (
@@ -117,7 +107,7 @@ class CallNumbers:
 
 
 def checksum_call(command: Any) -> int:
-    """Return a checksum that tells two calls with one number apart. The caller is left out: its
-    service epoch changes when the service restarts."""
-    # Caller and number stand first in every numbered command, see commands.py.
+    """Return a checksum by which two calls with one number differ."""
+    # From the third field on, without caller and number (commands.py): the caller's service epoch
+    # changes when the service restarts.
     return zlib.crc32(repr((type(command).__name__, command[2:])).encode())

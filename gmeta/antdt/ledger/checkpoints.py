@@ -1,14 +1,12 @@
 """Prepare, Commit and Restore: when a manifest may be made, confirmed and taken back."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
-from typing import TYPE_CHECKING
 
 from gmeta.access.errors import RefusedError
 from gmeta.antdt.errors import ManifestError
 from gmeta.antdt.ledger import commands as cmd
 from gmeta.antdt.ledger import events as ev
+from gmeta.antdt.ledger.state import LedgerState
 from gmeta.antdt.ledger.table import ShardTable, check_capacity
 from gmeta.antdt.manifests.shard_manifest import (
     DatasetManifest,
@@ -18,18 +16,13 @@ from gmeta.antdt.manifests.shard_manifest import (
 )
 from gmeta.antdt.model import Checkpoint, ShardState
 
-if TYPE_CHECKING:
-    from gmeta.antdt.ledger.state import LedgerState
-
 
 def prepared_before(
     state: LedgerState, command: cmd.PrepareCheckpoint
 ) -> ev.CheckpointPrepared | None:
-    """Return the manifest already handed out under this id in this generation, for a retry; None
-    for a new id. Raise RefusedError where the id stands for another step."""
+    """Return the manifest prepared under this id, None for a new id. Raise RefusedError."""
     checkpoint = state.checkpoints.get(command.checkpoint_id)
-    # The same id in an older generation is that of a lineage that was rolled back: it must not be
-    # answered again.
+    # An id of an older generation belongs to a lineage that was rolled back: prepared anew.
     if checkpoint is None or checkpoint.generation != state.generation:
         return None
     if checkpoint.step != command.step:
@@ -64,7 +57,7 @@ def build_manifest(
 
 
 def find_checkpoint(state: LedgerState, checkpoint_id: str) -> Checkpoint:
-    """Return a prepared checkpoint. Raise RefusedError for one that the service does not hold."""
+    """Return a prepared checkpoint. Raise RefusedError for one that is not held any more."""
     checkpoint = state.checkpoints.get(checkpoint_id)
     if checkpoint is None:
         raise RefusedError(
@@ -78,8 +71,7 @@ def find_checkpoint(state: LedgerState, checkpoint_id: str) -> Checkpoint:
 
 
 def is_new_commit(state: LedgerState, command: cmd.CommitCheckpoint) -> bool:
-    """Return False for a repeated commit. Raise RefusedError when id and digest do not belong
-    together."""
+    """Return False for a repeated commit. Raise RefusedError when id and digest do not fit."""
     checkpoint = find_checkpoint(state, command.checkpoint_id)
     if checkpoint.digest != command.digest:
         raise RefusedError(
@@ -93,8 +85,7 @@ def is_new_commit(state: LedgerState, command: cmd.CommitCheckpoint) -> bool:
 
 
 def check_restore(state: LedgerState, manifest_json: str) -> str:
-    """Return the digest of a manifest that fits this service ("" for none). Raise RefusedError for
-    one that does not."""
+    """Return the digest of a manifest that fits this service, "" for none. Raise RefusedError."""
     if not manifest_json:
         return ""
     try:
@@ -108,8 +99,7 @@ def check_restore(state: LedgerState, manifest_json: str) -> str:
             f"the manifest belongs to job {manifest.job!r}, this service serves {state.job!r}. "
             "Restore the job's own checkpoint, or start the service with --job.",
         )
-    # Before anything is rolled back: positions mean something only in the same cut of the same
-    # data.
+    # Before anything is rolled back: positions hold only in the same cut of the same data.
     for entry in manifest.datasets:
         table = state.tables.get(entry.spec.name)
         if table is not None and table.spec != entry.spec:
@@ -126,7 +116,7 @@ def check_restore(state: LedgerState, manifest_json: str) -> str:
 
 
 def describe_table(table: ShardTable, holders: dict[int, str]) -> DatasetManifest:
-    """Return the manifest entry of a live table; `holders` maps a DOING position to its worker."""
+    """Return the manifest entry of a table; `holders` maps a DOING position to its worker."""
     # Shards in no list are untouched, so ten million of them need no list.
     touched = set(table.units_done) | set(table.attempts) | set(holders)
     states = table.states

@@ -1,5 +1,4 @@
-"""Everything that can be asked of the ledger, and its replies. Values are checked at the edges,
-before they get here."""
+"""Every command of the ledger, and its reply. Values are checked before they get here."""
 
 from typing import NamedTuple
 
@@ -15,7 +14,7 @@ class StartService(NamedTuple):
 
 
 class Tick(NamedTuple):
-    """Time passed: expire what is due."""
+    """Time passed: leases that are due expire."""
 
 
 class RegisterDataset(NamedTuple):
@@ -35,7 +34,7 @@ class Register(NamedTuple):
 # The caller comes first in every call of a worker, and the call's number second if it has one:
 # fences and checksums rely on it.
 class LeaseShards(NamedTuple):
-    """Up to `max_shards` shards of one epoch."""
+    """Asks for up to `max_shards` shards of one epoch."""
 
     caller: Caller
     seq: int
@@ -61,7 +60,7 @@ class ReportProgress(NamedTuple):
 
 
 class Complete(NamedTuple):
-    """Whole shards that are in the model."""
+    """Reports whole shards that are in the model."""
 
     caller: Caller
     seq: int
@@ -69,7 +68,7 @@ class Complete(NamedTuple):
 
 
 class Release(NamedTuple):
-    """Shards given back; no attempt counted."""
+    """Gives shards back; no attempt is counted."""
 
     caller: Caller
     seq: int
@@ -77,7 +76,7 @@ class Release(NamedTuple):
 
 
 class Fail(NamedTuple):
-    """A shard that cannot be processed; an attempt counted."""
+    """Reports a shard that cannot be processed; an attempt is counted."""
 
     caller: Caller
     seq: int
@@ -111,8 +110,7 @@ class Restore(NamedTuple):
 
 
 class PostAction(NamedTuple):
-    """From the controller inside the service: an action for one worker's agent, or for all of them
-    when `worker_id` is empty."""
+    """From the controller: an action for one worker's agent, or for all if `worker_id` is ""."""
 
     worker_id: str
     action_id: str
@@ -122,9 +120,9 @@ class PostAction(NamedTuple):
 
 
 class BackUp(NamedTuple):
-    """From the controller inside the service: the shards that a slow worker holds may be done by
-    another one too, where their dataset is speculative. The service does so itself: no ack."""
+    """From the controller: another worker may do a slow worker's shards of speculative datasets."""
 
+    # The service carries it out itself, so no agent acknowledges it.
     action_id: str
     worker_id: str
 
@@ -139,7 +137,7 @@ class AckAction(NamedTuple):
 
 
 class Requeue(NamedTuple):
-    """Operator: quarantined or skipped shards become READY."""
+    """From an operator: quarantined or skipped shards become READY."""
 
     request_id: str
     dataset: str
@@ -147,7 +145,7 @@ class Requeue(NamedTuple):
 
 
 class Skip(NamedTuple):
-    """Operator: shards that shall not be trained."""
+    """From an operator: these shards are not to be trained."""
 
     request_id: str
     dataset: str
@@ -156,7 +154,7 @@ class Skip(NamedTuple):
 
 
 class Drain(NamedTuple):
-    """Operator: no further grants to one worker, or to all when `worker_id` is empty."""
+    """From an operator: no further grants to one worker, or to all if `worker_id` is ""."""
 
     request_id: str
     worker_id: str
@@ -203,7 +201,7 @@ class End(NamedTuple):
 
 
 class HeartbeatReply(NamedTuple):
-    """Answer to Heartbeat: tokens that are gone, and open actions."""
+    """Answer to Heartbeat: tokens that the worker no longer holds, and open actions."""
 
     revoked: tuple[int, ...]
     actions: tuple[PostAction, ...]

@@ -1,7 +1,5 @@
-"""The facts that the ledger records: all that is stored, and all that recovery needs.
-
-An event is one line of JSON, `[tag, field, ...]`. Deadlines, heartbeats and WAIT leave no event.
-"""
+"""The facts that the ledger records: all that is stored, and all that recovery needs. An event is
+one line of JSON, `[tag, field, ...]`. Deadlines, heartbeats and WAIT leave no event."""
 
 import json
 from typing import NamedTuple
@@ -37,8 +35,7 @@ class WorkerRegistered(NamedTuple):
 
 
 class LeasesGranted(NamedTuple):
-    """Tokens count up from `first_token`; `items` are (position, units_done, attempts) at the
-    grant."""
+    """Tokens count up from `first_token`; `items` are (position, units_done, attempts)."""
 
     worker_id: str
     seq: int
@@ -57,7 +54,7 @@ class BackupsWanted(NamedTuple):
 
 
 class BackupGranted(NamedTuple):
-    """As LeasesGranted, of one shard, which the lease `beside` holds already."""
+    """As LeasesGranted, for one shard that the lease `beside` holds already."""
 
     worker_id: str
     seq: int
@@ -66,6 +63,7 @@ class BackupGranted(NamedTuple):
     epoch: int
     first_token: int
     items: list[tuple[int, int, int]]
+    # Last, so that the fields before it are those of LeasesGranted.
     beside: int
 
 
@@ -105,7 +103,7 @@ class ShardFailed(NamedTuple):
 
 
 class LeasesExpired(NamedTuple):
-    """Nobody renewed these; each counts as an attempt."""
+    """These were not renewed in time; each counts as an attempt."""
 
     tokens: list[int]
 
@@ -161,7 +159,7 @@ class ActionAcked(NamedTuple):
 
 
 class ShardsRequeued(NamedTuple):
-    """By an operator."""
+    """An operator made these READY."""
 
     request_id: str
     dataset: str
@@ -169,7 +167,7 @@ class ShardsRequeued(NamedTuple):
 
 
 class ShardsSkipped(NamedTuple):
-    """By an operator."""
+    """An operator took these out of training."""
 
     request_id: str
     dataset: str
@@ -178,7 +176,7 @@ class ShardsSkipped(NamedTuple):
 
 
 class DrainSet(NamedTuple):
-    """By an operator; an empty worker id is the whole service."""
+    """An operator stopped grants, or allows them again; "" is the whole service."""
 
     request_id: str
     worker_id: str
@@ -237,6 +235,7 @@ _TAG_OF: dict[type[Event], str] = {
     DrainSet: "drain",
 }
 _TYPE_OF = {tag: kind for kind, tag in _TAG_OF.items()}
+# Made once: json.dumps would make an encoder for each event.
 _ENCODER = json.JSONEncoder(separators=(",", ":"), ensure_ascii=False)
 
 # A grant that is lost in a power cut is fenced by the next service epoch, and the controller
@@ -250,8 +249,7 @@ def encode(event: Event) -> bytes:
 
 
 def decode(record: bytes) -> Event:
-    """Return the event of one stored line. Raise StoreFailedError for a line that no version has
-    written."""
+    """Return the event of one stored line. Raise StoreFailedError for any other line."""
     try:
         tag, *fields = json.loads(record)
         kind = _TYPE_OF[tag]

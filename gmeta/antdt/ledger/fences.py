@@ -1,20 +1,12 @@
-"""Which calls belong to the past. Every mutation of a worker passes here before anything else is
-looked at."""
-
-from __future__ import annotations
-
-from typing import TYPE_CHECKING
+"""Which calls belong to the past. Every mutation of a worker passes here before anything else."""
 
 from gmeta.access.errors import RefusedError
+from gmeta.antdt.ledger.state import LedgerState
 from gmeta.antdt.model import MAX_WORKERS, Caller, Worker
-
-if TYPE_CHECKING:
-    from gmeta.antdt.ledger.state import LedgerState
 
 
 def check_process(state: LedgerState, caller: Caller) -> Worker:
-    """Return the worker that calls. Check fences one and three, the service epoch and the
-    incarnation; raise RefusedError."""
+    """Return the worker that calls. Raise RefusedError by service epoch and incarnation."""
     worker = state.workers.get(caller.worker_id)
     if worker is None:
         raise RefusedError(
@@ -38,8 +30,8 @@ def check_process(state: LedgerState, caller: Caller) -> Worker:
 
 
 def check_caller(state: LedgerState, caller: Caller) -> Worker:
-    """Return the worker that calls. Check all fences of the call (a token is checked item by item);
-    raise RefusedError."""
+    """Return the worker that calls. Raise RefusedError by all fences but the tokens."""
+    # Tokens are checked later, item by item: one that is gone must not refuse the others.
     worker = check_process(state, caller)
     if caller.run_generation != state.generation:
         raise stale_generation_refusal(caller.worker_id, caller.run_generation, state.generation)
@@ -62,6 +54,7 @@ def check_registration(
     # A retired process that registers anew would fence the one that replaced it.
     elif incarnation in worker.retired:
         raise superseded_refusal(worker_id, incarnation, worker.incarnation)
+    # A process from before a restart of the job, which names no newer round.
     elif (
         incarnation == worker.incarnation
         and worker.generation < state.generation
@@ -78,7 +71,7 @@ def check_registration(
 
 
 def superseded_refusal(worker_id: str, incarnation: str, current: str) -> RefusedError:
-    """Return the error for a process whose worker id another process speaks for."""
+    """Return the refusal of a process whose worker id another process has taken over."""
     return RefusedError(
         "ABORTED",
         "FENCED_INCARNATION",
@@ -88,7 +81,7 @@ def superseded_refusal(worker_id: str, incarnation: str, current: str) -> Refuse
 
 
 def stale_generation_refusal(worker_id: str, generation: int, current: int) -> RefusedError:
-    """Return the error for a process from before a restart of the job."""
+    """Return the refusal of a process from before a restart of the job."""
     return RefusedError(
         "ABORTED",
         "FENCED_GENERATION",

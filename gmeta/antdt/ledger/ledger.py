@@ -1,10 +1,4 @@
-"""The pure state machine of the data-shard service: `apply(command, now) -> events`. No I/O, no
-clock, no threads.
-
-`apply` decides which facts follow from a command, applies them through state.evolve, and returns
-them encoded for the store. What recovery replays is therefore exactly what happened. Each event
-is chained into a running sha256.
-"""
+"""The pure state machine of the service, `apply(command, now) -> events`: no I/O, no clock."""
 
 import hashlib
 from collections.abc import Callable, Iterable
@@ -24,13 +18,11 @@ from gmeta.antdt.model import Grant, Outcome, Worker
 
 # What a dead worker held, whose agent is silent too, is handed out again within this time.
 DEFAULT_LEASE_TTL_S = 30.0
-# The head of a chain of no events.
-GENESIS = b"\0" * 32
+GENESIS = b"\0" * 32  # the head of a chain without events
 
 
 class AppliedCommand(NamedTuple):
-    """What a command did: its reply, the records to store before the reply, and whether they must
-    survive a power cut."""
+    """A command's reply, the records to store before it, and whether these need a sync."""
 
     reply: cmd.Reply
     records: list[bytes]
@@ -46,8 +38,7 @@ class WorkerSeen(NamedTuple):
 
 @final
 class Ledger:
-    """Owns a LedgerState, the live deadlines and the hash chain. One caller at a time; time comes
-    in from outside."""
+    """Owns a LedgerState, the live deadlines and the hash chain; one caller at a time."""
 
     def __init__(
         self, state: LedgerState, lease_ttl_s: float, num_events: int = 0, head: bytes = GENESIS
@@ -71,29 +62,27 @@ class Ledger:
         self._chain(record)
 
     def renew_all(self, now_s: float) -> None:
-        """Give every lease a full ttl: after a recovery nobody knows how old one is."""
+        """Give every lease a full ttl."""
+        # After a recovery: deadlines are never stored, so nobody knows how old a lease is.
         self._renew(list(self.state.leases), now_s)
 
     def apply(self, command: cmd.Command, now_s: float) -> AppliedCommand:
-        """Decide and apply one command at monotonic time `now_s`.
-
-        Raises RefusedError when the command is refused; what expired before it stays expired,
-        see take_records.
-        """
-        # First: no call may be judged by an expired lease.
+        """Decide and apply one command at monotonic time `now_s`. Raise RefusedError."""
+        # First: no call may be judged by an expired lease. What expires here stays expired, even if
+        # the command is refused (see take_records).
         if now_s >= self._next_deadline_s:
             self._expire(now_s)
         reply = _DECIDE[type(command)](self, command, now_s)
         return AppliedCommand(reply, *self.take_records())
 
     def take_records(self) -> tuple[list[bytes], bool]:
-        """Return the records emitted since the last call (also by a refused command: leases that
-        expired), and whether to sync."""
+        """Return the records since the last call, and whether they need a sync."""
         records, needs_sync = self._records, self._needs_sync
         self._records, self._needs_sync = [], False
         return records, needs_sync
 
     def _emit(self, event: ev.Event) -> None:
+        # Live service and recovery share state.evolve, so what is replayed is what happened.
         record = ev.encode(event)
         self.state.evolve(event)
         self._chain(record)
@@ -120,13 +109,11 @@ class Ledger:
         deadline_s = now_s + self.lease_ttl_s
         for token in tokens:
             self.state.leases[token].deadline_s = deadline_s
-        # An older deadline may still be the earliest: the scan at that time finds nothing due and
-        # looks further.
+        # An older deadline may be the earliest still: its scan finds nothing due and looks further.
         self._next_deadline_s = min(self._next_deadline_s, deadline_s)
 
     def _look_up_call(self, command: Any, now_s: float) -> tuple[Worker, int, cmd.Reply]:
-        """Return the worker, the call's checksum, and the stored reply if it was answered
-        before."""
+        """Return the worker, the call's checksum, and the stored reply of a repeated call."""
         worker = check_caller(self.state, command.caller)
         self._note_seen(worker.worker_id, now_s)
         call_crc = checksum_call(command)
@@ -162,10 +149,8 @@ class Ledger:
         if rdzv_round is not None and rdzv_round > state.rdzv_round:
             self._emit(ev.GenerationStarted(state.generation + 1, rdzv_round))
         worker = state.workers.get(worker_id)
-        if worker is None or (worker.incarnation, worker.generation) != (
-            incarnation,
-            state.generation,
-        ):
+        new = (incarnation, state.generation)
+        if worker is None or (worker.incarnation, worker.generation) != new:
             if worker is not None and worker.incarnation != incarnation:
                 # Totals count from the process's own start: those of the one before would be
                 # higher, and the monitor would take nothing in until they were passed.
@@ -189,16 +174,13 @@ class Ledger:
         )
 
     def _lease(self, command: cmd.LeaseShards, now_s: float) -> cmd.Reply:
-        worker, call_crc, earlier_reply = self._look_up_call(command, now_s)
-        if earlier_reply is None:
-            earlier_reply = self._offer(worker, command, call_crc)
+        worker, call_crc, reply = self._look_up_call(command, now_s)
+        if reply is None:
+            reply = self._offer(worker, command, call_crc)
         # Only these: a lease whose grant never reached the worker must be able to expire.
-        if isinstance(earlier_reply, cmd.GrantReply):
-            self._renew(
-                [grant.token for grant in earlier_reply.grants if grant.token in worker.tokens],
-                now_s,
-            )
-        return earlier_reply
+        if isinstance(reply, cmd.GrantReply):
+            self._renew([x.token for x in reply.grants if x.token in worker.tokens], now_s)
+        return reply
 
     def _offer(self, worker: Worker, command: cmd.LeaseShards, call_crc: int) -> cmd.Reply:
         table = find_table(self.state.tables, command.dataset)
@@ -283,15 +265,8 @@ class Ledger:
         if not repeated:
             check_caller(state, command.caller)
             digest = checkpoints.check_restore(state, command.manifest_json)
-            self._emit(
-                ev.StateRestored(
-                    command.restore_id,
-                    worker.worker_id,
-                    state.generation + 1,
-                    digest,
-                    command.manifest_json,
-                )
-            )
+            made_by = (command.restore_id, worker.worker_id, state.generation + 1)
+            self._emit(ev.StateRestored(*made_by, digest, command.manifest_json))
         return cmd.RestoreReply(state.generation, state.restored_digest)
 
     def _operate(self, command: cmd.Requeue | cmd.Skip | cmd.Drain, now_s: float) -> cmd.Reply:

@@ -1,16 +1,9 @@
-"""What a Lease call may be answered with: shards, WAIT with its cause, or END, and when END is
-allowed.
-
-At the tail of a speculative dataset a shard that a slow worker holds is offered too: speculative
-execution (Dean and Ghemawat, MapReduce, OSDI 2004, section 3.6)."""
-
-from __future__ import annotations
-
-from typing import TYPE_CHECKING
+"""The answer to a Lease call: shards, WAIT with its cause, or END, and when END is allowed."""
 
 from gmeta.access.errors import RefusedError
 from gmeta.antdt.ledger import commands as cmd
 from gmeta.antdt.ledger import events as ev
+from gmeta.antdt.ledger.state import LedgerState
 from gmeta.antdt.ledger.table import ShardTable
 from gmeta.antdt.model import (
     MAX_LEASES_PER_WORKER,
@@ -21,9 +14,6 @@ from gmeta.antdt.model import (
     argument_refusal,
 )
 
-if TYPE_CHECKING:
-    from gmeta.antdt.ledger.state import LedgerState
-
 WAIT_RETRY_MS = 200  # the longest a worker sits idle after the last shard of a slower one came back
 OPERATOR_RETRY_MS = 1000  # waiting for a person
 
@@ -31,8 +21,8 @@ OPERATOR_RETRY_MS = 1000  # waiting for a person
 def refuse_grant(
     state: LedgerState, worker: Worker, table: ShardTable, epoch: int, seq: int
 ) -> cmd.Wait | cmd.End | None:
-    """Return WAIT or END where the epoch or a drain allows no grant at all, else None. Raise
-    RefusedError for an epoch that the dataset does not have."""
+    """Return WAIT or END where the epoch or a drain allows no grant, else None. Raise RefusedError
+    for an epoch that the dataset does not have."""
     spec = table.spec
     if epoch >= spec.num_epochs:
         raise argument_refusal(
@@ -42,6 +32,7 @@ def refuse_grant(
         )
     if epoch < table.epoch:
         return cmd.End(seq)
+    # Once an epoch is finished, the first Lease of the next one opens it.
     if epoch > table.epoch + (1 if table.finished else 0):
         text = (
             f"epoch {table.epoch} of dataset {spec.name!r} is not finished, {epoch} comes after it"
@@ -77,12 +68,12 @@ def wait_for_others(table: ShardTable, seq: int) -> cmd.Wait:
 def next_grant(
     state: LedgerState, worker: Worker, table: ShardTable, command: cmd.LeaseShards, call_crc: int
 ) -> ev.LeasesGranted | ev.BackupGranted | None:
-    """Return the grant of shards that nobody holds; where there are none, of one that a slow worker
-    holds and that this one may do as well (one, so that the last shards spread over all idle
-    workers). None where there is neither. Raise RefusedError at the limits."""
+    """Return a grant of shards that nobody holds, else of one that a slow worker holds, else None.
+    Raise RefusedError at the limits."""
     positions = table.next_ready(command.max_shards)
     if positions:
         return grant(state, worker, table, command, call_crc, positions)
+    # One at a time, so that the last shards spread over all idle workers.
     held_token = _lease_to_double(state, worker, table)
     if held_token is None:
         return None
@@ -92,8 +83,8 @@ def next_grant(
 
 
 def leases_to_back_up(state: LedgerState, worker: Worker) -> list[int]:
-    """Return the worker's leases that a decision to back it up concerns: those of speculative
-    datasets with nothing left to hand out, without a second lease yet."""
+    """Return those leases of a slow worker that may each get a second one."""
+    # Those of speculative datasets with nothing left to hand out, without a second lease yet.
     free = worker.tokens - state.backups.wanted - state.backups.twins.keys()
     tables, leases = state.tables, state.leases
     return [token for token in sorted(free) if _is_at_its_tail(tables[leases[token].dataset])]
@@ -103,9 +94,10 @@ def _is_at_its_tail(table: ShardTable) -> bool:
     return table.spec.speculative and not table.counts[ShardState.READY]
 
 
+# Speculative execution (Dean and Ghemawat, MapReduce, OSDI 2004, section 3.6): at the tail of a
+# speculative dataset a shard that a slow worker holds is offered too.
 def _lease_to_double(state: LedgerState, worker: Worker, table: ShardTable) -> int | None:
-    """Return the oldest lease of the dataset beside which this worker may get one; None where there
-    is none, or where the worker is itself one of the slow ones."""
+    """Return the dataset's oldest lease that this worker may share, None for a slow worker."""
     backups = state.backups
     if not backups.wanted.isdisjoint(worker.tokens):
         return None
@@ -127,16 +119,14 @@ def grant(
     call_crc: int,
     positions: list[int],
 ) -> ev.LeasesGranted:
-    """Return the event that hands `positions` to the worker under new tokens. Raise RefusedError at
-    the limits."""
+    """Return the event that hands `positions` to the worker. Raise RefusedError at the limits."""
     if len(worker.tokens) + len(positions) > MAX_LEASES_PER_WORKER:
         raise RefusedError(
             "RESOURCE_EXHAUSTED",
             "LIMIT",
             f"worker {worker.worker_id!r} holds {len(worker.tokens)} leases and asks for "
-            f"{len(positions)} more; at most "
-            f"{MAX_LEASES_PER_WORKER} are allowed. Complete or release some first, or "
-            "cut the dataset into larger shards.",
+            f"{len(positions)} more; at most {MAX_LEASES_PER_WORKER} are allowed. Complete or "
+            "release some first, or cut the dataset into larger shards.",
         )
     if state.token_counter + len(positions) >= TOKEN_COUNTER_MASK:
         raise RefusedError(

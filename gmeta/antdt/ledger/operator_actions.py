@@ -1,18 +1,11 @@
-"""What operators and the controller may do to the ledger: requeue, skip, drain, and actions for
-the agents."""
-
-from __future__ import annotations
-
-from typing import TYPE_CHECKING
+"""What operators and the controller may do: requeue, skip, drain, and actions for the agents."""
 
 from gmeta.access.errors import RefusedError
 from gmeta.antdt.ledger import commands as cmd
 from gmeta.antdt.ledger import events as ev
+from gmeta.antdt.ledger.state import LedgerState
 from gmeta.antdt.ledger.table import ShardTable, find_table
 from gmeta.antdt.model import MAX_ACTIONS, ShardState, Worker, argument_refusal
-
-if TYPE_CHECKING:
-    from gmeta.antdt.ledger.state import LedgerState
 
 _REQUEUE_FROM = (ShardState.QUARANTINED, ShardState.SKIPPED)
 _SKIP_FROM = (ShardState.READY, ShardState.DOING, ShardState.QUARANTINED)
@@ -23,6 +16,7 @@ def decide(state: LedgerState, command: cmd.Requeue | cmd.Skip | cmd.Drain) -> e
     if isinstance(command, cmd.Drain):
         return _drain(state, command)
     table = find_table(state.tables, command.dataset)
+    # Workers got END for it, and do not ask again.
     if table.finished:
         raise RefusedError(
             "FAILED_PRECONDITION",
@@ -53,9 +47,8 @@ def _position(table: ShardTable, index: int, allowed: tuple[ShardState, ...]) ->
             "FAILED_PRECONDITION",
             "WRONG_STATE",
             f"shard {index} of dataset {table.spec.name!r} is {state.display_name}; allowed is "
-            f"{', '.join(s.display_name for s in allowed)}. Nothing was changed. List shards "
-            "with 'gmeta "
-            "shards ls'.",
+            f"{', '.join(s.display_name for s in allowed)}. Nothing was changed. List shards with "
+            "'gmeta shards ls'.",
         )
     return position
 
@@ -76,8 +69,7 @@ _ADJUST_BS = 2  # of the proto
 
 
 def action_for(action: ev.ActionPosted, worker_id: str) -> cmd.PostAction | None:
-    """Return the action as it concerns this worker: its own, or its part of a global one; None
-    where it does not."""
+    """Return the action as this worker's agent gets it, None where it is not concerned."""
     if action.worker_id:
         return cmd.PostAction(*action) if action.worker_id == worker_id else None
     parameters = action.parameters

@@ -1,7 +1,5 @@
-"""The ledger's state and how each event changes it. Live service and recovery share this one path.
-
-Nothing is decided here: an event that got this far is a fact.
-"""
+"""The ledger's state and how each event changes it, in the live service and in recovery alike.
+Nothing is decided here: an event that got this far is a fact."""
 
 from collections.abc import Callable
 from typing import Any, final
@@ -98,7 +96,7 @@ class LedgerState:
             retired = [] if worker is None else [*worker.retired, worker.incarnation][-MAX_RETIRED:]
             for token in [] if worker is None else list(worker.tokens):
                 self._return(token, counts_attempt=False)
-            # A restart that was asked for has happened: the new process must not end again.
+            # The restart that they demanded has happened: the new process must not end again.
             self._drop_actions(event.worker_id)
             fresh = Worker(event.worker_id, event.incarnation, self.generation, retired)
             # An operator drains a worker id, not its process.
@@ -175,8 +173,7 @@ class LedgerState:
         checkpoint.committed = True
         for entry in parse_manifest(checkpoint.manifest_json).datasets:
             table = self.tables[entry.spec.name]
-            # An epoch may have ended since the manifest was made; its positions mean nothing in the
-            # next.
+            # The epoch may have ended since Prepare: its positions mean nothing in the next one.
             if table.epoch == entry.epoch:
                 table.committed = list(entry.done)
 
@@ -262,8 +259,7 @@ class LedgerState:
 
 
 def restore_table(table: ShardTable, entry: DatasetManifest | None) -> None:
-    """Make `table` exactly what `entry` says (None: nothing trained); shards in flight are READY
-    with their offset."""
+    """Make `table` what `entry` says, None: nothing trained."""
     table.open_epoch(0 if entry is None else entry.epoch)
     if entry is None:
         return
@@ -275,6 +271,7 @@ def restore_table(table: ShardTable, entry: DatasetManifest | None) -> None:
     ):
         for item in items:
             table.states[item.position] = state
+    # Shards that were in flight are READY again, from their offset on.
     for item in entry.exceptions:
         if item.units_done:
             table.units_done[item.position] = item.units_done

@@ -1,9 +1,4 @@
-"""The state of every shard of one dataset's current epoch: one byte a shard, by position in the
-epoch's order.
-
-The next shard to offer is always the READY one with the smallest position, so the state alone
-decides the order and there is no queue that could disagree with it.
-"""
+"""The state of every shard of a dataset's epoch: one byte a shard, by position in its order."""
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
@@ -11,25 +6,19 @@ from dataclasses import asdict
 from typing import final
 
 from gmeta.access.errors import RefusedError
-from gmeta.antdt.model import (
-    MAX_DATASETS,
-    MAX_SHARDS_IN_ALL,
-    DatasetSpec,
-    Grant,
-    ShardState,
-)
+from gmeta.antdt.model import MAX_DATASETS, MAX_SHARDS_IN_ALL, DatasetSpec, Grant, ShardState
 from gmeta.antdt.order import ShardOrder
 
 SHARDS_PER_PAGE = 4096  # one row of the store: 1e7 shards load in 29 ms
 
-# Runs of ShardState.DONE. An epoch in progress has few, however many shards it has.
+# ShardState.DONE is 2. An epoch in progress has few runs of it, however many shards it has.
 _DONE_RUN = re.compile(b"\x02+")
 _READY_BYTE = bytes([ShardState.READY])
 
 
 @final
 class ShardTable:
-    """Shard states with the sparse facts that only a few shards have: offset, attempts, a note."""
+    """Shard states, and the sparse facts that only a few shards have: offset, attempts, note."""
 
     def __init__(self, spec: DatasetSpec, epoch: int = 0) -> None:
         self.spec = spec
@@ -54,11 +43,9 @@ class ShardTable:
 
     @property
     def finished(self) -> bool:
-        """Return whether every shard is DONE or was skipped by an operator: the only state that may
-        be answered with END."""
-        return (
-            self.counts[ShardState.DONE] + self.counts[ShardState.SKIPPED] == self.spec.num_shards
-        )
+        """Return whether every shard is DONE or SKIPPED: END has no other condition."""
+        num_finished = self.counts[ShardState.DONE] + self.counts[ShardState.SKIPPED]
+        return num_finished == self.spec.num_shards
 
     @property
     def num_committed(self) -> int:
@@ -70,7 +57,7 @@ class ShardTable:
         return ShardState(self.states[position])
 
     def set_state(self, position: int, state: ShardState) -> None:
-        """Move one shard; keep the counts, the search hint and the dirty pages true."""
+        """Move one shard to a state, with the counts, the search hint and the dirty pages."""
         self.counts[self.states[position]] -= 1
         self.counts[state] += 1
         self.states[position] = state
@@ -83,7 +70,8 @@ class ShardTable:
             self.notes.pop(position, None)
 
     def next_ready(self, max_shards: int) -> list[int]:
-        """Return up to `max_shards` READY positions, smallest first. Moves only the search hint."""
+        """Return up to `max_shards` READY positions, smallest first."""
+        # The states alone decide the order: there is no queue that could disagree with them.
         positions: list[int] = []
         position = self.states.find(_READY_BYTE, self.first_ready)
         self.first_ready = position if position >= 0 else len(self.states)
@@ -95,13 +83,12 @@ class ShardTable:
     def give_back(
         self, position: int, counts_attempt: bool, note: str = "", still_held: bool = False
     ) -> None:
-        """Return a DOING shard: READY again, or QUARANTINED after too many attempts, with its
-        offset kept. While another worker still holds it, it stays DOING: that one may complete
-        it."""
+        """Return a DOING shard: READY with its offset, or QUARANTINED after too many attempts."""
         if counts_attempt:
             self.attempts[position] = self.attempts.get(position, 0) + 1
         if note:
             self.notes[position] = note
+        # By another worker, which may complete it.
         if still_held:
             return
         exhausted = self.attempts.get(position, 0) > self.spec.max_attempts
@@ -160,7 +147,7 @@ def find_table(tables: Mapping[str, ShardTable], dataset: str) -> ShardTable:
         raise RefusedError(
             "NOT_FOUND",
             "UNKNOWN_DATASET",
-            # Neither the asked name nor all names: either could be more than a status may carry.
+            # Cut, both the name and the list: either could be more than a status may carry.
             f"dataset {dataset!r:.130} is unknown; registered: "
             f"{', '.join(sorted(tables)[:20]) or 'none'}. Name one of these, or register it.",
         )
@@ -168,17 +155,15 @@ def find_table(tables: Mapping[str, ShardTable], dataset: str) -> ShardTable:
 
 
 def is_new_dataset(tables: Mapping[str, ShardTable], spec: DatasetSpec) -> bool:
-    """Return False for the same spec again. Raise RefusedError for another spec under the name."""
+    """Return False for the same spec again. Raise RefusedError for another one of the name."""
     table = tables.get(spec.name)
     if table is None:
         check_capacity(tables, [spec])
         return True
     if table.spec != spec:
-        differing = [
-            name for name, value in asdict(spec).items() if getattr(table.spec, name) != value
-        ]
-        old = {name: getattr(table.spec, name) for name in differing}
-        new = {name: getattr(spec, name) for name in differing}
+        known, given = asdict(table.spec), asdict(spec)
+        old = {name: value for name, value in known.items() if given[name] != value}
+        new = {name: given[name] for name in old}
         raise RefusedError(
             "ALREADY_EXISTS",
             "SPEC_CONFLICT",
@@ -190,8 +175,8 @@ def is_new_dataset(tables: Mapping[str, ShardTable], spec: DatasetSpec) -> bool:
 
 
 def check_capacity(tables: Mapping[str, ShardTable], specs: Sequence[DatasetSpec]) -> None:
-    """Raise RefusedError unless the service has room for these datasets beside its own: their
-    number is bounded, and the shards of all together, which are its memory."""
+    """Raise RefusedError unless the service has room for these datasets beside its own."""
+    # A shard takes a byte: the bound on all of them together is one on memory.
     num_shards = sum(table.spec.num_shards for table in tables.values())
     num_shards += sum(spec.num_shards for spec in specs)
     if len(tables) + len(specs) > MAX_DATASETS:

@@ -1,17 +1,12 @@
-"""What workers say of the shards that they hold: units that are in the model, whole shards, shards
-given back, shards that failed. What counts is decided here, and nothing is changed."""
-
-from __future__ import annotations
+"""Which of the results that workers report count: units, whole shards, returns and failures.
+Nothing is changed here."""
 
 from collections.abc import Iterable
-from typing import TYPE_CHECKING
 
 from gmeta.antdt.ledger import commands as cmd
 from gmeta.antdt.ledger import events as ev
+from gmeta.antdt.ledger.state import LedgerState
 from gmeta.antdt.model import Outcome, Worker
-
-if TYPE_CHECKING:
-    from gmeta.antdt.ledger.state import LedgerState
 
 
 def judge_progress(
@@ -45,8 +40,8 @@ def _judge_item(
 def build_give_back(
     state: LedgerState, worker: Worker, command: cmd.Complete | cmd.Release, call_crc: int
 ) -> ev.ShardsCompleted | ev.ShardsReleased:
-    """Return the event of a Complete or Release, even where none of its tokens counts: its number
-    is used up."""
+    """Return the event of a Complete or Release."""
+    # Also where none of its tokens counts: the call's number is used up.
     is_whole = isinstance(command, cmd.Complete)
     items: list[tuple[int, int]] = []
     accepted: set[int] = set()

@@ -1,9 +1,4 @@
-"""What a shard manifest proves about a checkpoint, offline: which units the model has seen, and
-that none was seen twice.
-
-`parse_manifest` has refused a manifest that lists a shard twice or outside its dataset before
-this is reached.
-"""
+"""What a shard manifest proves offline: which units the model has seen, and none of them twice."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -16,16 +11,15 @@ from gmeta.antdt.order import ShardOrder
 
 @dataclass(frozen=True)
 class AuditReport:
-    """`ok` means: every unit of every finished part exactly once, nothing skipped or quarantined in
-    silence."""
+    """`ok` means every unit of every finished part exactly once, and no shard quarantined."""
 
     ok: bool
     lines: tuple[str, ...]
 
 
 def audit_manifest(manifest: ShardManifest) -> AuditReport:
-    """Return a report that accounts for every unit of every dataset. It is not ok while the epoch
-    has quarantined shards."""
+    """Return a report that accounts for every unit; not ok with quarantined shards."""
+    # `parse_manifest` has already refused a shard that is listed twice or outside its dataset.
     lines = [
         f"checkpoint {manifest.checkpoint_id} of job {manifest.job}: step {manifest.step}, "
         f"generation {manifest.generation}",
@@ -45,11 +39,11 @@ def audit_manifest(manifest: ShardManifest) -> AuditReport:
 
 
 def check_descends(child: ShardManifest, parent: ShardManifest) -> None:
-    """Raise ManifestError unless everything that `parent` holds is in `child` as well (same
-    lineage, later)."""
+    """Raise ManifestError unless `child` is a later manifest of the lineage of `parent`."""
     by_name = {entry.spec.name: entry for entry in child.datasets}
     for old in parent.datasets:
         new = by_name.get(old.spec.name)
+        # Within one lineage a dataset only moves on: no epoch and no shard goes back.
         if new is None or new.spec != old.spec or _before(new, old):
             raise ManifestError(
                 f"checkpoint {child.checkpoint_id} does not continue {parent.checkpoint_id}: "

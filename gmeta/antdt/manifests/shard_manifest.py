@@ -1,10 +1,5 @@
-"""The shard manifest: what of each dataset is in a model checkpoint, exactly. Stored as
-shards.json beside the weights.
-
-Canonical JSON with a digest over all of it but the digest. Positions are those of the epoch's
-seeded order (order.py), so an epoch in progress is one interval and a few exceptions. Read
-offline by audit.py.
-"""
+"""The shard manifest: what of each dataset is in a model checkpoint, exactly. It is shards.json
+beside the weights: canonical JSON with a digest over all of it but the digest."""
 
 import bisect
 import hashlib
@@ -35,8 +30,7 @@ MANIFEST_FILE_NAME = "shards.json"
 
 
 class Exceptional(NamedTuple):
-    """A shard that is not DONE but has something to remember: its offset, its attempts, a note,
-    its last holder."""
+    """A shard that is not DONE but has an offset, attempts, a note or a last holder."""
 
     position: int
     units_done: int
@@ -47,11 +41,12 @@ class Exceptional(NamedTuple):
 
 @dataclass(frozen=True)
 class DatasetManifest:
-    """One dataset at the step boundary; `done` are [start, end) runs of positions, shards in no
-    list are untouched."""
+    """One dataset at the step boundary."""
 
     spec: DatasetSpec
     epoch: int
+    # [start, end) runs of positions in the epoch's seeded order (order.py), so that an epoch in
+    # progress is one run and a few exceptions. Shards in no list are untouched.
     done: tuple[tuple[int, int], ...] = ()
     partial: tuple[Exceptional, ...] = ()
     skipped: tuple[Exceptional, ...] = ()
@@ -70,8 +65,7 @@ class DatasetManifest:
 
 @dataclass(frozen=True)
 class ShardManifest:
-    """Everything that a checkpoint must know to continue the data exactly where the model
-    stands."""
+    """All that a checkpoint must hold to continue the data where the model stands."""
 
     job: str
     checkpoint_id: str
@@ -98,16 +92,15 @@ class ShardManifest:
         return {**version, **vars(self), "datasets": datasets}
 
     def save(self, folder: Path) -> Path:
-        """Write shards.json into a checkpoint folder that is still being written, and return its
-        path; the folder's rename commits it."""
+        """Write shards.json into a checkpoint folder, and return its path."""
         path = Path(folder) / MANIFEST_FILE_NAME
+        # Not atomic: the folder is still being written, and its rename commits it.
         path.write_text(self.to_json(), encoding="utf-8")
         return path
 
 
 def load_manifest(path: Path) -> ShardManifest:
-    """Return the manifest of shards.json, or of the one inside a checkpoint folder. Raise
-    ManifestError."""
+    """Return the manifest of a file or a checkpoint folder. Raise ManifestError."""
     path = Path(path)
     file = path / MANIFEST_FILE_NAME if path.is_dir() else path
     if not file.is_file():
@@ -120,8 +113,7 @@ def load_manifest(path: Path) -> ShardManifest:
 
 
 def parse_manifest(text: str, source: str = "the manifest") -> ShardManifest:
-    """Check schema, digest and the type and range of every field, and return the manifest: no later
-    code needs to doubt a value. Raise ManifestError, whatever the text is."""
+    """Return the manifest with every field checked. Raise ManifestError for any other text."""
     try:
         raw = json.loads(text)
         version = raw.pop("schema_version")
@@ -170,8 +162,7 @@ def covers(runs: Sequence[tuple[int, int]], start: int, end: int) -> bool:
 
 
 def _parse_dataset(raw: dict[str, Any]) -> DatasetManifest:
-    """Return one dataset's entry. Raise RefusedError for a field out of type or range, TypeError
-    or ValueError for another shape."""
+    """Return one dataset's entry. Raise RefusedError, TypeError or ValueError."""
     spec = DatasetSpec(**raw["spec"])
     check_range("epoch", raw["epoch"], 0, spec.num_epochs - 1)
     done = tuple((start, end) for start, end in raw["done"])
@@ -192,8 +183,7 @@ def _parse_dataset(raw: dict[str, Any]) -> DatasetManifest:
 
 
 def _check_fields(manifest: ShardManifest) -> None:
-    """Raise RefusedError unless the fields beside the datasets are of their types and each dataset
-    is listed once."""
+    """Raise RefusedError for a field of another type, or a dataset that is listed twice."""
     for name in ("job", "checkpoint_id", "parent", "ledger_head"):
         check_text(name, getattr(manifest, name), MAX_NOTE_CHARS)
     for name in ("step", "generation", "ledger_events"):
@@ -204,8 +194,7 @@ def _check_fields(manifest: ShardManifest) -> None:
 
 
 def _check_positions(dataset: DatasetManifest, source: str) -> None:
-    """Raise ManifestError unless every position is inside the dataset and listed once, and every
-    offset inside its shard."""
+    """Raise ManifestError for a position or offset outside, or a position listed twice."""
     spec = dataset.spec
     order = ShardOrder(spec.num_shards, spec.seed, dataset.epoch, spec.shuffle)
     exceptions = ((item.position, item.position + 1) for item in dataset.exceptions)

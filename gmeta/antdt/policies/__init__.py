@@ -17,7 +17,7 @@ POLICIES: dict[str, Policy] = {
 
 
 def find_policy(name: str) -> Policy:
-    """Return the policy of a name or of FILE.py:FUNCTION."""
+    """Return the policy of a name or of FILE.py:FUNCTION. Raise ConfigError."""
     if name in POLICIES:
         return POLICIES[name]
     path, colon, function = name.rpartition(":")

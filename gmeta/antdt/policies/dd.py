@@ -1,6 +1,5 @@
-"""AntDT-DD, for dedicated clusters of unequal hardware: the split of a step, in micro-batches that
-fit each worker's memory, whose slowest worker ends first (arXiv 2404.09679, section on dedicated
-clusters)."""
+"""AntDT-DD, for dedicated clusters of unequal hardware (arXiv 2404.09679): the split of a step, in
+micro-batches that fit each worker's memory, whose slowest worker ends first."""
 
 from collections.abc import Sequence
 

@@ -1,6 +1,5 @@
 """What a policy sees and what it may ask for. A policy is one function, `decide(snapshot, config)`,
-that returns decisions and keeps no state: everything it needs is in the snapshot.
-"""
+that returns decisions and keeps no state: everything it needs is in the snapshot."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
@@ -46,8 +45,8 @@ class ControllerConfig:
     )
 
     def restarts_per_hour(self, num_workers: int) -> int:
-        """Return the restarts an hour of all workers together; at least one, or a small job could
-        never restart any."""
+        """Return the restarts an hour of all workers together."""
+        # At least one, or a small job could never restart any.
         return max(1, int(self.restart_share_per_hour * num_workers))
 
 
@@ -65,7 +64,7 @@ class WorkerView:
 
 @dataclass(frozen=True)
 class Snapshot:
-    """Everything a decision depends on; as JSON it is what the log keeps and replay reads."""
+    """Everything that a decision depends on; the log keeps it as JSON, and replay reads it."""
 
     now_s: float
     step: int
@@ -86,8 +85,7 @@ class Snapshot:
 
     @property
     def to_split(self) -> tuple[WorkerView, ...]:
-        """Return the workers to divide the tasks of a step among anew: none unless all speeds and
-        the number of tasks are known."""
+        """Return the workers to divide a step's tasks among; none while a speed is unknown."""
         takes_part = [worker for worker in self.workers if not worker.excluded]
         is_known = self.tasks_per_step and len(self.active) == len(takes_part)
         return self.active if is_known and len(takes_part) > 1 else ()
@@ -98,8 +96,9 @@ class Snapshot:
         return tuple(w for w in self.active if w.health.verdict in STRAGGLERS)
 
     def to_json(self) -> dict[str, Any]:
-        """Return plain values; infinities become null."""
+        """Return plain values for JSON."""
         raw = asdict(self)
+        # JSON has no infinity: null stands for it, and `from_json` puts the default in its place.
         for name in ("remaining_s", "last_adjust_s", "held_since_s"):
             if abs(raw[name]) == float("inf"):
                 raw[name] = None
@@ -116,11 +115,12 @@ class Snapshot:
 
 
 class Decision(NamedTuple):
-    """An action asked for, and why. `parameters`: ADJUST_BS worker -> tasks of each step (and
-    "micro:WORKER" -> micro-batches); ADJUST_LR {"factor": x}; the others name `worker_id`."""
+    """An action that a policy wants, and why."""
 
     kind: ActionKind
     worker_id: str = ""
+    # ADJUST_BS: worker -> tasks of each step (and "micro:WORKER" -> micro-batches). ADJUST_LR:
+    # {"factor": x}. The other kinds name `worker_id` alone.
     parameters: dict[str, float] = {}  # noqa: RUF012 (never changed)
     reason: str = ""
 

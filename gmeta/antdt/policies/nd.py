@@ -1,5 +1,5 @@
-"""AntDT-ND, for clusters shared with other jobs: rebalance around workers that are slow now,
-restart elsewhere those that stay slow (arXiv 2404.09679, section on non-dedicated clusters)."""
+"""AntDT-ND, for clusters shared with other jobs (arXiv 2404.09679): rebalance around workers that
+are slow now, restart elsewhere those that stay slow."""
 
 from collections.abc import Sequence, Set
 from statistics import median
@@ -12,10 +12,10 @@ USUAL_RATIO = 1.25  # a window that is not slower than this is noise
 
 
 def decide(snapshot: Snapshot, config: ControllerConfig) -> Sequence[Decision]:
-    """Return KILL_RESTART for persistent stragglers where it pays, ADJUST_BS for all others, and
-    BACKUP_WORKERS for the last shards of slow workers in a job that is not synchronous."""
+    """Return restarts of persistent stragglers where they pay, else new shares, and backups where
+    the job is not synchronous."""
     decisions = _restarts(snapshot, config)
-    # Restarts beyond the hour's budget are held back, but reported: their workers stay in the job,
+    # Restarts beyond the hour's budget are reported but held back: their workers stay in the job,
     # and its batches must still be balanced around them.
     budget = config.restarts_per_hour(len(snapshot.workers)) - snapshot.restarts_last_hour
     restarted = {decision.worker_id for decision in decisions[: max(0, budget)]}
@@ -27,8 +27,8 @@ def decide(snapshot: Snapshot, config: ControllerConfig) -> Sequence[Decision]:
 
 
 def _backups(snapshot: Snapshot, restarted: Set[str]) -> list[Decision]:
-    """Return the backups, slowest worker first. Workers that do a shard as well have nothing else
-    to do, so it costs nothing."""
+    """Return the backups, slowest worker first."""
+    # Free of cost: the workers that do such a shard as well have nothing else to do.
     slow = [
         worker
         for worker in snapshot.stragglers
@@ -47,8 +47,7 @@ def _backups(snapshot: Snapshot, restarted: Set[str]) -> list[Decision]:
 
 
 def _restarts(snapshot: Snapshot, config: ControllerConfig) -> list[Decision]:
-    """Return the restarts, worst first. A restart pays when the speed that it wins until the end of
-    the job is worth more tasks than it costs."""
+    """Return the restarts that pay, worst worker first."""
     active = snapshot.active
     if not active:
         return []
@@ -62,10 +61,12 @@ def _restarts(snapshot: Snapshot, config: ControllerConfig) -> list[Decision]:
             continue
         # By ratio: it includes what a slow link costs, which the speed does not.
         won_tasks_per_s = typical - typical / worker.health.ratio
+        # While a process restarts, the others wait for it if all ranks take each step together.
         stopped = total_tasks_per_s if config.restart_stops_job else worker.health.tasks_per_s
         cost_tasks = config.restart_cost_s * stopped
         # What is won begins after the restart.
         won_tasks = won_tasks_per_s * max(0.0, snapshot.remaining_s - config.restart_cost_s)
+        # A restart pays if the speed won until the end of the job is worth more tasks.
         if won_tasks > cost_tasks:
             reason = (
                 f"persistent straggler ({worker.health.cause}): {worker.health.evidence}; a "
@@ -76,8 +77,7 @@ def _restarts(snapshot: Snapshot, config: ControllerConfig) -> list[Decision]:
 
 
 def _adjustment(snapshot: Snapshot, config: ControllerConfig) -> list[Decision]:
-    """Return shares in proportion to speed, when a worker is slow or the shares are still unequal
-    from before."""
+    """Return new shares when a worker is slow or the shares are still unequal from before."""
     active = snapshot.to_split
     if not active:
         return []
@@ -85,7 +85,9 @@ def _adjustment(snapshot: Snapshot, config: ControllerConfig) -> list[Decision]:
     # Shares are equal but for the remainder: if nobody is slow there is nothing to give back.
     if not snapshot.stragglers and max(shares) - min(shares) <= 1:
         return []
-    speeds = _speeds(active, bool(snapshot.stragglers))
+    tasks_per_s = [_tasks_per_s(worker, bool(snapshot.stragglers)) for worker in active]
+    times_ms = zip(tasks_per_s, _overheads_ms(active), strict=True)
+    speeds = [Speed(1000 / v, overhead_ms) for v, overhead_ms in times_ms]
     better = improve_split(
         shares, snapshot.tasks_per_step, speeds, config.min_tasks, config.min_gain
     )
@@ -109,34 +111,25 @@ def _adjustment(snapshot: Snapshot, config: ControllerConfig) -> list[Decision]:
     return [Decision("ADJUST_BS", "", parameters, reason)]
 
 
-def _speeds(active: Sequence[WorkerView], somebody_is_slow: bool) -> list[Speed]:
-    """Return the time of a task and a step's overhead for every worker."""
-    overheads_ms = _overheads_ms(active)
-    tasks_per_s = [_tasks_per_s(worker, somebody_is_slow) for worker in active]
-    return [Speed(1000 / v, ms) for v, ms in zip(tasks_per_s, overheads_ms, strict=True)]
-
-
 def _tasks_per_s(worker: WorkerView, somebody_is_slow: bool) -> float:
-    """Return a worker's speed: a straggler's by the short windows, any other's by the long mean, so
-    that noise and hiccups move no batch. A worker that became slow beside a straggler, or that
-    became fast, counts by its newest window: averages would follow only after some windows."""
+    """Return a worker's speed, from windows that suit its state."""
     health = worker.health
     usual, newest = health.tasks_per_s_long, health.tasks_per_s_newest
+    # Became fast: an average would follow only after some windows.
     if newest >= USUAL_RATIO * usual:
         return newest
     if health.verdict in STRAGGLERS:
         return health.tasks_per_s
-    # 0: the newest window has no work in it, as when a GPU has not finished the step yet.
+    # Others by their long mean: noise and hiccups move no batch. 0: the newest window has no work
+    # in it, as when a GPU has not finished the step yet.
     return newest if somebody_is_slow and 0 < USUAL_RATIO * newest <= usual else usual
 
 
 def _overheads_ms(active: Sequence[WorkerView]) -> list[float]:
-    """Return what a step takes beyond its tasks: collectives, and the host's work around them.
-
-    It is hidden in the time that a worker waits for its peers. But the slowest worker waits for
-    nobody: its wait is its overhead. A worker that computes slowly is as slow in its overhead, so
-    the others' is shorter by as much as they are faster, and nobody's is longer than its wait.
-    """
+    """Return what a step takes beyond its tasks: collectives, and the host's work around them."""
+    # It is hidden in the time that a worker waits for its peers. But the slowest worker waits for
+    # nobody: its wait is its overhead. A worker that computes slowly is as slow in its overhead, so
+    # the others' is shorter by as much, and nobody's is longer than its wait.
     factors = [w.health.ratio if w.health.cause == "compute" else 1.0 for w in active]
     usual_ms = min(w.health.peer_wait_ms / x for w, x in zip(active, factors, strict=True))
     return [usual_ms * factor for factor in factors]

@@ -41,8 +41,8 @@ def proportional_split(total: int, speeds: Sequence[float], minimum: int) -> lis
     >>> proportional_split(13, [4.0, 4.0, 4.0, 1.0], 1)
     [4, 4, 4, 1]
     >>> proportional_split(12, [10.0, 10.0, 0.1], 2)
-    [5, 5, 2]
-    """
+    [5, 5, 2]"""
+    # A step may have fewer tasks than all minimums together.
     minimum = min(minimum, total // len(speeds))
     shares = [minimum] * len(speeds)
     free = list(range(len(speeds)))
@@ -72,8 +72,7 @@ def fastest_split(total: int, speeds: Sequence[Speed], minimum: int = 0) -> list
     >>> fastest_split(16, [Speed(1.0), Speed(3.0)])
     [12, 4]
     >>> fastest_split(64, [Speed(20.0), Speed(20.0), Speed(20.0), Speed(80.0)])  # not 20, 20, 19, 5
-    [20, 20, 20, 4]
-    """
+    [20, 20, 20, 4]"""
     minimum = min(minimum, total // len(speeds))
     low, high = 0.0, max(speed.step_ms(total) for speed in speeds)
     # 60 halvings go below the last bit of a float64.
@@ -98,7 +97,7 @@ def fastest_split(total: int, speeds: Sequence[Speed], minimum: int = 0) -> list
 
 
 class Resplit(NamedTuple):
-    """Better shares, and how long the slowest takes now and with them."""
+    """Better shares, and how long the slowest worker takes now and with them."""
 
     shares: list[int]
     now_ms: float
@@ -108,8 +107,7 @@ class Resplit(NamedTuple):
 def improve_split(
     shares: Sequence[int], total: int, speeds: Sequence[Speed], minimum: int, min_gain: float
 ) -> Resplit | None:
-    """Return the fastest split in place of `shares`; None unless it makes the step shorter by the
-    share `min_gain`."""
+    """Return the fastest split, None unless it makes the step shorter by the share `min_gain`."""
     wanted = fastest_split(total, speeds, minimum)
     now_ms, then_ms = (
         max(speed.step_ms(n) for speed, n in zip(speeds, split, strict=True))

@@ -1,7 +1,5 @@
-"""Protobuf to commands and replies to protobuf. Every value from outside is checked here, once.
-
-Raises RefusedError for a value that is out of bounds; nothing else in the service doubts a command.
-"""
+"""Commands from protobuf and replies to protobuf. Every value from outside is checked here, once:
+an invalid one is a RefusedError, and nothing else in the service doubts a command."""
 
 import re
 from collections.abc import Callable
@@ -41,8 +39,8 @@ def encode_refusal(error: RefusedError) -> Any:
 
 
 def parse_caller(message: Any) -> Caller:
-    """Return who calls. Names are matched against registered ones, so only their length is checked.
-    Raise RefusedError."""
+    """Return who calls. Raise RefusedError."""
+    # Only the length is checked: names are compared with registered ones.
     check_text("worker_id", message.worker_id, MAX_NAME_CHARS)
     check_text("incarnation", message.incarnation, MAX_NAME_CHARS)
     return Caller(
@@ -51,7 +49,7 @@ def parse_caller(message: Any) -> Caller:
 
 
 def _clean_text(text: str) -> str:
-    """Return free text fit for ledger and logs: without control characters, cut to its bound."""
+    """Return free text for ledger and logs: without control characters, cut to its bound."""
     return _CONTROL.sub(" ", text)[:MAX_NOTE_CHARS]
 
 

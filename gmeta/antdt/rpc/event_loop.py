@@ -1,9 +1,4 @@
-"""The one event loop of this process, in a thread of its own; service and clients share it.
-
-uvloop's: the standard library's costs a sixth more CPU a call (benchmarks/antdt_service.py).
-gRPC's asyncio side wakes all loops of a process through one socket, so a second loop would only
-be woken for nothing.
-"""
+"""The one event loop of this process, in a thread of its own; service and clients share it."""
 
 import asyncio
 import atexit
@@ -21,9 +16,13 @@ _STOP_S = 5.0  # for the callback that runs when the process ends
 
 def event_loop() -> asyncio.AbstractEventLoop:
     """Return the running loop; the first call starts it."""
+    # Two threads may make the first call at once.
     with _starting:
         # Not when this is imported: a process that only reads a manifest needs no thread.
         if not _started:
+            # uvloop's: the standard library's costs a sixth more CPU a call
+            # (benchmarks/antdt_service.py). Only one: gRPC's asyncio side wakes all loops of a
+            # process through one socket.
             loop = uvloop.new_event_loop()
             thread = threading.Thread(target=loop.run_forever, name="antdt-loop", daemon=True)
             thread.start()
@@ -32,14 +31,14 @@ def event_loop() -> asyncio.AbstractEventLoop:
 
 
 def wait_for(coroutine: Coroutine[Any, Any, Any]) -> Any:
-    """Run the coroutine on the loop and return or raise what it does. Never call it on the loop
-    itself."""
+    """Run the coroutine on the loop and return its result. Never call it on the loop itself."""
     return asyncio.run_coroutine_threadsafe(coroutine, event_loop()).result()
 
 
 def _stop() -> None:
-    """Stop the loop. Its daemon thread outlives the interpreter while the process unloads, and a
-    callback of uvloop's that comes due then is a segmentation fault."""
+    """Stop the loop."""
+    # Its daemon thread outlives the interpreter while the process unloads, and a callback of
+    # uvloop's that comes due then is a segmentation fault.
     for loop, thread in _started:
         loop.call_soon_threadsafe(loop.stop)
         thread.join(_STOP_S)

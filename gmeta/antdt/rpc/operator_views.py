@@ -1,5 +1,4 @@
-"""What operators see: status, shards one by one, and audits, read from the ledger as protobuf.
-Nothing here changes it."""
+"""What operators see, read from the ledger as protobuf: status, shards one by one, audits."""
 
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import chain, islice
@@ -31,8 +30,7 @@ _LEDGER_STATE = {wire: state for state, wire in _WIRE_STATE.items()} | {
 
 
 def status(ledger: Ledger, now_s: float, shown_workers: Sequence[str] | None = None) -> Any:
-    """Return a StatusResponse: datasets, workers and checkpoints at `now_s`. The workers are the
-    first of `shown`, or of all by name."""
+    """Return a StatusResponse for `now_s`, with the first of `shown_workers`, or of all by name."""
     state = ledger.state
     names = sorted(state.workers) if shown_workers is None else shown_workers
     return pb.StatusResponse(
@@ -117,7 +115,8 @@ def list_shards(ledger: Ledger, dataset: str, state: int, page_size: int, page_t
             f"page_size is {page_size} and page_token {page_token[:20]!r}; allowed are 1 to "
             f"{MAX_PAGE} and a token of the page before. Begin again without a token."
         )
-    if state and state not in _LEDGER_STATE:  # an open enum of the proto: any number can come
+    # An open enum of the proto: any number can come.
+    if state and state not in _LEDGER_STATE:
         raise argument_refusal(
             f"state is {state}; allowed are {min(_LEDGER_STATE)} to {max(_LEDGER_STATE)}, or none "
             "for all. Correct the request."
@@ -144,7 +143,7 @@ def _matching(table: ShardTable, state: int, start: int) -> Iterator[int]:
     if state == pb.SHARD_STATE_DONE_COMMITTED:
         runs = table.committed
     elif state == pb.SHARD_STATE_DONE_OPEN:
-        # Between the committed runs, which may hold millions of shards that are not asked for.
+        # Between the committed runs, which may hold millions of shards of the other state.
         edges = [0, *chain.from_iterable(table.committed), table.spec.num_shards]
         runs = zip(edges[::2], edges[1::2], strict=True)
     for left, right in runs:
@@ -178,7 +177,7 @@ def _shard_info(table: ShardTable, position: int, holders: Sequence[str]) -> Any
 
 
 def audit(manifest_json: str) -> Any:
-    """Return the AuditResponse of a manifest. Needs no ledger, so that it can be computed outside
-    the writer's thread."""
+    """Return the AuditResponse of a manifest."""
+    # Needs no ledger, so that it can run outside the writer's thread.
     report = audit_manifest(parse_manifest(manifest_json))
     return pb.AuditResponse(ok=report.ok, lines=report.lines, manifest_json=manifest_json.encode())

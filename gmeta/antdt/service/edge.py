@@ -1,9 +1,5 @@
-"""The gRPC edge: each RPC becomes a command for the writer thread and is answered when its group
-is committed.
-
-Refusals become a status whose trailing metadata names the reason, or a Refusal on a stream.
-Nothing is decided here. The handlers run on the event loop.
-"""
+"""The gRPC edge: each RPC becomes a command for the writer's thread and is answered when its group
+is committed. Nothing is decided here; the handlers run on the event loop."""
 
 import asyncio
 import logging
@@ -37,16 +33,8 @@ MAX_STREAMS = 4096  # one a worker; workers beyond these make single calls
 GUARD_LINES_PER_S = 10.0  # of calls refused for their proof, role or rate
 # Rare calls, each of which changes who takes part or what is trained. With a line for each Lease
 # the log would hold nothing else.
-_LOGGED = {
-    "Register",
-    "RegisterDataset",
-    "Restore",
-    "Fail",
-    "PrepareCheckpoint",
-    "Requeue",
-    "Skip",
-    "Drain",
-}
+_LOGGED = {"Register", "RegisterDataset", "Restore", "Fail", "PrepareCheckpoint"}
+_LOGGED |= {"Requeue", "Skip", "Drain"}
 _RPC_OF_FIELD = {field: rpc for rpc, field in STREAMED.items()}
 
 
@@ -57,10 +45,10 @@ class ShardServicer(pb_grpc.ShardServiceServicer):  # type: ignore[misc]
     def __init__(
         self, lease_ttl_s: float, report_every_s: float = 0.0, guard: Guard | None = None
     ) -> None:
-        """Take what replies tell clients (`lease_ttl_s`, `report_every_s`), and the `guard`, which
-        is asked here about each request of a stream; it intercepts all other calls by itself."""
+        """Take what replies contain, and the guard, which intercepts all calls by itself."""
         self._ttl_ms = int(lease_ttl_s * 1000)
         self._report_every_ms = int(report_every_s * 1000)
+        # Called here only for each request of a stream, which it cannot intercept.
         self._guard = guard
         self._writer: LedgerWriter | None = None
         self._num_watchers = 0
@@ -77,26 +65,22 @@ class ShardServicer(pb_grpc.ShardServiceServicer):  # type: ignore[misc]
         self._writer = writer
 
     async def close(self) -> None:
-        """End the streams, so that a drain need not wait for them; their requests under way are
-        answered first."""
+        """End the streams, after the answers to their requests under way."""
+        # Otherwise a drain would wait for them until its end.
         self._closing.set()
         for task, is_idle in self._streams.items():
             if is_idle:
                 task.cancel()
 
     def ask(self, request: Request) -> Any:
-        """Return the request's answer, waiting for it in a thread other than the event loop's.
-        Raise RefusedError."""
+        """Return the request's answer, waiting in a thread that is not the event loop's."""
         return wait_for(self._ask(request))
 
     async def _ask(self, request: Request) -> Any:
         """Return the request's answer, as `ask` does, on the event loop."""
         if self._writer is None:
-            raise RefusedError(
-                "UNAVAILABLE",
-                "SHUTTING_DOWN",
-                "the service is recovering its store; retry in a moment.",
-            )
+            message = "the service is recovering its store; retry in a moment."
+            raise RefusedError("UNAVAILABLE", "SHUTTING_DOWN", message)
         future = asyncio.get_running_loop().create_future()
         self._writer.submit(request, future)
         try:
@@ -128,20 +112,20 @@ class ShardServicer(pb_grpc.ShardServiceServicer):  # type: ignore[misc]
             self.metrics.observe_call(rpc, code, time.perf_counter() - began_s)
 
     def _count_refusal(self, rpc: str, error: RefusedError, peer: str) -> None:
-        """Count a call that the guard refused, and log it; when there are many, not each."""
+        """Count a call that the guard refused, and log some of them."""
         self.metrics.calls.labels(rpc, error.code).inc()
         if self._lines_of_guard.admit(""):
             _log_refusal(rpc, error, peer)
 
     async def _answer(self, rpc: str, context: Any, respond: Callable[[], Awaitable[Any]]) -> Any:
-        """Answer one call as `_judged` does; a refusal becomes its status."""
+        """Answer one call, as `_answer_and_log` does; a refusal becomes its status."""
         try:
             return await self._answer_and_log(rpc, context.peer(), respond)
         except RefusedError as error:
             await abort(context, error)
 
     def _admission(self, context: Any) -> Callable[[str], None]:
-        """Return a function that judges each request of a stream; without a guard it admits all."""
+        """Return a function that checks each request of a stream, if there is a guard."""
         return self._guard.admission(context) if self._guard else lambda rpc: None
 
     async def Status(self, request: Any, context: Any) -> Any:
@@ -158,16 +142,17 @@ class ShardServicer(pb_grpc.ShardServiceServicer):  # type: ignore[misc]
         return await self._answer("ListShards", context, lambda: self._ask(LedgerView(view)))
 
     async def Audit(self, request: Any, context: Any) -> Any:
-        """Return what a prepared checkpoint was trained on, unit by unit accounted for."""
+        """Return what a prepared checkpoint was trained on, with every unit accounted for."""
         return await self._answer("Audit", context, lambda: self._audit(request.checkpoint_id))
 
     async def _audit(self, checkpoint_id: str) -> Any:
-        """Return the AuditResponse, worked out in a thread of its own: the writer only looks the
-        manifest up. One at a time, because each takes several times a manifest's memory."""
+        """Return the AuditResponse of a prepared checkpoint."""
 
         def view(ledger: Ledger, now_s: float) -> str:
             return find_checkpoint(ledger.state, checkpoint_id).manifest_json
 
+        # One at a time: each takes several times a manifest's memory. In a thread of its own: the
+        # writer only looks the manifest up.
         async with self._auditing:
             return await asyncio.to_thread(views.audit, await self._ask(LedgerView(view)))
 
@@ -208,15 +193,10 @@ class ShardServicer(pb_grpc.ShardServiceServicer):  # type: ignore[misc]
     async def Stream(self, requests: Any, context: Any) -> AsyncIterator[Any]:
         """Yield the answer to each request of a worker's stream, in their order."""
         if len(self._streams) >= MAX_STREAMS:
-            await abort(
-                context,
-                RefusedError(
-                    "RESOURCE_EXHAUSTED",
-                    "LIMIT",
-                    f"{MAX_STREAMS} streams are open; no more are taken. Make the calls one by "
-                    "one.",
-                ),
+            message = (
+                f"{MAX_STREAMS} streams are open; no more are taken. Make the calls one by one."
             )
+            await abort(context, RefusedError("RESOURCE_EXHAUSTED", "LIMIT", message))
         admit = self._admission(context)
         peer, task = context.peer(), asyncio.current_task()
         try:
@@ -233,7 +213,7 @@ class ShardServicer(pb_grpc.ShardServiceServicer):  # type: ignore[misc]
                 raise
         finally:
             self._streams.pop(task, None)
-        # Said so that the client asks the successor, instead of taking this for a cut link.
+        # With this reason the client asks the successor, instead of taking it for a cut link.
         await abort(context, shutdown_refusal())
 
     async def _answer_streamed(self, request: Any, peer: str, admit: Callable[[str], None]) -> Any:
@@ -281,7 +261,7 @@ def _log_refusal(rpc: str, error: RefusedError, peer: str) -> None:
 
 
 def _fields(command: Any) -> dict[str, object]:
-    """Return a command's fields for the log: the caller flattened, long texts cut."""
+    """Return a command's fields for the log, the caller as its name, long texts cut."""
     fields = {k: v for k, v in command._asdict().items() if k != "caller"}
     caller = getattr(command, "caller", None)
     if caller is not None:

@@ -1,9 +1,5 @@
 """A data-shard service for one job on one machine: a process of its own, started, watched and ended
-by the process that needs it.
-
-The service notices the end of its owner by the end of its standard input, so it never outlives the
-job. Store, log and address lie in one folder; a later owner's service goes on from the store.
-"""
+by the process that needs it. Store, log and address lie in one folder."""
 
 import logging
 import os
@@ -39,12 +35,10 @@ _log = logging.getLogger("gmeta.antdt.embedded")
 
 @final
 class EmbeddedService:
-    """Serves from construction to `close`; killed in between, it is started again on the same port
-    and store."""
+    """Serves from construction to `close`; a killed service is started again."""
 
     def __init__(self, folder: Path) -> None:
-        """Start the service; return when it can be called. Raise AntdtError with what the service
-        said."""
+        """Start the service; return when it can be called. Raise AntdtError."""
         folder.mkdir(parents=True, exist_ok=True)
         self._folder = folder
         if self._log_bytes() > MAX_LOG_BYTES:
@@ -55,7 +49,8 @@ class EmbeddedService:
         self._reserved.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         self._reserved.bind(("127.0.0.1", 0))
         self.address = f"127.0.0.1:{self._reserved.getsockname()[1]}"
-        # The kernel closes this end of the pipe, however its holder ends.
+        # The kernel closes this end of the pipe however its holder ends, and the service ends with
+        # its standard input: it never outlives the job.
         self._stdin, self._owner_lives = os.pipe()
         self._closing = threading.Event()
         self._process = self._start()
@@ -84,9 +79,8 @@ class EmbeddedService:
         self.close()
 
     def _spawn(self) -> "subprocess.Popen[bytes]":
-        command = [sys.executable, "-m", "gmeta", "shard-service"]
-        command += ["--ends-with-stdin", "--insecure"]
-        command += ["--listen", self.address]
+        command = [sys.executable, "-m", "gmeta", "shard-service", "--ends-with-stdin"]
+        command += ["--insecure", "--listen", self.address]
         command += ["--store", f"sqlite:///{(self._folder / STORE_FILE).resolve()}"]
         with self._log.open("ab") as log:
             # A session of its own: the terminal's Ctrl-C ends the job, and then the job ends it.
@@ -112,6 +106,7 @@ class EmbeddedService:
                     )
                 time.sleep(0.02)
             last_line = self._last_line()
+            # The service of an owner that was just killed may hold the store for a moment.
             if TAKEN not in last_line or time.monotonic() > until_s:
                 raise AntdtError(
                     f"the shard service of this job ended with exit code {process.returncode} "
@@ -157,4 +152,5 @@ class EmbeddedService:
             # Nobody waits until it listens: its clients try again by themselves. Where there is no
             # memory or descriptor for it now, the next round tries again.
             with suppress(OSError):
+                # On the same port and store, so its clients find it by themselves.
                 self._process = self._spawn()

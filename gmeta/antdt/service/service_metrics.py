@@ -1,5 +1,4 @@
-"""Prometheus metrics of the service: calls, commits, and the shards in each state. Docs and alerts
-use these names."""
+"""Prometheus metrics of the service: calls, commits, and the shards in each state."""
 
 from collections import Counter as Counter_
 from collections.abc import Callable, Iterator
@@ -20,14 +19,13 @@ _SECONDS = (0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.25, 0.5, 1.0, 
 
 @final
 class ServiceMetrics:
-    """One registry a service, so that several services can live in one process (tests,
-    embedded)."""
+    """One registry a service, so that several services can live in one process."""
 
     def __init__(self, read_status: Callable[[], Any], num_streams: Callable[[], int]) -> None:
-        """Register the metrics. `read_status` returns a StatusResponse, or None while the service
-        cannot answer."""
-        # Without auto_describe: it must not scrape while the service is recovering.
+        """Register the metrics; `read_status` returns None while the service cannot answer."""
+        # Without auto_describe, which would scrape here, while the service is recovering.
         self.registry = CollectorRegistry()
+        # Docs and alerts use these names.
         self.streams = Gauge("antdt_streams", "Open streams of calls.", registry=self.registry)
         self.streams.set_function(num_streams)
         self.calls = Counter(
@@ -74,14 +72,13 @@ class ServiceMetrics:
 
 @final
 class _StateCollector(Collector):
-    """Gauges read from the ledger at each scrape, so that they can never drift from it."""
+    """Gauges read from the ledger at each scrape, so that they cannot drift from it."""
 
     def __init__(self, read_status: Callable[[], Any]) -> None:
         self._read_status = read_status
 
     def collect(self) -> Iterator[Any]:
-        """Yield shards by state, workers' seconds and the service's counts, as the ledger has them
-        now."""
+        """Yield shards by state, workers' seconds and the service's counts."""
         status = self._read_status()
         if status is None:
             return

@@ -1,5 +1,4 @@
-"""The service process: listens, recovers, serves, drains. Start to SERVING is well under a
-second."""
+"""The service process: listens, recovers, serves, drains. SERVING within a second."""
 
 import asyncio
 import logging
@@ -88,7 +87,7 @@ class ServiceConfig(Protection):
     decisions: Path | None = None
 
     def __post_init__(self) -> None:
-        """Raise ServiceStartError for a job without a name that can be written down."""
+        """Raise ServiceStartError for a job without a printable name."""
         # It stands in manifests, logs and metrics as it is.
         if not (self.job.strip() and self.job.isprintable() and len(self.job) <= MAX_NAME_CHARS):
             raise ServiceStartError(
@@ -103,11 +102,10 @@ class ServiceStartError(AntdtError, UserError):
 
 @final
 class ShardServer:
-    """A running service. Also usable inside another process (tests, one-machine jobs)."""
+    """A running service; it can also run inside another process (tests, one-machine jobs)."""
 
     def __init__(self, config: ServiceConfig) -> None:
-        """Bind the address, recover the store and serve. Raise ServiceStartError, AddressError,
-        CredentialError or StoreError."""
+        """Bind the address, recover the store and serve. Raise AntdtError."""
         self.config = config
         self.ended = threading.Event()  # nothing can be served any more
         _check_exposure(config)
@@ -129,6 +127,7 @@ class ShardServer:
         self._health = health.aio.HealthServicer()
         self._set_health(health_pb2.HealthCheckResponse.NOT_SERVING)
         # The store first: a second service on it must fail before it takes any port or call.
+        # Whatever fails, store and port are released again.
         with ExitStack() as undo:
             self._store = open_store(config.store_url)
             undo.callback(self._store.close)
@@ -210,7 +209,7 @@ class ShardServer:
         return server.start()
 
     def stop(self, drain_s: float = DRAIN_S) -> None:
-        """Refuse new calls, answer those under way, store a snapshot and let go of the store."""
+        """Refuse new calls, answer those under way, store a snapshot and release the store."""
         self._set_health(health_pb2.HealthCheckResponse.NOT_SERVING)
         # Streams first: gRPC would wait for them as long as a drain may take.
         wait_for(self.edge.close())
@@ -242,8 +241,7 @@ class ShardServer:
 
 
 def serve_until_signal(config: ServiceConfig) -> int:
-    """Run a service until SIGTERM or SIGINT, then return 0; return 1 when another one takes the
-    store."""
+    """Run a service until SIGTERM or SIGINT, then return 0; 1 if it lost the store."""
     _raise_descriptor_limit()
     stop = StopFlag()
     for number in (signal.SIGTERM, signal.SIGINT):
@@ -251,6 +249,7 @@ def serve_until_signal(config: ServiceConfig) -> int:
     if config.ends_with_stdin:
         threading.Thread(target=_wait_for_end_of_stdin, args=(stop,), daemon=True).start()
     server = ShardServer(config)
+    # Polled: a signal's handler may set no event that the thread it interrupts waits for.
     while not stop and not server.ended.wait(0.2):
         pass
     event(logging.INFO, "draining", signal=bool(stop))
@@ -259,8 +258,7 @@ def serve_until_signal(config: ServiceConfig) -> int:
 
 
 def _check_exposure(config: ServiceConfig) -> None:
-    """Raise ServiceStartError for an address beyond this machine without TLS and a proof of who
-    calls."""
+    """Raise ServiceStartError for an unprotected address that other machines can reach."""
     if config.secured:
         return
     addresses = (("--listen", config.listen), ("--metrics-listen", config.metrics_listen))
@@ -274,7 +272,8 @@ def _check_exposure(config: ServiceConfig) -> None:
 
 
 def _raise_descriptor_limit() -> None:
-    """Raise the process's limit of descriptors as far as it may and must: each worker takes one."""
+    """Raise the process's limit of descriptors as far as allowed and needed."""
+    # Each worker's connection takes one.
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = MAX_CONNECTIONS + RESERVED_DESCRIPTORS
     limit = wanted if hard < 0 else min(wanted, hard)  # below 0: there is none
@@ -302,14 +301,15 @@ def _decision_log(path: Path | None) -> DecisionLog | None:
 
 
 def _wait_for_end_of_stdin(stop: StopFlag) -> None:
-    """Ask for the end when standard input ends. The parent holds the other end of the pipe: however
-    it dies, the kernel closes it."""
+    """Stop the service when standard input ends."""
+    # The parent holds the other end of the pipe: however it dies, the kernel closes it.
     while os.read(sys.stdin.fileno(), 4096):
         pass
     stop.stop()
 
 
 async def _drain_server(server: grpc.aio.Server, drain_s: float) -> None:
-    """Stop the server within its drain and a little more, even if gRPC does not report its end."""
+    """Stop the server within its drain and a little more."""
+    # gRPC may not report the end at all: see AFTER_DRAIN_S.
     stopping = asyncio.ensure_future(server.stop(drain_s))
     await asyncio.wait({stopping}, timeout=drain_s + AFTER_DRAIN_S)

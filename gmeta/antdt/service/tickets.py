@@ -11,15 +11,14 @@ ANSWER_TIMEOUT_S = 60.0  # a commit that takes longer means a hung disk
 
 
 def deliver(answered: list[AnsweredRequest]) -> None:
-    """Hand answers to the futures that are their tickets; called by the writer's threads after the
-    commit. The event loop is woken once for the whole group."""
+    """Hand answers to the futures that are their tickets; the writer's threads call this."""
     if answered:
+        # One call for the group, so that the event loop is woken once.
         event_loop().call_soon_threadsafe(resolve, answered)
 
 
 def resolve(answered: Sequence[tuple[Any, Answer]]) -> None:
-    """Set the futures' answers, or their exceptions where these are refusals; call it on the event
-    loop."""
+    """Set the futures' answers, or their exceptions; call it on the event loop."""
     for future, answer in answered:
         if future.done():
             continue  # its caller has left

@@ -1,2 +1,1 @@
-"""A cluster in simulated time around the ledger, monitor, controller and policies that serve real
-jobs."""
+"""A cluster in simulated time around the ledger, monitor, controller and policies of real jobs."""

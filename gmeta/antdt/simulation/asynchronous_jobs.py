@@ -1,6 +1,5 @@
-"""Asynchronous training and scoring in simulated time: each worker pulls shards and waits for
-nobody. With second leases for the last shards of slow workers, as the service grants them.
-"""
+"""Asynchronous training and scoring in simulated time: each worker pulls shards and waits for no
+other; with or without second leases for the last shards of slow workers."""
 
 import heapq
 from dataclasses import replace
@@ -28,8 +27,8 @@ def run_pulling(config: JobConfig, trace: Trace) -> JobOutcome:
 
 
 def run_pulling_with_backups(config: JobConfig, trace: Trace) -> JobOutcome:
-    """Run with idle workers doing the last shards of slow ones too (AntDT-ND in a job whose results
-    can be discarded, without restarts); the first to complete one counts."""
+    """Run with idle workers doing the last shards of slow ones too (AntDT-ND)."""
+    # Without restarts, and in a job whose results can be discarded: the first to complete counts.
     return _PullingJob(config, trace, with_backups=True).run()
 
 
@@ -52,11 +51,7 @@ class _PullingJob:
         self.totals = [Report()] * config.num_workers  # of the shards that are through
         self.monitor = Monitor(config.monitor, 0.0)
         controlled = replace(
-            config.controller,
-            policy="nd",
-            dry_run=False,
-            synchronous=False,
-            restarts_per_worker=0,
+            config.controller, policy="nd", dry_run=False, synchronous=False, restarts_per_worker=0
         )
         self.controller = Controller(controlled, find_policy("nd"))
 
@@ -94,8 +89,8 @@ class _PullingJob:
             heapq.heappush(self.queue, (now_s + WAIT_RETRY_MS / 1000, worker))
 
     def _finish(self, worker: int, now_s: float) -> None:
-        """Complete the worker's shard. If another worker completed it first, this one learns so
-        here and holds nobody up."""
+        """Complete the worker's shard."""
+        # If another worker completed it first, this one learns so only here.
         num_tasks = self.in_hand[worker][2]
         if num_tasks:
             self.totals[worker] = self._report(worker, now_s)
@@ -103,7 +98,7 @@ class _PullingJob:
             self.data.finish_of(worker, num_tasks, now_s)
 
     def _report(self, worker: int, now_s: float) -> Report:
-        """Return the totals up to now, with the tasks of the shard in hand that are through."""
+        """Return the totals up to now, with the tasks done of the shard in hand."""
         began_s, takes_s, num_tasks = self.in_hand[worker]
         done = self.totals[worker]
         if not num_tasks:
@@ -114,7 +109,7 @@ class _PullingJob:
         return Report(done.step + tasks, done.tasks_done + tasks, compute_ms)
 
     def _beat(self, now_s: float) -> None:
-        """Let all report; once a window is over the controller decides, and the ledger is told."""
+        """Have all report; once a window is over, pass the controller's backups to the ledger."""
         heapq.heappush(self.queue, (now_s + self.config.heartbeat_s, HEARTBEAT))
         for worker in range(self.config.num_workers):
             self.monitor.observe(f"w{worker}", "p0", self._report(worker, now_s))

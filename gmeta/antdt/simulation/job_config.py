@@ -1,4 +1,4 @@
-"""The job and the cluster that are simulated, and what becomes of them."""
+"""The job and the cluster that are simulated, and the outcome."""
 
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -28,7 +28,7 @@ class JobConfig:
     hold_windows: int = ControllerConfig.hold_windows
     seed: int = 0
     monitor: MonitorConfig = field(default_factory=MonitorConfig)
-    controller: ControllerConfig = field(default_factory=ControllerConfig)  # what is not said above
+    controller: ControllerConfig = field(default_factory=ControllerConfig)  # all else
 
     @property
     def tasks_per_step(self) -> int:

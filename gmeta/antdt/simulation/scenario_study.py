@@ -32,7 +32,7 @@ METHODS: dict[str, Callable[[JobConfig, Trace], JobOutcome]] = {
 
 
 class StudyResult(NamedTuple):
-    """One job."""
+    """The outcome of one method on one scenario."""
 
     scenario: str
     method: str
@@ -46,10 +46,10 @@ class StudyResult(NamedTuple):
 
 
 def find_methods(names: Sequence[str]) -> dict[str, Callable[[JobConfig, Trace], JobOutcome]]:
-    """Return the methods by name, all where none is named; FILE.py:FUNCTION is AntDT with that
-    policy."""
+    """Return the methods by name, all where none is named. Raise UserError."""
     methods: dict[str, Callable[[JobConfig, Trace], JobOutcome]] = {}
     for name in names or METHODS:
+        # FILE.py:FUNCTION is AntDT with that policy.
         if ":" in name:
             methods[name] = partial(run_antdt, name)
         elif name in METHODS:

@@ -1,7 +1,6 @@
 """The job's tasks in simulated workers' hands: every shard goes through the real ledger.
 
-Shape suffix: W ranks or workers.
-"""
+Shape suffix: W ranks or workers"""
 
 from collections import deque
 from typing import final
@@ -53,8 +52,8 @@ class SimulatedData:
         return self.ledger.state.tables[DATASET].finished
 
     def take_step(self, wanted_W: Ints, now_s: float) -> Ints:
-        """Return up to `wanted_W` tasks for each worker's next step; fewer where the data runs out.
-        They count once `finish` is called with them."""
+        """Return up to `wanted_W` tasks for each worker's next step."""
+        # They count once `finish_step` is called; fewer where the data runs out.
         for worker in np.flatnonzero(self._left_W < wanted_W).tolist():
             self._lease(worker, int(wanted_W[worker] - self._left_W[worker]), now_s)
         return np.minimum(wanted_W, self._left_W)
@@ -80,7 +79,8 @@ class SimulatedData:
             self._complete(worker, now_s)
 
     def restart(self, worker: int, process: int, now_s: float) -> None:
-        """Start a new process of the worker: the old one's shards go back, with their offsets."""
+        """Start a new process of the worker."""
+        # The old process's shards go back, with their offsets.
         held = self._held[worker]
         if held:
             token, num_tasks, _ = held[0]
@@ -112,6 +112,7 @@ class SimulatedData:
         while held and self._first_left_W[worker] <= 0:
             through.append(held.popleft()[0])
             if held:
+                # Below 0 by the tasks of the step that belong to the next shard.
                 self._first_left_W[worker] += held[0][1] - held[0][2]
         self._seqs[worker] += 1
         command = cmd.Complete(self._callers[worker], self._seqs[worker], tuple(through))

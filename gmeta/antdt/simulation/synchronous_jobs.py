@@ -1,7 +1,6 @@
-"""One job on one simulated cluster, by one method of dealing with stragglers.
+"""A synchronous job on a simulated cluster, by one method.
 
-Shape suffix: W ranks or workers.
-"""
+Shape suffix: W ranks or workers"""
 
 from collections import deque
 from collections.abc import Callable
@@ -49,8 +48,8 @@ class _Cluster:
         return np.where(tasks_W > 0, healthy_W * self.trace.factors * noise_W / 1000, 0.0)
 
     def step_s(self, tasks_W: Ints, compute_W: Floats) -> Floats:
-        """Return each worker's own time: where reading takes longer than computing, it waits for
-        the reader."""
+        """Return each worker's own time."""
+        # A worker waits for its reader where reading takes longer than computing.
         return np.maximum(compute_W, tasks_W * self.config.read_ms * self.trace.reading / 1000)
 
     def take(self, shares_W: Ints) -> Ints:
@@ -69,25 +68,21 @@ def run_static(config: JobConfig, trace: Trace) -> JobOutcome:
 
 
 def run_backup_workers(config: JobConfig, trace: Trace) -> JobOutcome:
-    """Run steps that end without the last few workers; their tasks of the step are done again
-    later."""
+    """Run steps that end without the last few workers, whose tasks are done again later."""
     dropped = round(config.backup_share * config.num_workers)
     return _run_steps(_Cluster(config, trace), lambda step_s, tasks_W: None, dropped)
 
 
 def run_lb_bsp(config: JobConfig, trace: Trace) -> JobOutcome:
-    """Run LB-BSP (Chen et al., 2020): shares in proportion to the speed of the last steps, which
-    all workers know at once and at no cost; new shares take effect as late as with the other
-    methods.
-
-    Speeds are an exponential mean with weight 1/2 on the newest step; no worker is ever restarted.
-    """
+    """Run LB-BSP (Chen et al., 2020): shares in proportion to the speed of the last steps."""
+    # All workers know the speeds at once and at no cost; new shares take effect as late as with the
+    # other methods. No worker is ever restarted.
     return _run_lb_bsp(config.actions_take_steps, config, trace)
 
 
 def run_lb_bsp_at_once(config: JobConfig, trace: Trace) -> JobOutcome:
-    """Run LB-BSP with shares in force in the very next step: no trainer that sends ids ahead can do
-    so."""
+    """Run LB-BSP with shares in force in the very next step."""
+    # A bound, not a method: no trainer that sends ids ahead can do so.
     return _run_lb_bsp(0, config, trace)
 
 
@@ -99,12 +94,12 @@ def _run_lb_bsp(take_steps: int, config: JobConfig, trace: Trace) -> JobOutcome:
     def balance(step_s: Floats, tasks_W: Ints) -> Ints:
         # Workers without a task keep the speed that was known of them.
         seen_W = np.divide(tasks_W, step_s, out=speeds_W.copy(), where=step_s > 0)
+        # An exponential mean, with weight 1/2 on the newest step.
         speeds_W[:] = np.where(speeds_W > 0, (speeds_W + seen_W) / 2, seen_W)
         # A speed of 0 would get no task, and stay unknown for ever.
         known_W = np.maximum(speeds_W, 1e-9).tolist()
-        pending.append(
-            np.array(proportional_split(config.tasks_per_step, known_W, config.min_tasks))
-        )
+        shares = proportional_split(config.tasks_per_step, known_W, config.min_tasks)
+        pending.append(np.array(shares))
         return pending.popleft()
 
     return _run_steps(_Cluster(config, trace), balance, 0)
@@ -130,17 +125,13 @@ def _run_steps(
 
 
 def _end_of_step(step_s: Floats, dropped: int) -> float:
-    """Return when all but the last `dropped` of the workers with tasks are through, or all if no
-    more have tasks."""
+    """Return when all but the last `dropped` of the workers with tasks are done."""
     busy_s = np.sort(step_s[step_s > 0])
     return float(busy_s[-1 - dropped] if len(busy_s) > dropped else busy_s[-1])
 
 
 def run_antdt(
-    policy: str,
-    config: JobConfig,
-    trace: Trace,
-    log: Callable[[str], object] | None = None,
+    policy: str, config: JobConfig, trace: Trace, log: Callable[[str], object] | None = None
 ) -> JobOutcome:
     """Run AntDT: the monitor and the controller of the service, with the policy named."""
     return _GovernedJob(policy, config, trace, log).run()
@@ -151,11 +142,7 @@ class _GovernedJob:
     """A synchronous job whose shares and processes a Controller decides about."""
 
     def __init__(
-        self,
-        policy: str,
-        config: JobConfig,
-        trace: Trace,
-        log: Callable[[str], object] | None,
+        self, policy: str, config: JobConfig, trace: Trace, log: Callable[[str], object] | None
     ) -> None:
         self.config = config
         self.cluster = _Cluster(config, trace)
@@ -224,8 +211,8 @@ class _GovernedJob:
         return JobOutcome(cluster.now_s, self.num_steps, self.num_adjustments, self.num_restarts)
 
     def _has_changed_pace(self, tasks_W: Ints, step_s: Floats) -> bool:
-        """Return whether any worker's agent finds it much slower or faster than when it last looked
-        (see WorkerAgent): then all report after this step."""
+        """Return whether any worker became much slower or faster, as in WorkerAgent."""
+        # Then all workers report after this step.
         self.news_s += np.stack([tasks_W, step_s, np.full(len(step_s), step_s.max())])
         done_W, own_s, wall_s = self.news_s
         if wall_s.max() < CHANGE_AFTER_S:
@@ -248,11 +235,8 @@ class _GovernedJob:
 
     def _control(self) -> None:
         cluster = self.cluster
-        remaining_s = (
-            cluster.tasks_left
-            / self.config.tasks_per_step
-            * (cluster.now_s / max(1, self.num_steps))
-        )
+        step_s = cluster.now_s / max(1, self.num_steps)
+        remaining_s = cluster.tasks_left / self.config.tasks_per_step * step_s
         health = self.monitor.health
         # As in the governor: no share can be planned for workers that are not judged yet.
         if len(health) < len(self.names):

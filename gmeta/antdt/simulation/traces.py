@@ -1,8 +1,6 @@
-"""How slow each worker is at each time: made up from a seed, or read from a recording.
-
-A worker's time is its healthy time multiplied by three factors: of its hardware (for ever), of its
-node (until it is restarted elsewhere) and of the moment.
-"""
+"""How slow each worker is at each time: made up from a seed, or read from a recording. A worker's
+time is its healthy time times three factors: of its hardware (for ever), of its node (until it is
+restarted elsewhere) and of the moment."""
 
 import csv
 import json
@@ -26,7 +24,7 @@ MAX_SLOWDOWN = 1e6  # of a recording: a second's step takes eleven days
 
 
 class TraceError(AntdtError, UserError):
-    """A recording that cannot be read as one."""
+    """A recording cannot be read as one."""
 
 
 class SpeedChange(NamedTuple):
@@ -40,9 +38,10 @@ class SpeedChange(NamedTuple):
 
 @dataclass(frozen=True)
 class Stragglers:
-    """What a synthetic cluster suffers from. The defaults are assumptions, stated in
-    docs/stragglers.md: neither AntDT's paper nor anybody else has published such traces."""
+    """What a synthetic cluster suffers from."""
 
+    # The defaults are assumptions, stated in docs/stragglers.md: neither AntDT's paper nor anybody
+    # else has published such traces.
     hardware_share: float = 0.0  # of the workers are of an older generation,
     hardware_factor: float = 1.5  # slower by this factor
     node_share: float = 0.0  # of the workers get a noisy neighbour that stays,
@@ -92,7 +91,8 @@ class Trace:
             self._multiply()
 
     def restart(self, worker: int) -> None:
-        """Move the worker to another node, which is as likely as any to have a noisy neighbour."""
+        """Move the worker to another node."""
+        # The other node is as likely as any to have a noisy neighbour.
         is_slow = self._random.random() < self._node_share
         self._factors["node"][worker] = self._node_factor if is_slow else 1.0
         # What slowed the old process for a while does not follow the new one.
@@ -142,8 +142,7 @@ def _moments(
 
 def recorded_trace(path: Path, seed: int) -> tuple[Trace, int]:
     """Return (trace, number of workers) of a recording: a CSV file with the columns time_s, worker
-    and slowdown, or the decision log (.jsonl) of a real job. Raises TraceError: the file is
-    neither, or a value is no number above 0."""
+    and slowdown, or the decision log (.jsonl) of a real job. Raise TraceError."""
     names: dict[str, int] = {}
     rows = _rows_of_log(path) if path.suffix == ".jsonl" else _rows_of_table(path)
     changes = [
@@ -182,16 +181,13 @@ def _rows_of_table(path: Path) -> Iterator[tuple[float, str, float]]:
 
 
 def _rows_of_log(path: Path) -> Iterator[tuple[float, str, float]]:
-    """Yield (time_s, worker, slowdown) of each worker at each evaluation that the log holds.
-
-    The log has a line whenever a verdict changed, so nothing that got a verdict is missed. A
-    straggler was slow before it was found: its first slowdown is set to when it began.
-    """
+    """Yield (time_s, worker, slowdown) of each worker at each evaluation of the log."""
     began_s: float | None = None
     slow: set[str] = set()
     lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
     for number, line in enumerate(lines, 1):
         try:
+            # The log has a line whenever a verdict changed, so no verdict is missed.
             snapshot = Snapshot.from_json(json.loads(line)["snapshot"])
             usual = median(worker.health.tasks_per_s_newest for worker in snapshot.workers)
         except (ValueError, KeyError, TypeError) as error:
@@ -208,5 +204,6 @@ def _rows_of_log(path: Path) -> Iterator[tuple[float, str, float]]:
                 continue
             if name not in slow:
                 slow.add(name)
+                # It was slow before it was found: the slowdown begins when the slowness did.
                 time_s = max(0.0, time_s - health.slow_for_s)
             yield time_s, name, max(usual / max(health.tasks_per_s_newest, 1e-9), 1.0)

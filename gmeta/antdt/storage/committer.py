@@ -1,9 +1,5 @@
-"""Group commit: a batch of commands becomes one durable transaction, and no reply leaves before
-it.
-
-Single-threaded and without a clock of its own, so that the fault suite drives the very code that
-serves.
-"""
+"""Group commit: a batch of commands becomes one durable transaction, and no reply leaves before it.
+Without threads and clock, so that the fault suite drives the very code that serves."""
 
 import logging
 from collections.abc import Callable, Sequence
@@ -36,8 +32,7 @@ class CommitGroup(NamedTuple):
 
 @final
 class Committer:
-    """A ledger and its store, kept in step: after any error of the store the ledger is read back
-    from it."""
+    """A ledger and its store, kept in step."""
 
     def __init__(
         self,
@@ -71,16 +66,14 @@ class Committer:
         store.sync()
 
     def commit(self, requests: Sequence[Request]) -> list[Answer]:
-        """Apply the requests in order, make what follows from them durable, then return the
-        answers."""
+        """Apply the requests in order, make their events durable, then return the answers."""
         group = self.append(requests)
         if group.needs_sync:
             self._store.sync()
         return group.answers
 
     def append(self, requests: Sequence[Request]) -> CommitGroup:
-        """Apply and store the requests. `is_early` answers may leave now, the others after a
-        `Store.sync`."""
+        """Apply and store the requests; answers that are not `is_early` wait for `Store.sync`."""
         try:
             answers, records, needs_sync = self._apply_all(requests)
             if records:
@@ -105,9 +98,7 @@ class Committer:
         self._snapshot_at = ledger.num_events
 
     def _apply_all(self, requests: Sequence[Request]) -> tuple[list[Answer], list[bytes], bool]:
-        """Return the answers, the records and whether they need a sync. A request that meets a
-        defect is INTERNAL for its caller alone: what it may have half changed is forgotten, and the
-        group is applied without it."""
+        """Return the answers, the records and whether they need a sync."""
         failed: dict[int, RefusedError] = {}
         while True:
             self._catch_up()
@@ -127,12 +118,13 @@ class Committer:
                         reply, new, needs_sync = self.ledger.apply(request, now_s)
                     answers.append(reply)
                 except DefectError as error:
+                    # INTERNAL for its caller alone: what it may have half changed is forgotten with
+                    # the ledger, and the group is applied again without it.
                     failed[number] = error
                     self._in_step = False
                     break
                 except RefusedError as error:
-                    # A refused call may have found leases expired; their expiry is a fact all the
-                    # same.
+                    # A refused call may have found leases expired: their expiry is a fact.
                     new, needs_sync = self.ledger.take_records()
                     answers.append(error)
                 records += new
@@ -141,8 +133,8 @@ class Committer:
                 return answers, records, any_sync
 
     def _answer_view(self, question: LedgerView, now_s: float) -> Answer:
-        """Return what the view shows. A defect in a view concerns its caller alone: it has changed
-        nothing, so the other calls of the group go on."""
+        """Return what the view returns, or a defect of it as a refusal."""
+        # It has changed nothing, so the other calls of the group go on.
         try:
             with translate_errors(partial(_log_defect, "view_failed"), RefusedError):
                 return question.view(self.ledger, now_s)
@@ -154,7 +146,7 @@ class Committer:
         self._store.append(RecordBatch(first_event, records, self.ledger.head))
 
     def _recover_ledger(self) -> Ledger:
-        """Return the ledger as the store has it; check the chain of everything replayed."""
+        """Return the ledger as the store has it. Raise StoreError."""
         snapshot, batches = self._store.load()
         if snapshot is None:
             ledger = Ledger(LedgerState(self._job), self._lease_ttl_s)
@@ -192,15 +184,16 @@ class Committer:
             self._in_step = True
 
     def _fall_back(self, error: StoreError) -> None:
-        """Have memory forget the batch that the store did not take, too, once the store can be
-        read."""
+        """Have memory forget the batch that the store did not take."""
         if isinstance(error, StoreTakenError):
             self.take_over_error = error
+        # The batch that the store refused is still in memory: the ledger is read back from the
+        # store before the next batch.
         self._in_step = False
         _log.error("store_failed", extra={"fields": {"error": str(error)}})
 
     def try_snapshot(self) -> None:
-        """Store a snapshot; only log it where the store cannot take one now."""
+        """Store a snapshot, or log that the store cannot take one now."""
         # After a store failed, memory still holds what it refused: that must not be stored.
         if not self._in_step:
             return
@@ -217,7 +210,7 @@ class DefectError(RefusedError):
 
 
 def _log_defect(name: str, error: Exception) -> DefectError:
-    """Log a defect with its traceback; return what its caller is told."""
+    """Log a defect with its traceback; return its caller's refusal."""
     _log.error(name, exc_info=error, extra={"fields": {"error": repr(error)}})
     return DefectError(
         "INTERNAL",
@@ -228,8 +221,8 @@ def _log_defect(name: str, error: Exception) -> DefectError:
 
 
 def _replay(ledger: Ledger, record: bytes) -> None:
-    """Take a stored record back in. Raise StoreFailedError for one that makes no sense to the
-    state, such as a manifest that an older version did not check."""
+    """Take a stored record back in. Raise StoreFailedError where the state does not fit it."""
+    # Such as a manifest that an older version did not check.
     with translate_errors(
         lambda error: StoreFailedError(
             f"the store's event {ledger.num_events + 1} cannot be applied: {record[:80]!r}: "

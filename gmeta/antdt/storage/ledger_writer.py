@@ -1,11 +1,6 @@
-"""The one thread that owns the ledger, and the one that waits for the disk.
-
-The writer takes what has queued up within 0.2 ms and appends it as one group; the syncer makes all
-groups so far durable with one fsync, and only then hands their answers back. While it waits the
-writer goes on.
-"""
-
-from __future__ import annotations
+"""The one thread that owns the ledger, and the one that waits for the disk: the writer appends what
+has queued up as one group, the syncer makes all groups so far durable with one fsync and then hands
+their answers back. While the syncer waits, the writer goes on."""
 
 import logging
 import threading
@@ -20,6 +15,7 @@ from gmeta.antdt.errors import StoreError, shutdown_refusal
 from gmeta.antdt.ledger import commands as cmd
 from gmeta.antdt.storage.request import AnsweredRequest, Request, is_early, refusal_of
 
+# For types alone: at run time it would lengthen the longest chain of imports.
 if TYPE_CHECKING:
     from gmeta.antdt.storage.committer import Committer
 
@@ -29,7 +25,7 @@ MAX_GROUP = 256  # operations in one transaction; SQLite gains little above 128
 GATHER_S = 0.0002
 GATHER_ENOUGH = 32  # a group of this size goes at once
 MAX_QUEUED = 16_384  # more requests than this are refused for now
-TICK_S = 0.1  # how late an expiry may be noticed when nobody calls
+TICK_S = 0.1  # how late an expiry may be noticed without a call
 
 
 class GroupStats(NamedTuple):
@@ -46,16 +42,16 @@ class LedgerWriter:
 
     def __init__(
         self,
-        committer: Committer,
+        committer: "Committer",
         deliver: Callable[[list[AnsweredRequest]], None],
         observe: Callable[[GroupStats], None],
         on_end: Callable[[], None],
     ) -> None:
-        """Prepare the threads. `deliver` gets each group's answers, `on_end` is called once when
-        nothing can be served any more: another service took the store, or the disk failed."""
+        """Prepare the threads; `deliver` gets each group's answers."""
         self._committer = committer
         self._deliver = deliver
         self._observe = observe
+        # Called once nothing can be served any more: the store was taken over, or the disk failed.
         self._on_end = on_end
         self._queue: deque[tuple[Request, Any]] = deque()
         self._in_hand: list[tuple[Request, Any]] = []  # of the queue, not answered yet
@@ -74,16 +70,12 @@ class LedgerWriter:
         self._syncer.start()
 
     def submit(self, request: Request, ticket: Any) -> None:
-        """Queue a request; `deliver` gets its answer with the ticket. Raise RefusedError when
-        overloaded."""
+        """Queue a request; `deliver` gets its answer and the ticket. Raise RefusedError."""
         if self._stopping:
             raise shutdown_refusal()
         if len(self._queue) >= MAX_QUEUED:
-            raise RefusedError(
-                "RESOURCE_EXHAUSTED",
-                "BUSY",
-                f"{MAX_QUEUED} calls are waiting; no more are taken. Retry after a pause.",
-            )
+            message = f"{MAX_QUEUED} calls are waiting; no more are taken. Retry after a pause."
+            raise RefusedError("RESOURCE_EXHAUSTED", "BUSY", message)
         self._queue.append((request, ticket))
         self._wake.set()
 
@@ -99,8 +91,7 @@ class LedgerWriter:
             while not self._stopping or self._queue:
                 if not self._queue:
                     self._wake.wait(TICK_S)
-                # Before the queue is looked at: a request that comes in between must not wait for
-                # the tick.
+                # Before the queue is read: a request in between must not wait for the tick.
                 self._wake.clear()
                 if 0 < len(self._queue) < GATHER_ENOUGH and not self._stopping:
                     time.sleep(GATHER_S)
@@ -112,7 +103,7 @@ class LedgerWriter:
             self._written = True
             self._sync_wake.set()
             self._end()
-            # After a defect some are left: nobody may wait for an answer that cannot come.
+            # After a defect some are left: no caller may wait for an answer that cannot come.
             left = [*self._in_hand, *self._queue]
             self._deliver([AnsweredRequest(ticket, shutdown_refusal()) for _, ticket in left])
 
@@ -129,6 +120,7 @@ class LedgerWriter:
         answered = [
             AnsweredRequest(ticket, x) for (_, ticket), x in zip(group, answers, strict=True)
         ]
+        # Before the sync, which these answers do not need.
         self._deliver([each for each in answered if is_early(each.answer)])
         late = [each for each in answered if not is_early(each.answer)]
         if late or appended.needs_sync:
@@ -139,8 +131,7 @@ class LedgerWriter:
             self._end()
 
     def _sync(self) -> None:
-        """Hand groups out in the order in which they were appended, so that an answer never
-        overtakes what it speaks of."""
+        """Hand groups out once they are durable."""
         failed: RefusedError | None = None
         try:
             while not self._written or self._unsynced:
@@ -150,28 +141,26 @@ class LedgerWriter:
                 groups = [self._unsynced.popleft() for _ in range(len(self._unsynced))]
                 if failed is None and any(needs_sync for _, needs_sync in groups):
                     failed = self._try_sync()
+                # In the order of the appends: no answer overtakes what it depends on.
                 for answered, _ in groups:
-                    deliveries = [
-                        AnsweredRequest(ticket, failed or answer) for ticket, answer in answered
-                    ]
-                    self._deliver(deliveries)
+                    self._deliver([AnsweredRequest(ticket, failed or x) for ticket, x in answered])
         finally:
             self._end()
 
     def _try_sync(self) -> RefusedError | None:
-        """Sync the store; if that fails, return what to tell the callers that wait for it. Nobody
-        knows then what is on the disk: the service ends, and its successor reads it."""
+        """Sync the store; if that fails, end the service and return the refusal."""
         try:
             self._committer.sync()
         except StoreError as error:
             event(logging.ERROR, "sync_failed", error=str(error))
+            # What is on the disk is unknown now: the service's successor reads it.
             self._end()
             return refusal_of(error)
         return None
 
     def _end(self) -> None:
-        """Take no more requests: stopped by order, by another service's take-over or by a
-        defect."""
+        """Take no more requests."""
+        # Unless `stop` was called: then it is another service's take-over, or a defect.
         if not self._stopping:
             self._stopping = True
             self._on_end()

@@ -1,7 +1,4 @@
-"""What the ledger's one thread is asked, and what it answers: commands, and questions in
-between."""
-
-from __future__ import annotations
+"""Requests to the ledger's one thread, and their answers: commands, and views in between."""
 
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -10,6 +7,7 @@ from gmeta.access.errors import RefusedError
 from gmeta.antdt.errors import StoreError, StoreFullError, StoreTakenError
 from gmeta.antdt.ledger import commands as cmd
 
+# For types alone: at run time it would lengthen the longest chain of imports.
 if TYPE_CHECKING:
     from gmeta.antdt.ledger.ledger import Ledger
 
@@ -17,7 +15,7 @@ if TYPE_CHECKING:
 class LedgerView(NamedTuple):
     """A question that changes nothing, answered in turn with the commands."""
 
-    view: Callable[[Ledger, float], Any]
+    view: Callable[["Ledger", float], Any]
 
 
 Request = cmd.Command | LedgerView
@@ -25,23 +23,21 @@ Answer = Any  # a Reply, what a view returned, or a RefusedError
 
 
 class AnsweredRequest(NamedTuple):
-    """One request's answer with the ticket that `submit` was given."""
+    """One request's answer, with the ticket that `submit` got."""
 
     ticket: Any
     answer: Answer
 
 
 def is_early(answer: Answer) -> bool:
-    """Return whether an answer needs no durability: a grant lost in a power cut is fenced by the
-    next service epoch.
-
-    END and WAIT are not early: they speak of completions that may not be durable yet.
-    """
+    """Return whether an answer needs no durability."""
+    # A grant lost in a power cut is fenced by the next service epoch. END and WAIT are not early:
+    # they may follow from completions that are not durable yet.
     return isinstance(answer, cmd.GrantReply | cmd.HeartbeatReply)
 
 
 def refusal_of(error: StoreError) -> RefusedError:
-    """Return what is answered to a call that the store did not take."""
+    """Return the answer to a call that the store did not take."""
     if isinstance(error, StoreFullError):
         return RefusedError("RESOURCE_EXHAUSTED", "STORE_FULL", str(error))
     if isinstance(error, StoreTakenError):

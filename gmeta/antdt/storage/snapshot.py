@@ -1,5 +1,4 @@
-"""A ledger's state as bytes and back: one JSON document for everything small, and the pages that
-changed since the last one."""
+"""A ledger's state as bytes and back: one JSON document, and the pages that changed since."""
 
 import hashlib
 import json
@@ -30,8 +29,7 @@ _PLAIN = (
 
 
 def take_snapshot(state: LedgerState, num_events: int, head: bytes) -> StoredSnapshot:
-    """Return the state after `num_events` events, whose chain ends in `head`. Changes nothing; call
-    `mark_stored` once the snapshot is durable."""
+    """Return the state after `num_events` events, whose chain ends in `head`."""
     document: dict[str, Any] = {name: getattr(state, name) for name in _PLAIN}
     document["job"] = state.job
     document["tables"] = [_table_document(table) for table in state.tables.values()]
@@ -45,18 +43,12 @@ def take_snapshot(state: LedgerState, num_events: int, head: bytes) -> StoredSna
     document["closed"] = list(state.closed.items())
     document["checkpoints"] = [asdict(checkpoint) for checkpoint in state.checkpoints.values()]
     document["actions"] = list(state.actions.values())
+    # Nothing is marked clean here: `mark_stored` does so once the snapshot is durable.
     tables = state.tables.items()
-    return StoredSnapshot(
-        num_events,
-        head,
-        json.dumps(document, separators=(",", ":")),
-        {
-            (name, number): table.page(number)
-            for name, table in tables
-            for number in table.dirty_pages
-        },
-        frozenset(name for name, table in tables if table.cleared),
-    )
+    pages = {(name, n): table.page(n) for name, table in tables for n in table.dirty_pages}
+    cleared = frozenset(name for name, table in tables if table.cleared)
+    text = json.dumps(document, separators=(",", ":"))
+    return StoredSnapshot(num_events, head, text, pages, cleared)
 
 
 def mark_stored(state: LedgerState) -> None:
@@ -67,8 +59,7 @@ def mark_stored(state: LedgerState) -> None:
 
 
 def load_state(snapshot: StoredSnapshot) -> LedgerState:
-    """Return the state of a snapshot. Leases have no deadline until StartService gives them one.
-    Raise StoreFailedError for a document that no service wrote."""
+    """Return the state of a snapshot, without deadlines. Raise StoreFailedError."""
     try:
         return _load_state(snapshot)
     except (ValueError, KeyError, TypeError, RefusedError) as error:
@@ -140,15 +131,9 @@ def _digest(table: ShardTable) -> str:
 
 
 def _worker_document(worker: Worker) -> list[Any]:
-    return [
-        worker.worker_id,
-        worker.incarnation,
-        worker.generation,
-        worker.retired,
-        worker.last_seq,
-        [ev.encode(event).decode() for event in worker.last_call],
-        worker.draining,
-    ]
+    calls = [ev.encode(event).decode() for event in worker.last_call]
+    process = [worker.worker_id, worker.incarnation, worker.generation, worker.retired]
+    return [*process, worker.last_seq, calls, worker.draining]
 
 
 def _load_worker(item: list[Any]) -> Worker:

@@ -50,9 +50,10 @@ class SqliteStore(Store):
     """One SQLite file; a batch survives the process after `append`, a power cut after `sync`."""
 
     def __init__(self, path: Path) -> None:
-        """Create or open the file. Raise a StoreError of the kind that fits."""
+        """Create or open the file. Raise StoreError."""
         self.path = path
         self._epoch = 0
+        # A store that does not open must not keep its lock or its descriptors.
         with ExitStack() as undo:
             self._lock_fd = _lock(path)
             undo.callback(os.close, self._lock_fd)
@@ -118,7 +119,7 @@ class SqliteStore(Store):
         return self._epoch
 
     def load(self) -> tuple[StoredSnapshot | None, list[RecordBatch]]:
-        """Read snapshot and log, checked against the seal and what was noted as durable."""
+        """Return snapshot and log, checked against the seal and what was noted as durable."""
         with _translate_errors(self.path):
             snapshot = self._snapshot()
             rows = self._db.execute(
@@ -164,7 +165,8 @@ class SqliteStore(Store):
 
     def sync(self) -> None:
         """Sync the WAL, then note how many events are durable."""
-        num_events = self._num_events  # read first: later appends may not be durable
+        # Read first: what is appended during the sync may not be durable.
+        num_events = self._num_events
         try:
             os.fdatasync(self._wal_fd)
         except OSError as error:
@@ -177,8 +179,7 @@ class SqliteStore(Store):
             _write_durable(self._durable_fd, num_events)
 
     def write_snapshot(self, snapshot: StoredSnapshot) -> None:
-        """Write the changed pages and the document, and delete the covered rows, in one
-        transaction."""
+        """Write changed pages and the document, and delete the rows that they cover."""
         with self._transaction():
             self._check_epoch()
             self._db.executemany(
@@ -200,12 +201,7 @@ class SqliteStore(Store):
 
 
 def _lock(path: Path) -> int:
-    """Hold PATH.lock for the life of the process: the quick answer to a second service on the same
-    host.
-
-    The service epoch is the real fence; it also holds where file locks do not (some network file
-    systems).
-    """
+    """Hold PATH.lock for the life of the process, and return its descriptor."""
     if path.is_dir():
         raise StoreNameError(
             f"the store {path} is a folder; it must be a file. Add a file's name to --store."
@@ -220,6 +216,8 @@ def _lock(path: Path) -> int:
             "folder with --store."
         ) from error
     try:
+        # Only the quick answer to a second service on the same host. The service epoch is the real
+        # fence, also where file locks do not work (some network file systems).
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         # Only with the lock: until then the file names its holder.
         os.ftruncate(fd, 0)
@@ -241,34 +239,33 @@ def _lock(path: Path) -> int:
 
 
 def _open_durable(path: Path) -> int:
-    """Return a descriptor of PATH.durable, which says how many events survive a power cut: SQLite
-    reads a WAL up to the first page that does not fit, and says nothing of what lay after it."""
+    """Return a descriptor of PATH.durable, which says how many events survive a power cut."""
     # A missing store was deleted to be built anew: what was durable of it no longer counts.
     anew = 0 if path.exists() else os.O_TRUNC
+    # SQLite reads a WAL up to the first page that does not fit, and does not say what lay after it.
     flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | anew
     return os.open(path.with_name(path.name + ".durable"), flags, 0o644)
 
 
 def _write_durable(fd: int, num_events: int) -> None:
-    """Note that `num_events` are durable. The note itself need not be: an older one holds too."""
-    with suppress(OSError):  # a full disk may refuse it; the store goes on without
+    """Note that `num_events` are durable."""
+    # Not synced: an older note is true too. A full disk may refuse it: the store goes on without.
+    with suppress(OSError):
         os.pwrite(fd, f"{num_events:020} {num_events:020}\n".encode(), 0)
 
 
 def _read_durable(fd: int) -> int:
-    """Return how many events were noted as durable; 0 where nothing says so, or not twice the
-    same."""
+    """Return how many events were noted as durable; 0 for a note that is torn or missing."""
     first, _, second = os.pread(fd, 64, 0).decode(errors="replace").partition(" ")
+    # Written twice: a torn note has two numbers that differ.
     return int(first) if first == second.strip() and first.isdecimal() else 0
 
 
 def _open_wal(db: sqlite3.Connection, path: Path) -> int:
-    """Return a descriptor of the WAL for `sync`, with the file and its folder entry durable.
-
-    SQLite keeps this one file while the store is open; it locks the -shm file, so closing this
-    descriptor releases no lock.
-    """
-    db.execute("BEGIN IMMEDIATE")  # makes sure that the file exists
+    """Return a descriptor of the WAL for `sync`, with the file and its folder entry durable."""
+    # SQLite keeps this one file while the store is open. It locks the -shm file, so closing this
+    # descriptor releases no lock. The write makes sure that the file exists.
+    db.execute("BEGIN IMMEDIATE")
     db.execute("UPDATE meta SET value = value WHERE key='service_epoch'")
     db.execute("COMMIT")
     # A file whose folder entry is lost in a power cut is lost with it.

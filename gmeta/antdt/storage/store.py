@@ -1,9 +1,6 @@
-"""Where the ledger survives: an append-only log of events, snapshots of the state, and the
-service epoch.
-
-One store has one writer. The contract, and the store in memory, which serves tests and jobs that
-rely on the checkpoint's manifest alone. tests/antdt/storage/test_store.py holds every store to it.
-"""
+"""Where the ledger survives: an append-only log of events, snapshots, and the service epoch. The
+contract of a store, and the store in memory, for tests and for jobs that rely on the manifest in
+the checkpoint. tests/antdt/storage/test_store.py holds every store to the contract."""
 
 import abc
 from dataclasses import replace
@@ -14,13 +11,12 @@ from gmeta.antdt.storage.store_records import RecordBatch, StoredSnapshot
 
 
 class Store(abc.ABC):
-    """The contract. Every method either takes effect as a whole or raises StoreError and changes
-    nothing."""
+    """The contract; one store has one writer. Every method takes effect as a whole, or raises
+    StoreError and changes nothing."""
 
     @abc.abstractmethod
     def claim(self) -> int:
-        """Take the store over: count the service epoch up, durably, and return it. An older holder
-        fails from then on."""
+        """Count the service epoch up, durably, and return it. An older holder fails from then."""
 
     @abc.abstractmethod
     def load(self) -> tuple[StoredSnapshot | None, list[RecordBatch]]:
@@ -30,19 +26,16 @@ class Store(abc.ABC):
     def append(self, batch: RecordBatch) -> None:
         """Store one batch; it survives this process, but a power cut only after `sync`.
 
-        Batches are lost in a power cut from the last one backwards, never one from the middle.
-        Raises StoreTakenError when another service claimed the store.
-        """
+        A power cut takes batches from the last one backwards, never one from the middle. Raise
+        StoreTakenError when another service claimed the store."""
 
     @abc.abstractmethod
     def sync(self) -> None:
-        """Make every batch appended before survive a power cut. May run beside `append`, in another
-        thread."""
+        """Make all batches so far survive a power cut. May run in a thread beside `append`."""
 
     @abc.abstractmethod
     def write_snapshot(self, snapshot: StoredSnapshot) -> None:
-        """Replace the snapshot, and drop the batches that it covers. Raise StoreTakenError when
-        another service claimed the store."""
+        """Replace the snapshot, and drop the batches that it covers. Raise StoreTakenError."""
 
     @abc.abstractmethod
     def close(self) -> None:
@@ -106,9 +99,8 @@ def check_epoch(store: str, stored_epoch: int, mine: int) -> None:
     """Raise StoreTakenError where a newer service claimed the store."""
     if stored_epoch != mine:
         raise StoreTakenError(
-            f"{store} was taken over by a service with epoch {stored_epoch}, this one has "
-            f"{mine}; a "
-            "store has one service. Stop one of the two."
+            f"{store} was taken over by a service with epoch {stored_epoch}, this one has {mine}; "
+            "a store has one service. Stop one of the two."
         )
 
 

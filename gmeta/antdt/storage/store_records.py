@@ -16,12 +16,10 @@ class RecordBatch(NamedTuple):
 
 @dataclass(frozen=True)
 class StoredSnapshot:
-    """The state after `num_events` events; `pages` maps (dataset, page number) to bytes.
+    """The state after `num_events` events; `pages` maps (dataset, page number) to bytes."""
 
-    To be written: pages of the datasets in `cleared` are dropped first, then the given pages
-    replace theirs. As read back: `pages` are all pages, `cleared` is empty.
-    """
-
+    # As written: pages of the datasets in `cleared` are dropped first, then `pages` replace theirs.
+    # As read back: `pages` are all pages, `cleared` is empty.
     num_events: int
     head: bytes
     document: str
@@ -30,10 +28,11 @@ class StoredSnapshot:
 
     @property
     def seal(self) -> bytes:
-        """Return the sha256 of all but the pages; of those the document holds digests."""
+        """Return the sha256 of all but the pages, whose digests the document holds."""
         return seal_of(self.num_events, self.head, self.document)
 
 
 def seal_of(num_events: object, head: object, document: object) -> bytes:
-    """Return the seal of a snapshot. Damage can make any type of a value, so any is taken."""
+    """Return the seal of a snapshot."""
+    # Of any types: a damaged store can hold values of any type.
     return hashlib.sha256(f"{num_events!r} {head!r} {document}".encode()).digest()

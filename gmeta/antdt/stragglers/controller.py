@@ -1,7 +1,5 @@
-"""From verdicts to actions: runs a policy on a snapshot, holds it to budgets, logs what it decided.
-
-`rule` is pure, so a logged snapshot gives the same rulings again: `gmeta antdt-replay`.
-"""
+"""From verdicts to actions: runs a policy on a snapshot, applies budgets, logs its decisions.
+`rule` is pure, so a logged snapshot gives the same rulings again: `gmeta antdt-replay`."""
 
 import json
 import math
@@ -25,11 +23,11 @@ _OF_A_WORKER = ("BACKUP_WORKERS", "KILL_RESTART", "EXCLUDE")
 
 
 class PolicyError(AntdtError, UserError):
-    """A policy of the user's raised, or asked for something that makes no sense."""
+    """A user's policy raised, or returned something that makes no sense."""
 
 
 class Ruling(NamedTuple):
-    """A decision, whether it is carried out, and if not why."""
+    """A decision, whether it is carried out, and if not, why."""
 
     decision: Decision
     allowed: bool
@@ -38,6 +36,7 @@ class Ruling(NamedTuple):
 
 def rule(snapshot: Snapshot, config: ControllerConfig, policy: Policy) -> list[Ruling]:
     """Return the policy's decisions, each allowed or held back. Raise PolicyError."""
+    # A policy may be the user's own code, and raise anything.
     with translate_errors(
         lambda error: PolicyError(
             f"policy {config.policy!r} failed: {error!r}. Mend it, or set controller.policy to "
@@ -63,8 +62,8 @@ def rule(snapshot: Snapshot, config: ControllerConfig, policy: Policy) -> list[R
 
 
 def _to_plain_values(decision: Decision) -> Decision:
-    """Return a decision with values that can be compared, logged and posted: a policy may hand over
-    numbers of some library. Raise ValueError for a parameter that is no finite number."""
+    """Return a decision of plain values. Raise ValueError for a number that is not finite."""
+    # A policy may return another library's numbers, which cannot be logged or posted.
     parameters = {str(name): float(n) for name, n in decision.parameters.items()}
     if not all(map(math.isfinite, parameters.values())):
         raise ValueError(f"{decision.kind} has a parameter that is no finite number: {parameters}")
@@ -152,11 +151,9 @@ def _shares_refusal(
 
 
 def held_since_s(snapshot: Snapshot, decision: Decision) -> tuple[tuple[str, ...], float]:
-    """Return whom every evaluation up to this decision wanted to give fewer tasks, and since when.
-
-    On an even host noise slows now one worker, now another, each for a moment: balancing around it
-    is wrong by the time it takes effect. A straggler stays the same.
-    """
+    """Return whom all evaluations up to now wanted to give fewer tasks, and since when."""
+    # On an even host noise slows now one worker, now another, each for a moment: balancing around
+    # it is wrong by the time it takes effect. A straggler stays the same.
     now = {
         worker.health.worker_id
         for worker in snapshot.workers
@@ -169,13 +166,7 @@ def held_since_s(snapshot: Snapshot, decision: Decision) -> tuple[tuple[str, ...
 
 @final
 class _Patience:
-    """How long a change of batches is held back: longer, the more often one was soon taken back.
-
-    A worker that gets its tasks back within REGRET_WINDOWS was slow for a moment: the change took
-    effect about when it became wrong. Each such moment doubles the hold, from one window up to the
-    most, and each slowness that lasted halves it, down to none. So an even host on which other work
-    takes cores now and then is left alone, and where slowness lasts nobody waits.
-    """
+    """How long a change of batches is held back: longer, the more often one was soon taken back."""
 
     def __init__(self, window_s: float, most_windows: int) -> None:
         self._window_s, self._most_s = window_s, most_windows * window_s
@@ -191,6 +182,9 @@ class _Patience:
                 self._lowered_s.setdefault(name, now_s)
             elif tasks >= USUAL_SHARE * usual and name in self._lowered_s:
                 back.append(now_s - self._lowered_s.pop(name))
+        # A worker that gets its tasks back this soon was slow for a moment: the change took effect
+        # about when it became wrong. So an even host on which other work takes cores now and then
+        # is left alone, and where slowness lasts no change waits.
         if back and min(back) < REGRET_WINDOWS * self._window_s:
             self.hold_s = min(max(2 * self.hold_s, self._window_s), self._most_s)
         elif back:
@@ -208,13 +202,12 @@ class Controller:
         log: Callable[[str], object] | None = None,
         window_s: float = 0.0,
     ) -> None:
-        """Begin with equal shares. `window_s` is the monitor's; 0: batches are changed at once.
-        `log` gets one line of JSON for each evaluation that decided something, held back something
-        other than the last one did, or saw a verdict change."""
+        """Begin with equal shares. `window_s` is the monitor's; 0: batches are changed at once."""
         self.config = config
         self.shares: dict[str, int] = {}
         self.excluded: set[str] = set()
         self._policy = policy
+        # It gets one line for each evaluation with news: see `decide`.
         self._log = log
         self._restarts: dict[str, int] = {}
         self._restart_times_s: deque[float] = deque()
@@ -233,8 +226,7 @@ class Controller:
         now_s: float,
         backups: Mapping[str, tuple[int, int]] = MappingProxyType({}),
     ) -> Snapshot:
-        """Return what the policy will see. Workers without a share yet have an equal one; `backups`
-        are (to back up, backed up) of the workers that hold shards of speculative datasets."""
+        """Return what the policy will see; `backups` are (to back up, backed up) of workers."""
         while self._restart_times_s and self._restart_times_s[0] < now_s - HOUR_S:
             self._restart_times_s.popleft()
         names = sorted(health)
@@ -268,7 +260,7 @@ class Controller:
         self.shares = {}
 
     def decide(self, snapshot: Snapshot) -> list[Ruling]:
-        """Rule on the snapshot, remember what is allowed, log it. Raise PolicyError."""
+        """Rule on the snapshot, remember what is allowed, log news. Raise PolicyError."""
         rulings = rule(snapshot, self.config, self._policy)
         self._held = ((), float("-inf"))
         for decision, allowed, _ in rulings:
@@ -322,8 +314,7 @@ def log_line(snapshot: Snapshot, rulings: Sequence[Ruling]) -> str:
 
 
 def replay_line(line: str, config: ControllerConfig, policy: Policy) -> tuple[Any, Any]:
-    """Return (rulings of the log, rulings now) of one logged evaluation, as plain JSON values.
-    Raises PolicyError: the line is not from a decision log."""
+    """Return (logged rulings, rulings now) of one logged evaluation. Raise PolicyError."""
     with translate_errors(
         lambda error: PolicyError(
             f"{line[:60]!r} is no line of a decision log ({error!r}). Name the file that "

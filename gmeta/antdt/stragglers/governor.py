@@ -1,8 +1,5 @@
-"""The loop inside the service: reports go from the ledger to the monitor, verdicts to the
-controller, and its actions back to the ledger, from where heartbeats carry them.
-"""
-
-from __future__ import annotations
+"""The loop inside the service: reports from the ledger to the monitor, verdicts to the controller,
+its actions back to the ledger, where heartbeats fetch them."""
 
 import logging
 import threading
@@ -15,21 +12,22 @@ from gmeta.access.errors import AntdtError, RefusedError
 from gmeta.access.log import LOGGER_NAME, event
 from gmeta.antdt.ledger import commands as cmd
 from gmeta.antdt.ledger.offers import leases_to_back_up
+from gmeta.antdt.ledger.state import LedgerState
 from gmeta.antdt.model import MAX_EPOCHS, ShardState
 from gmeta.antdt.monitor import CUT_AFTER, Monitor
 from gmeta.antdt.phase import Phase, phase_of, present_workers, silent_workers
 from gmeta.antdt.policies import find_policy
+from gmeta.antdt.policies.interface import Decision
 from gmeta.antdt.reports import Report, WorkerHealth
 from gmeta.antdt.storage.request import LedgerView, Request
 from gmeta.antdt.stragglers.controller import Controller, Ruling
+from gmeta.antdt.stragglers.straggler_config import StragglerConfig
 from gmeta_keys.translate_errors import format_foreign_error, translate_errors
 from gmeta_protos.antdt.v1 import shard_service_pb2 as pb
 
+# For types alone: at run time it would lengthen the longest chain of imports.
 if TYPE_CHECKING:
     from gmeta.antdt.ledger.ledger import Ledger
-    from gmeta.antdt.ledger.state import LedgerState
-    from gmeta.antdt.policies.interface import Decision
-    from gmeta.antdt.stragglers.straggler_config import StragglerConfig
 
 MAX_TICK_S = 0.2  # within DECIDED_AFTER_S of the client
 STEPS_AHEAD = 1  # a global action takes effect after the newest step that anybody reported
@@ -39,7 +37,7 @@ _PASSES = ("UNAVAILABLE", "RESOURCE_EXHAUSTED")  # the same request may succeed 
 
 
 class LedgerReading(NamedTuple):
-    """What one look at the ledger finds."""
+    """The parts of the ledger that one tick reads."""
 
     service_epoch: int
     generation: int
@@ -63,7 +61,7 @@ class RulingRecord(NamedTuple):
     note: str
 
 
-def read_ledger(ledger: Ledger, now_s: float) -> LedgerReading:
+def read_ledger(ledger: "Ledger", now_s: float) -> LedgerReading:
     """Return the workers of the present generation, and the data still to train."""
     state = ledger.state
     workers = {}
@@ -89,8 +87,7 @@ def read_ledger(ledger: Ledger, now_s: float) -> LedgerReading:
 
 
 def read_backups(state: LedgerState) -> dict[str, tuple[int, int]]:
-    """Return, for each worker with shards to back up or backed up, how many a decision to back it
-    up would concern, and how many one has concerned."""
+    """Return for each worker how many of its shards can be backed up, and how many are."""
     if not any(table.spec.speculative for table in state.tables.values()):
         return {}
     backups = {}
@@ -113,8 +110,7 @@ class Governor:
         log: Callable[[str], object] | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """Prepare the thread. `ask` answers a request to the ledger. Raise ConfigError for an
-        unknown policy."""
+        """Prepare the thread; `ask` answers a request to the ledger. Raise ConfigError."""
         self.config = config
         policy, window_s = find_policy(config.controller.policy), config.monitor.window_s
         self.controller = Controller(config.controller, policy, log, window_s)
@@ -135,8 +131,8 @@ class Governor:
         self._tasks_gained = 0  # by the last news
         self._num_actions = 0
         self._held_back: set[tuple[str, str]] = set()  # (kind, worker) of the last evaluation
-        # The controller takes them for done, so one that the store could not take is posted again.
-        # A newer one of the kind replaces it, as it would in the ledger.
+        # The controller takes these for done, so one that the store refused is posted again. A
+        # newer one of its kind replaces it, as in the ledger.
         self._unposted: dict[tuple[str, str], cmd.Command] = {}
         self._stopping = threading.Event()
         self._thread = threading.Thread(target=self._run, name="antdt-governor", daemon=True)
@@ -176,7 +172,8 @@ class Governor:
 
     @property
     def health(self) -> dict[str, WorkerHealth]:
-        """Return the health of every worker that was judged; a copy, for other threads."""
+        """Return the health of every judged worker."""
+        # A copy: other threads iterate over it.
         return dict(self.monitor.health)
 
     def _run(self) -> None:
@@ -190,7 +187,8 @@ class Governor:
                     lambda error: AntdtError(format_foreign_error(error)), AntdtError
                 ):
                     self.tick()
-            except RefusedError as error:  # recovering, or shutting down
+            # The service is recovering, or shutting down: not worth a line.
+            except RefusedError as error:
                 event(logging.DEBUG, "governor_waits", message=str(error))
             except AntdtError as error:
                 if str(error) != reported:  # else it would be logged at each tick
@@ -280,13 +278,13 @@ class Governor:
         )
 
     def _post_all(self) -> None:
-        """Post what was decided. Raise RefusedError while the store takes nothing; the next tick
-        posts the rest."""
+        """Post what was decided. Raise RefusedError while the store takes nothing."""
         for key, command in list(self._unposted.items()):
             try:
                 self._ask(command)
             except RefusedError as error:
                 if error.code in _PASSES:
+                    # The next tick posts the rest.
                     raise
                 event(logging.WARNING, "action_refused", kind=key[0], message=str(error))
             del self._unposted[key]

@@ -19,7 +19,8 @@ class StragglerConfig:
 
 
 def load_straggler_config(path: Path | None) -> StragglerConfig:
-    """Return the config at `path`; without one the defaults: workers are watched and left alone."""
+    """Return the config at `path`, without one the defaults. Raise ConfigError."""
+    # By default workers are watched and left alone.
     if path is None:
         return StragglerConfig()
     config = settings_from_dict(StragglerConfig, read_toml("config", path, ConfigError))
@@ -28,8 +29,8 @@ def load_straggler_config(path: Path | None) -> StragglerConfig:
 
 
 def _check_together(monitor: MonitorConfig) -> None:
-    """Raise ConfigError for settings that are allowed one by one, but together call nobody slow or
-    let nobody recover."""
+    """Raise ConfigError for settings that contradict each other."""
+    # Allowed one by one, but together they call nobody slow or let nobody recover.
     pairs = (
         ("short_slow", monitor.short_slow, "short_windows", monitor.short_windows),
         ("long_slow", monitor.long_slow, "long_windows", monitor.long_windows),

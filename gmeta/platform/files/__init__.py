@@ -1,1 +1,1 @@
-"""Files of this machine, whatever is in them: whole or not there, checked, never a URL."""
+"""Files of this machine: written whole or not at all, checked, never a URL."""

@@ -11,10 +11,10 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def json_object(text: str) -> dict[str, Any]:
-    """Return the JSON object in a text. Raises ValueError: it holds no object, or one with NaN, an
-    infinity or half of a character, which could neither be shown nor written again."""
+    """Return the JSON object in a text. Raise ValueError with the reason where there is none."""
     try:
         value = json.loads(text)
+        # NaN, infinities and lone surrogates can be read, but neither shown nor written again.
         json.dumps(value, ensure_ascii=False, allow_nan=False).encode()
     except RecursionError as error:
         raise ValueError("it is nested too deep") from error

@@ -1,4 +1,4 @@
-"""Sizes and checksums of files, and which files do not have theirs."""
+"""Sizes and checksums of files, and the files that differ from them."""
 
 import mmap
 from collections.abc import Iterator, Mapping
@@ -21,8 +21,7 @@ class FileChecksum:
 
 
 def parse_entries(listed: Any) -> dict[str, FileChecksum]:
-    """Return the entries of a folder's files by name, from JSON that lists them. Raises ValueError:
-    a name leads out of the folder, or an entry is no size and checksum."""
+    """Return the checksums of a folder's files by name, from listed JSON. Raise ValueError."""
     entries: dict[str, FileChecksum] = parse_typed(dict[str, FileChecksum], listed, "files")
     for name in entries:
         if not is_path_below(name):
@@ -45,8 +44,7 @@ def describe_file(path: Path) -> FileChecksum:
 def find_differences(
     folder: Path, files: Mapping[str, FileChecksum], listed_in: str, *, contents: bool
 ) -> Iterator[str]:
-    """Yield one line for each file of `folder` that is not as `listed_in` lists it; without
-    `contents` only existence and size are compared."""
+    """Yield one line for each file of `folder` that differs from `files`."""
     for name, entry in sorted(files.items()):
         path = folder / name
         if not path.is_file():
@@ -56,5 +54,6 @@ def find_differences(
                 f"{path} has {num_bytes:,} bytes, {listed_in} says {entry.num_bytes:,}: it was cut "
                 "short or rewritten"
             )
+        # Without `contents` no file is read: only existence and size are compared.
         elif contents and describe_file(path) != entry:
             yield f"{path} differs from the checksum in {listed_in}: it was altered"

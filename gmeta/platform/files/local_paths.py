@@ -1,4 +1,4 @@
-"""Places that are written to: folders and files of this machine, not URLs."""
+"""Places to write to: folders and files of this machine, not URLs."""
 
 import os
 import re
@@ -28,11 +28,11 @@ def check_local(what: str, place: str | Path) -> None:
 
 
 def check_replaceable(out: Path, inputs: Iterable[tuple[str, str]], overwrite: bool) -> None:
-    """Raise UserError where --out is a folder, a file that it may not replace, or one of the
-    `inputs` (what each is, its path or URL), which would lose its rows."""
+    """Raise UserError where --out is a folder, one of the `inputs` or not to be overwritten."""
     if out.is_dir():
         raise UserError(f"--out = {str(out)!r} is a folder: a file is needed. Name one in it")
     for what, url in inputs:
+        # Not even with --overwrite: the input's rows would be lost.
         if out.exists() and Path(url).exists() and out.samefile(url):
             raise UserError(
                 f"--out = {str(out)!r} is {what}, whose rows would be replaced. Name another file"

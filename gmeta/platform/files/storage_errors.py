@@ -1,4 +1,4 @@
-"""Places that are not this process's own: a disk, a mount, an object store."""
+"""Errors of places that are not this process's own: a disk, a mount, an object store."""
 
 import re
 
@@ -8,8 +8,7 @@ from metaio.errors import MetaIOError
 
 
 def translate_storage_errors(what: str, remedy: str) -> translate_errors:
-    """Return a block in which any error that is not one of ours becomes a GMetaError of one line:
-    `what` cannot be done, why, and the remedy."""
+    """Return a block in which foreign errors become a GMetaError of one line."""
 
     # Each client of an object store has errors of its own.
     def make_error(error: Exception) -> GMetaError:

@@ -26,11 +26,11 @@ def read_tensors(file: Path) -> dict[str, Tensor]:
 
 @contextmanager
 def translate_write_errors(file: Path) -> Iterator[None]:
-    """Report a write that safetensors could not do as any other failed write is reported."""
+    """Raise OSError for a write that safetensors could not do, as other writes do."""
     try:
         yield
     except SafetensorError as error:
-        # Told as text alone: "I/O error: No space left on device (os error 28)".
+        # Only its text has the number: "I/O error: No space left on device (os error 28)".
         found = re.search(r"([^:]*) \(os error (\d+)\)", str(error))
         number, reason = (int(found[2]), found[1].strip()) if found else (errno.EIO, str(error))
         raise OSError(number, reason, str(file)) from error

@@ -1,9 +1,6 @@
-"""Predictions for files of any size: rows are encoded as they are read and spooled by task, tasks
-are predicted part by part, and the query's rows are read once more to be written with their
-predictions.
+"""Predictions for files of any size: encoded rows are spooled by task and predicted part by part.
 
-Shape suffixes: T tasks, N rows.
-"""
+Shape suffixes: T tasks, N rows"""
 
 import os
 from collections.abc import Sequence
@@ -29,18 +26,18 @@ from gmeta.serving.served_model import ServedModel
 from gmeta.serving.task_matching import refuse_without_support
 
 SUPPORT_ROWS = "support_rows"
+Records = npt.NDArray[np.void]  # an entry a query row, with a field for each output
 
 
 def schema_of(outputs: Sequence[Output]) -> pa.Schema:
-    """Return the columns that are written beside the query's: the outputs, and how many support
-    rows the row's task had."""
+    """Return the columns beside the query's: outputs, and how many support rows a task had."""
     fields = [(output.name, pa.float32()) for output in outputs]
     return pa.schema([*fields, (SUPPORT_ROWS, pa.int64())])
 
 
 @dataclass(frozen=True)
 class PredictionSummary:
-    """What was written: `seconds` are the model's own, without reading and writing."""
+    """What was written; `seconds` are the model's own, without reading and writing."""
 
     num_rows: int
     rows_without_support: int
@@ -56,15 +53,16 @@ def predict_files(
     advance: Advance,
     part_rows: int = PART_ROWS,
 ) -> PredictionSummary:
-    """Write the query's rows in their order, with the columns of schema_of, to `out`, which appears
-    whole or not at all. About `part_rows` rows, at least those of the longest task, are in memory.
-    """
+    """Write the query's rows in their order, with the columns of schema_of, to `out`.
+
+    About `part_rows` rows, at least those of the longest task, are in memory."""
     for rows, what in ((support, "support"), (query, "query")):
         # A missing column is reported before anything is read.
         served.encode(rows.schema.empty_table(), what, with_label=rows is support, with_task=True)
     heads = support.schema.empty_table(), query.schema.empty_table()
     check_task_kinds(served.config.columns.task, *heads)
     served.choose_threads()
+    # Query rows are read, predicted and written; support rows are only read.
     clock = ModelTimer(advance, support.num_rows + 3 * query.num_rows)
     # Tasks are dealt to parts by their hash, so both sides of one are in the same part.
     num_parts = parts_for(support.num_rows + query.num_rows, part_rows)
@@ -83,11 +81,11 @@ def predict_files(
     return PredictionSummary(query.num_rows, without, clock.seconds)
 
 
-def _reserve_array(path: Path, kinds: np.dtype[np.void], num_rows: int) -> npt.NDArray[np.void]:
-    """Return an array in a new file whose disk space is reserved: once the disk is full, writing
-    into a hole would end the process by a signal. Raise OSError."""
+def _reserve_array(path: Path, kinds: np.dtype[np.void], num_rows: int) -> Records:
+    """Return an array in a new file whose disk space is reserved. Raise OSError."""
     shape = (max(num_rows, 1),)  # a file of no byte cannot be mapped
     with path.open("wb") as file:
+        # Writing into a hole of the mapped file ends the process by a signal once the disk is full.
         os.posix_fallocate(file.fileno(), 0, shape[0] * kinds.itemsize)
     return np.memmap(path, kinds, "r+", shape=shape)
 
@@ -100,17 +98,14 @@ def _check_support(support: TaskSpool, query: TaskSpool) -> None:
         tasks, first_T = np.unique(task_N, return_index=True)
         lacks_T = ~np.isin(tasks, support.tasks(part)[0])
         num_tasks, without = num_tasks + len(tasks), without + int(lacks_T.sum())
+        # Parts go by hash: the first row of all parts is what a reader can find.
         first = min([first, *place_N[first_T[lacks_T]].tolist()])
     if without:
         refuse_without_support(without, num_tasks, int(first))
 
 
 def _predict_parts(
-    served: ServedModel,
-    support: TaskSpool,
-    query: TaskSpool,
-    found_N: npt.NDArray[np.void],
-    clock: ModelTimer,
+    served: ServedModel, support: TaskSpool, query: TaskSpool, found_N: Records, clock: ModelTimer
 ) -> int:
     """Fill in the predictions of each query row; return how many have no support rows."""
     without = 0
@@ -130,12 +125,7 @@ def _predict_parts(
 
 
 def _write(
-    query: RowFiles,
-    output: pa.Schema,
-    found_N: npt.NDArray[np.void],
-    path: Path,
-    suffix: str,
-    clock: ModelTimer,
+    query: RowFiles, output: pa.Schema, found_N: Records, path: Path, suffix: str, clock: ModelTimer
 ) -> None:
     schema, first = query.schema, 0
     for field in output:
@@ -143,9 +133,9 @@ def _write(
     with open_writer(path, schema, suffix) as writer:
         for batch in query.batches():
             stop = first + batch.num_rows
-            predicted = [
-                pa.array(np.ascontiguousarray(found_N[name][first:stop])) for name in output.names
-            ]
+            fields_N = (found_N[name][first:stop] for name in output.names)
+            # A field of records is strided, which Arrow does not take.
+            predicted = [pa.array(np.ascontiguousarray(field_N)) for field_N in fields_N]
             columns = [*batch.columns, *predicted]
             writer.write_batch(pa.record_batch(columns, schema=schema))
             clock.advance_by(batch.num_rows)

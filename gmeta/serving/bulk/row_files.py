@@ -1,6 +1,4 @@
-"""Rows in files, batch by batch: what `gmeta predict` and `gmeta adapt` read and write. Reads
-Parquet from paths, globs and folders of any fsspec URL; writes Parquet or CSV, by the suffix.
-"""
+"""Rows in files, batch by batch: what `gmeta predict` and `gmeta adapt` read and write."""
 
 import os
 from collections.abc import Iterator
@@ -24,13 +22,10 @@ _BATCH_ROWS = 65_536
 
 
 class RowFiles:
-    """Parquet files of the same columns, in the order of their names.
-
-    Each of `given` is a path or URL, a glob, a folder, or several of them with commas between.
-    """
+    """Parquet files of the same columns, in the order of their names."""
 
     def __init__(self, *names: str) -> None:
-        """Find the files and read their heads."""
+        """Find the files; each name is a path, URL, glob or folder, or several with commas."""
         self.names: list[str] = []
         self._places = []
         for one in names:
@@ -38,6 +33,7 @@ class RowFiles:
                 for fs, path in _find_files(one):
                     self._places.append((fs, path))
                     self.names.append(path if is_local(fs) else fs.unstrip_protocol(path))
+        # At once: files that differ are refused before any row is read.
         self._heads = [self._read_head(*place) for place in self._places]
         self.schema: pa.Schema = self._heads[0][0]
         for name, (schema, _) in zip(self.names, self._heads, strict=True):
@@ -66,15 +62,16 @@ class RowFiles:
 
 @contextmanager
 def atomic_output(out: Path) -> Iterator[tuple[Path, Path]]:
-    """Yield a folder for work under way, and the file in it that becomes `out` when the block ends
-    without an error; else nothing is left."""
+    """Yield a folder for work under way, and the file in it that becomes `out` at the end."""
     out = Path(os.path.abspath(out))
     out.parent.mkdir(parents=True, exist_ok=True)
     with open_exclusive_folder(out.parent / f".{out.name}.partial", str(out)) as folder:
         written = folder / "written"
         yield folder, written
         flush_to_disk([written])
+        # On the disk before it has its name: a power cut leaves the old file or the new one.
         written.replace(out)
+        # The folder, too, which holds the file's name.
         flush_to_disk([out.parent])
 
 
@@ -87,13 +84,10 @@ def check_fits(schema: pa.Schema, out: Path) -> None:
     """Raise UserError for a column that the file to be written cannot hold."""
     if out.suffix != CSV:
         return
+    unfit = pa.types.is_nested, pa.types.is_string_view, pa.types.is_binary_view
     for field in schema:
         kind = field.type
-        if (
-            pa.types.is_nested(kind)
-            or pa.types.is_string_view(kind)
-            or pa.types.is_binary_view(kind)
-        ):
+        if any(is_such(kind) for is_such in unfit):
             raise UserError(
                 f"column {field.name} has type {kind}, which CSV cannot hold: name a file "
                 "that ends with .parquet, or drop the column"
@@ -102,6 +96,7 @@ def check_fits(schema: pa.Schema, out: Path) -> None:
 
 def _find_files(name: str) -> Iterator[tuple[Any, str]]:
     fs, path = find_file_system(name)
+    # A file's own name may hold a comma, as one of a glob may hold the marks below.
     if "," in name and not fs.exists(path):
         for part in name.split(","):
             yield from _find_files(part.strip())

@@ -1,11 +1,11 @@
 """Encoded rows on disk, dealt by task to files that fit into memory one at a time.
 
-Shape suffix: N rows.
-"""
+Shape suffix: N rows"""
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import fields
+from io import BufferedReader
 from pathlib import Path
 
 import numpy as np
@@ -47,8 +47,7 @@ class ModelTimer:
 
 
 class TaskSpool:
-    """All rows of a task in one of the parts, in the order in which they came, each with its place
-    among all rows. The caller removes the folder."""
+    """All rows of a task in one of the parts, in their order, with their places among all rows."""
 
     def __init__(self, folder: Path, num_parts: int, features: Features) -> None:
         folder.mkdir()
@@ -58,7 +57,8 @@ class TaskSpool:
         self._num_rows = 0
 
     def append(self, rows: EncodedColumns, raw_task_N: pa.Array | None = None) -> None:
-        """Write rows to the parts of their tasks; where `raw_task_N` is given, it is kept too."""
+        """Write rows to the parts of their tasks, with their raw tasks if these are given."""
+        # Mixed: integers are their own hashes, and ids in steps would fill few of the parts.
         part_N = splitmix64(rows.task_N.view(np.uint64)) % np.uint64(self.num_parts)
         order_N = np.argsort(part_N, kind="stable")
         bounds = offsets(np.bincount(part_N.astype(np.int64), minlength=self.num_parts))
@@ -83,32 +83,27 @@ class TaskSpool:
 
     def tasks(self, part: int) -> tuple[Int64, Int64]:
         """Return the task of each row of a part, and the place of the row."""
-        parts = [np.zeros((2, 0), np.int64)]
-        path = self._path(part, "tasks")
-        if path.exists():
-            with path.open("rb") as file:
-                while file.peek(1):
-                    parts.append(np.stack([np.load(file), np.load(file)]))
-        task_N, place_N = np.concatenate(parts, axis=1)
+        parts = [np.stack([np.load(file), np.load(file)]) for file in self._read(part, "tasks")]
+        task_N, place_N = np.concatenate([np.zeros((2, 0), np.int64), *parts], axis=1)
         return task_N, place_N
 
     def rows(self, part: int) -> EncodedColumns:
         """Return the rows of a part."""
-        parts = [empty_rows(self._features)]
-        path = self._path(part, "rows")
-        if path.exists():
-            with path.open("rb") as file:
-                while file.peek(1):
-                    parts.append(EncodedColumns(*(np.load(file) for _ in _NAMES)))
-        return join_rows(parts)
+        batches = ((np.load(file) for _ in _NAMES) for file in self._read(part, "rows"))
+        return join_rows([empty_rows(self._features), *(EncodedColumns(*one) for one in batches)])
 
     def raw_tasks(self, part: int) -> pa.ChunkedArray:
         """Return the raw task of each row of a part that has rows."""
-        tables = []
-        with self._path(part, "raw").open("rb") as file:
-            while file.peek(1):
-                tables.append(pa.ipc.open_stream(file).read_all())
+        tables = [pa.ipc.open_stream(file).read_all() for file in self._read(part, "raw")]
         return pa.concat_tables(tables)["task"]
+
+    def _read(self, part: int, what: str) -> Iterator[BufferedReader]:
+        """Yield a file of a part at each thing that `append` wrote, for the caller to read it."""
+        path = self._path(part, what)
+        if path.exists():  # no row of any batch may have been in this part
+            with path.open("rb") as file:
+                while file.peek(1):
+                    yield file
 
     def _path(self, part: int, what: str) -> Path:
         return self._folder / f"{part:05d}.{what}"
@@ -132,6 +127,7 @@ def spool_rows(
     spool = TaskSpool(folder, num_parts, model.config.features)
     labelled = what == "support"
     needed = set(model.columns_read(labelled))
+    # Parquet reads only these; the others are read once more when they are written.
     columns = [name for name in files.schema.names if name in needed]
     for batch in files.batches(columns):
         with clock:

@@ -1,3 +1,3 @@
-"""Delivery: versions of a model in a channel, full or as what changed since the one before; how a
-new one is judged, and how it reaches the processes that predict. No ranks, no TorchRec.
-"""
+"""Delivery: versions of a model in a channel, how a new one is judged and how it is brought.
+
+No ranks, no TorchRec."""

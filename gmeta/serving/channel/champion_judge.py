@@ -4,12 +4,9 @@ was trained on, the difference paired task by task.
 A candidate is promoted where its predictions are finite, their mean (for clicks only) is the
 labels' within 10 %, or nearer to it than the champion's, and its loss is at most a margin worse at
 95 %: a test of non-inferiority (Walker & Nowacki 2011, Understanding Equivalence and Noninferiority
-Testing). Of equal models 5 % are refused at most where the interval
-is 0.54 of the margin to either side: P(N(0, 1) < 1.96 - 1.96 / 0.54) = 0.05; so earlier windows are
-added until it is.
+Testing).
 
-Shape suffixes: T tasks, N rows.
-"""
+Shape suffixes: T tasks, N rows"""
 
 import math
 from collections.abc import Callable, Sequence
@@ -23,7 +20,7 @@ from gmeta.evaluation.report.intervals import Interval, bootstrap, percentile_in
 from gmeta.metrics.catalogue import Scoring, loss_metric, predicted_by
 from gmeta.metrics.scores import split_terms
 from gmeta.metrics.terms import Terms, sum_T
-from gmeta.serving.channel.gate_predictions import GatePredictions, predict_gate
+from gmeta.serving.channel.gate_predictions import GatePredictions, finite_values, predict_gate
 from gmeta.serving.model_loader import load
 from metaio.format.dataset import Dataset
 from metaio.quantities import format_count
@@ -31,8 +28,11 @@ from metaio.stream.chain import find_earlier_increment
 
 CALIBRATION = (0.9, 1.1)
 MARGIN_SHARE = 0.01  # of the champion's loss
+# Half an interval over the margin at which 5 % of equal models are refused:
+# P(N(0, 1) < 1.96 - 1.96 / 0.54) = 0.05. Earlier windows are added until it is reached.
 NARROW = 0.54
-TINY = 1e-12  # of a calibration, whose logarithm tells how far it is from 1
+# The least calibration: the distance from 1 is a logarithm, which 0 does not have.
+TINY = 1e-12
 
 
 @dataclass(frozen=True)
@@ -46,8 +46,7 @@ class Measure:
 
 @dataclass(frozen=True)
 class Verdict:
-    """What was decided, and by what. `difference` is the champion's loss minus the candidate's:
-    positive where the candidate is better."""
+    """What was decided, and by what."""
 
     promote: bool
     reasons: Sequence[str]
@@ -56,6 +55,7 @@ class Verdict:
     num_rows: int
     windows: int
     margin: float | None
+    # The champion's loss minus the candidate's: positive where the candidate is better.
     difference: Measure | None
     calibration: Measure | None
     candidate: dict[str, float | None]
@@ -76,10 +76,10 @@ def judge(
     margin: float | None = None,
     pool: int = 0,
 ) -> Verdict:
-    """Return the verdict on an exported model against another, on the query rows of the split of
-    `datasets(0)`; where they are too few to tell a margin, also of `datasets(1)` and so on, at most
-    `pool`, until there is none. Without a champion there is nothing to compare with. A window that
-    has no task in the split says nothing; if none has, the model is refused."""
+    """Return the verdict on an exported model against another, on a split of `datasets(0)`.
+
+    Where its query rows are too few to tell a margin, those of `datasets(1)` and so on are added,
+    at most `pool`, until there is none. Without a champion there is nothing to compare with."""
     served = load(candidate)
     # Its checksums were checked by whoever found it: it serves.
     champion_model = None if champion is None else load(champion, verify=False)
@@ -92,9 +92,11 @@ def judge(
         dataset = datasets(window)
         if dataset is None:
             break
+        # A window without a task says nothing; an unknown split is an error of predict_gate.
         if split in dataset.splits and not dataset.splits[split].num_episodes:
             continue
         ours.append(predict_gate(served, candidate, dataset, split))
+        # With nothing to compare, more windows would decide nothing.
         if champion_model is None or champion is None:
             break
         theirs.append(predict_gate(champion_model, champion, dataset, split))
@@ -111,14 +113,12 @@ def judge(
 
 
 def refuse_model(why: str) -> Verdict:
-    """Return the verdict on a model of which nothing was predicted: one that cannot even be
-    exported, as its weights ran away, or for which there is no task."""
+    """Return the verdict on a model of which nothing was predicted, such as a diverged one."""
     return Verdict(False, [why], "", 0, 0, 0, None, None, None, {})
 
 
 def windows_before(newest: Dataset) -> Callable[[int], Dataset | None]:
-    """Return a function to get datasets: for 0 `newest`, for 1 the increment before it in its
-    stream, and so on; None where there is no more."""
+    """Return a function: `newest` for 0, the increment before it for 1, and so on; then None."""
     return lambda back: find_earlier_increment(newest, back) if back else newest
 
 
@@ -143,8 +143,8 @@ class _Comparison:
     ) -> tuple[Interval, Terms]:
         candidate, champion = self._terms(ours)[self.metric], self._terms(theirs)[self.metric]
         resampled = bootstrap([champion, candidate])
-        # Both by the same resamples, so the tasks' own difficulty cancels out; rounded, so that
-        # equal models differ by 0.
+        # Both by the same resamples: the tasks' own difficulty cancels out. Rounded: equal models
+        # differ by 0.
         differences = np.round(resampled[0] - resampled[1], 12)
         return percentile_interval(differences, champion.num_tasks), champion
 
@@ -157,7 +157,6 @@ class _Comparison:
         return split_terms(*_join_windows(predicted), self.scoring, names)
 
     def decide(self, ours: list[GatePredictions], theirs: list[GatePredictions]) -> Verdict:
-        """Return what follows from the predictions of both."""
         reasons: list[str] = []
         candidate = self._terms(ours)
         label_N, prediction_N, task_N = _join_windows(ours)
@@ -175,8 +174,7 @@ class _Comparison:
             interval, terms = self._difference(ours, theirs)
             margin = self._margin(terms)
             value = terms.value - candidate[self.metric].value
-            difference = _measure(value, interval)
-            champion = _values(self._terms(theirs))
+            difference, champion = _measure(value, interval), finite_values(self._terms(theirs))
             if interval.reason:
                 reasons.append(f"{self.metric} cannot be compared: {interval.reason}")
             elif interval.low < -margin:
@@ -197,14 +195,14 @@ class _Comparison:
             margin=margin,
             difference=difference,
             calibration=calibration,
-            candidate=_values(candidate),
+            candidate=finite_values(candidate),
             champion=champion,
         )
 
 
 def _measure_calibration(label_N: Any, prediction_N: Any, task_N: Any) -> tuple[Measure, list[str]]:
-    """Return the mean prediction over the mean label, and why it is refused, if it is: the whole
-    interval, or the value where there is none, lies outside the bounds."""
+    """Return the mean prediction over the mean label, and why that is refused, if it is."""
+    # A task of several windows is one task: its rows depend on each other.
     _, code_N = np.unique(task_N, return_inverse=True)
     num_tasks = int(code_N.max()) + 1
     label_T, prediction_T = (sum_T(one, code_N, num_tasks) for one in (label_N, prediction_N))
@@ -217,6 +215,7 @@ def _measure_calibration(label_N: Any, prediction_N: Any, task_N: Any) -> tuple[
     low, high = (value, value) if interval.reason else (interval.low, interval.high)
     ends = f"it {interval.reason}" if interval.reason else f"95 % {low:.3g} to {high:.3g}"
     problems = []
+    # The interval must lie outside as a whole: few tasks alone refuse nobody.
     if high < CALIBRATION[0] or low > CALIBRATION[1]:
         problems = [
             f"predictions are {value:.3g} of the labels on average ({ends}), allowed are "
@@ -226,7 +225,6 @@ def _measure_calibration(label_N: Any, prediction_N: Any, task_N: Any) -> tuple[
 
 
 def _is_nearer(calibration: Measure, label_N: Any, prediction_N: Any, task_N: Any) -> bool:
-    """Return whether a calibration is nearer to 1 than that of these predictions."""
     champion = _measure_calibration(label_N, prediction_N, task_N)[0].value
     if calibration.value is None or champion is None:
         return False
@@ -234,11 +232,8 @@ def _is_nearer(calibration: Measure, label_N: Any, prediction_N: Any, task_N: An
 
 
 def _join_windows(predicted: list[GatePredictions]) -> tuple[Any, Any, Any]:
-    """Return label_N, prediction_N and task_N of all windows; a task in several of them is one."""
-    names = ("label_N", "prediction_N", "task_N")
-    label_N, prediction_N, task_N = (
-        np.concatenate([getattr(one, name) for one in predicted]) for name in names
-    )
+    windows = [(one.label_N, one.prediction_N, one.task_N) for one in predicted]
+    label_N, prediction_N, task_N = map(np.concatenate, zip(*windows, strict=True))
     return label_N, prediction_N, task_N
 
 
@@ -246,14 +241,8 @@ def _are_finite(predicted: list[GatePredictions]) -> bool:
     return all(np.isfinite(one.prediction_N).all() for one in predicted)
 
 
-def _values(terms: dict[str, Terms]) -> dict[str, float | None]:
-    return {name: _finite_or_none(one.value) for name, one in terms.items()}
-
-
 def _measure(value: float, interval: Interval) -> Measure:
-    return Measure(
-        _finite_or_none(value), _finite_or_none(interval.low), _finite_or_none(interval.high)
-    )
+    return Measure(*map(_finite_or_none, (value, interval.low, interval.high)))
 
 
 def _finite_or_none(value: float) -> float | None:

@@ -1,9 +1,7 @@
 """A channel: the versions of one model in a folder, which of them is served, and every verdict.
 
 versions/00000013/ is a full export or a delta, and never changes; current.json names the one that
-is served, and is replaced whole once what it names is on the disk; promotions.jsonl says what
-happened.
-"""
+is served; promotions.jsonl says what happened."""
 
 import json
 import shutil
@@ -63,7 +61,7 @@ class CurrentVersion:
 
 
 def parse_current(content: bytes, name: str, channel: str) -> CurrentVersion:
-    """Return what a pointer's content says; `name` and `channel` are for messages."""
+    """Return what current.json says; `name` and `channel` are for messages."""
     remedy = f"Run: gmeta rollback {channel} --to N"
     body = parse_checked(content, name, CURRENT_FORMAT, remedy)
     try:
@@ -76,7 +74,7 @@ def parse_current(content: bytes, name: str, channel: str) -> CurrentVersion:
 
 
 def is_channel(path: Path) -> bool:
-    """Return whether a folder is a channel, be it one whose pointer is damaged."""
+    """Return whether a folder is a channel, be it one whose current.json is damaged."""
     return (path / CURRENT_FILE).is_file() or (path / VERSIONS).is_dir()
 
 
@@ -87,8 +85,7 @@ class Channel:
         self.root = Path(root)
 
     def current(self) -> CurrentVersion | None:
-        """Return what is served; None where nothing was promoted yet. Raises UserError: a file is
-        in the place of the channel."""
+        """Return what is served; None where nothing was promoted yet."""
         path = self.root / CURRENT_FILE
         try:
             return parse_current(path.read_bytes(), str(path), str(self.root))
@@ -101,18 +98,18 @@ class Channel:
 
     def require_current(self) -> CurrentVersion:
         """Return what is served. Raise UserError where there is nothing."""
-        current = self.current()
-        if current is None:
-            raise UserError(
-                f"{self.root} is a channel without a version, or none at all. "
-                f"Run: gmeta promote RUN {self.root}"
-            )
-        return current
+        if (current := self.current()) is not None:
+            return current
+        raise UserError(
+            f"{self.root} is a channel without a version, or none at all. "
+            f"Run: gmeta promote RUN {self.root}"
+        )
 
     def numbers(self) -> list[int]:
         """Return the numbers of all versions, promoted or not, ascending."""
         folder = self.root / VERSIONS
         names = [path.name for path in folder.iterdir()] if folder.is_dir() else []
+        # Partial and half-removed folders have names of other kinds.
         return sorted(int(name) for name in names if name.isdecimal())
 
     def version(self, number: int) -> Version:
@@ -137,6 +134,7 @@ class Channel:
         while version.delta is not None:
             deltas.insert(0, version)
             parent = version.delta.parent
+            # Without this check two deltas over each other would be followed for ever.
             if parent.number >= version.number:
                 raise GMetaError(
                     f"version {version.name} of {self.root} is a delta over version "
@@ -144,17 +142,17 @@ class Channel:
                     "export"
                 )
             below = self.version(parent.number)
+            # A number alone is no proof: the folder may have been replaced by hand.
             if below.checksum != parent.checksum:
                 raise GMetaError(
-                    f"version {version.name} of {self.root} is a delta over "
-                    f"{parent.name}, but {below.name} stands there. "
-                    "Promote a full export"
+                    f"version {version.name} of {self.root} is a delta over {parent.name}, but "
+                    f"{below.name} stands there. Promote a full export"
                 )
             version = below
         return VersionChain(version, tuple(deltas))
 
     def promotions(self) -> list[dict[str, Any]]:
-        """Return every verdict and every move of the pointer, oldest first."""
+        """Return every verdict and every move of current.json, oldest first."""
         path = self.root / PROMOTIONS
         return parse_entries(path.read_bytes() if path.exists() else b"")
 
@@ -166,33 +164,33 @@ class Channel:
         is_own: bool = False,
         named_in_messages: Path | None = None,
     ) -> CurrentVersion:
-        """Make the model in a folder that `gmeta export` wrote the one that is served, and return
-        what the pointer says. The folder is copied; one that nobody else has (`is_own`), and whose
-        files never change, is linked. Where the model serves already, only the verdict is kept.
-        Errors call it `named`, as the caller was given it. Raises UserError: the folder holds no
-        model, a delta over another version than is served, or a model that does not take the same
-        requests."""
+        """Serve the model in a folder that `gmeta export` wrote; return the new current version.
+
+        The folder is copied, or linked with `is_own`: nobody else has it and its files never
+        change. Raises UserError for a delta over another version than is served, and for a model
+        that takes other requests than the one that serves."""
         offered = read_version(candidate)
         with self.lock_for_change() as current:
             if current is not None and self.serves_model_of(offered):
+                # Promoted again, as after a lost answer: only a new verdict is kept.
                 if verdict is None or verdict == current.verdict:
                     return current
                 return self._set_current(self.version(current.number), PROMOTED, verdict)
             number = self.number_for(offered, current, named_in_messages or candidate)
             if offered.delta is not None:
                 self.chain(offered.delta.parent.number)
-            before = self._known_config(current)
-            if before is not None:
+            if (before := self._known_config(current)) is not None:
                 _check_requests(before, model_config(offered), self.root)
+            # Last of the checks, as it reads every byte.
             check_version(offered)
+            # It exists where a promotion was killed before it moved current.json.
             if not self.folder_of(number).exists():
                 with new_folder(self.folder_of(number), overwrite=False) as partial:
                     copy_version(offered, partial, link_or_copy if is_own else shutil.copyfile)
             return self._set_current(self.version(number), PROMOTED, verdict)
 
     def serves_model_of(self, offered: Version) -> bool:
-        """Return whether the channel serves the model of this version now, whenever that was
-        exported; False where what it serves is missing or damaged."""
+        """Return whether the channel serves the model of this version now, whenever exported."""
         current = self.current()
         if current is None:
             return False
@@ -200,15 +198,14 @@ class Channel:
             configs = [model_config(version) for version in (self.version(current.number), offered)]
         except GMetaError:
             return False
-        sources = [{**config.source, "exported_at": None} for config in configs]
         first, second = (
-            replace(config, source=source) for config, source in zip(configs, sources, strict=True)
+            replace(one, source={**one.source, "exported_at": None}) for one in configs
         )
         return first == second
 
     def rollback(self, to: int | None = None) -> CurrentVersion:
-        """Serve an earlier version again, or version `to`; return what the pointer says."""
-        # A pointer that is damaged is what `to` puts right.
+        """Serve an earlier version again, or version `to`; return what current.json then says."""
+        # A damaged current.json is what `to` repairs.
         with self.lock_for_change(must_be_readable=to is None) as current:
             numbers = self.numbers()
             if to is None:
@@ -217,31 +214,31 @@ class Channel:
                     current_name = "the first" if current is None else current.number
                     raise UserError(
                         f"{self.root} has no version before {current_name}: there is nothing to "
-                        "roll back "
-                        "to. Promote another model"
+                        "roll back to. Promote another model"
                     )
             elif to not in numbers:
                 raise UserError(
                     f"{self.root} has no version {to}: it has "
                     f"{', '.join(map(str, numbers)) or 'none'}. Choose one of them"
                 )
+            # Every file of the chain is compared before anything is served by it.
             chain = self.chain(to)
             for version in (chain.base, *chain.deltas):
                 check_version(version)
             return self._set_current(chain.newest, ROLLED_BACK, None)
 
     def version_before(self, current: CurrentVersion | None) -> int | None:
-        """Return the version that served before the present one, to which a rollback goes; None
-        where there is none. Versions that were rolled back from do not count."""
+        """Return the version to which a rollback goes; None where there is none."""
+        # A version that was rolled back from does not count: it was found to be bad.
         last, kept = current.number if current is not None else 0, set(self.numbers())
         return next((one for one in reversed(self.history()) if one in kept and one < last), None)
 
     def history(self) -> list[int]:
-        """Return the versions that served, ascending, up to the last that the log names; those that
-        were rolled back from do not count, and some may have been removed."""
+        """Return the versions that served, ascending, without those that were rolled back from."""
         numbers: list[int] = []
         for number in (entry.get("number") for entry in self.promotions()):
             if isinstance(number, int):  # a refusal has none
+                # A smaller number is a rollback: what came after it had been given up.
                 while numbers and numbers[-1] >= number:
                     numbers.pop()
                 numbers.append(number)
@@ -254,8 +251,7 @@ class Channel:
 
     @contextmanager
     def lock_for_change(self, must_be_readable: bool = True) -> Iterator[CurrentVersion | None]:
-        """Keep other processes out, and yield what is served now; None where the pointer is damaged
-        and not needed."""
+        """Keep other processes out and yield what is served; None where current.json is damaged."""
         self.root.mkdir(parents=True, exist_ok=True)
         (self.root / VERSIONS).mkdir(exist_ok=True)
         with lock_writer(self.root / ".lock", str(self.root), remedy="Wait for it"):
@@ -265,7 +261,7 @@ class Channel:
                 if must_be_readable:
                     raise
                 current = None
-            # A promotion that was killed after it wrote the pointer is not in the log yet.
+            # A promotion that was killed after it wrote current.json is not in the log yet.
             if current is not None and current.at not in [e.get("at") for e in self.promotions()]:
                 self._log(asdict(current))
             yield current
@@ -275,11 +271,12 @@ class Channel:
     ) -> int:
         """Return the number that a candidate gets. Raise UserError for one that does not follow."""
         numbers = self.numbers()
-        logged_numbers = {entry.get("number") for entry in self.promotions()}
+        logged = (entry.get("number") for entry in self.promotions())
+        logged_numbers = {number for number in logged if isinstance(number, int)}
         offered_checksum = model_checksum(offered.folder)
         for number in numbers:
             if self.model_of(number) == offered_checksum:
-                # A promotion that was killed before it wrote the pointer is taken up where it was.
+                # A promotion that was killed before it wrote current.json goes on where it was.
                 if number == numbers[-1] and number not in logged_numbers:
                     return number
                 raise UserError(
@@ -292,23 +289,18 @@ class Channel:
             if current is None:
                 raise UserError(
                     f"{named_in_messages} is a delta over version {parent.name}, but {self.root} "
-                    "serves "
-                    "none yet. Promote a full export first"
+                    "serves none yet. Promote a full export first"
                 )
             if parent != current.parent:
-                is_known = parent.number in numbers and (
-                    self.version(parent.number).checksum == parent.checksum
-                )
-                why = "it is out of order" if is_known else f"{self.root} never had that version"
+                known = self.version(parent.number).checksum if parent.number in numbers else ""
+                is_late = known == parent.checksum
+                why = "it is out of order" if is_late else f"{self.root} never had that version"
                 raise UserError(
                     f"{named_in_messages} is a delta over version {parent.name}, but {self.root} "
-                    "serves "
-                    f"{current.parent.name}: {why}. Export it again with --since"
+                    f"serves {current.parent.name}: {why}. Export it again with --since"
                 )
         # A version that was lost leaves its number: copies of the channel may have it.
-        return (
-            max((*numbers, *(one for one in logged_numbers if isinstance(one, int))), default=0) + 1
-        )
+        return max((*numbers, *logged_numbers), default=0) + 1
 
     def model_of(self, number: int) -> str:
         """Return the checksum of the model that a version leads to; "" of one that is missing."""
@@ -318,10 +310,10 @@ class Channel:
             return ""
 
     def _known_config(self, current: CurrentVersion | None) -> ExportedConfig | None:
-        """Return the config of the model that is served or, where it is missing or damaged, of the
-        newest one that is not: all models of a channel take the same requests."""
+        """Return the config of the model that is served, or of the newest that can be read."""
         if current is None:
             return None
+        # Any of them will do: all models of a channel take the same requests.
         for number in (current.number, *reversed(self.numbers())):
             with suppress(GMetaError):
                 return model_config(self.version(number))
@@ -330,7 +322,7 @@ class Channel:
     def _set_current(
         self, version: Version, action: str, verdict: Mapping[str, Any] | None
     ) -> CurrentVersion:
-        # By now the version's files are on the disk: a pointer never names what is not.
+        # By now the version's files are on the disk: current.json never names what is not.
         kept = None if verdict is None else dict(verdict)
         current = CurrentVersion(version.number, version.checksum, action, _now(), kept)
         body = {"number": version.number, "checksum_of": version.checksum, "action": action}
@@ -340,24 +332,21 @@ class Channel:
         return current
 
     def _log(self, entry: Mapping[str, Any]) -> None:
-        # With the model's checksum, which a delta's own is not: the version may be gone by then.
+        # With the model's checksum, which a delta's own is not: a reader may come after the version
+        # is gone.
         model = {} if entry["number"] is None else {"model": self.model_of(entry["number"])}
+        # Written anew as one file: a process killed while it appends would leave half a line.
         lines = [json.dumps(one) + "\n" for one in [*self.promotions(), {**entry, **model}]]
         write_atomically(self.root / PROMOTIONS, "".join(lines).encode())
 
 
 def parse_entries(content: bytes) -> list[dict[str, Any]]:
     """Return the entries of a log of promotions, oldest first, without a line that was cut off."""
-    lines = content.decode(errors="replace").splitlines()
-    return [entry for entry in map(_parse_entry, lines) if entry]
-
-
-def _parse_entry(line: str) -> dict[str, Any] | None:
-    """Return one line of the log; None for one that was cut short or edited."""
-    try:
-        return json_object(line)
-    except ValueError:
-        return None
+    entries = []
+    for line in content.decode(errors="replace").splitlines():
+        with suppress(ValueError):  # one that was cut short or edited
+            entries.append(json_object(line))
+    return [entry for entry in entries if entry]
 
 
 def _now() -> str:
@@ -365,8 +354,7 @@ def _now() -> str:
 
 
 def _check_requests(before: ExportedConfig, after: ExportedConfig, root: Path) -> None:
-    """Raise UserError for a model to which the requests of the one that is served would mean
-    something else."""
+    """Raise UserError for a model to which requests of the one served would mean something else."""
     old, new = before.columns, after.columns
     names = [[feature.name for feature in one.features.sparse] for one in (before, after)]
     changed = {

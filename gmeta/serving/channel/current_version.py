@@ -1,6 +1,4 @@
-"""What a channel at a path or URL serves, and every move of its pointer: none of its versions is
-looked at.
-"""
+"""What a channel at a path or URL serves, and every move of current.json; no version is read."""
 
 from pathlib import Path
 from typing import Any
@@ -21,7 +19,7 @@ from metaio.format.storage import find_file_system
 
 
 def current_at(place: str | Path) -> CurrentVersion:
-    """Return what the channel at a path or a URL serves now; of a URL the pointer alone is read."""
+    """Return what the channel at a path or URL serves now; of a URL current.json alone is read."""
     if not is_url(place):
         return Channel(place).require_current()
     return read_current_file(str(place))[1]
@@ -31,18 +29,19 @@ def is_channel_at(place: str) -> bool:
     """Return whether a channel is at a URL."""
     fs, root = find_file_system(place)
     with translate_access_errors(place):
+        # An object store takes "//" for a folder without a name.
         return bool(fs.exists(f"{root.rstrip('/')}/{CURRENT_FILE}"))
 
 
 def promotions_at(place: str) -> list[dict[str, Any]]:
-    """Return every verdict and every move of the pointer of the channel at a URL, oldest first."""
+    """Return every verdict and every move of current.json of the channel at a URL, oldest first."""
     fs, root = find_file_system(place)
     with translate_access_errors(place):
         return parse_entries(fs.cat_file(f"{root.rstrip('/')}/{PROMOTIONS}"))
 
 
 def read_current_file(url: str) -> tuple[bytes, CurrentVersion]:
-    """Return the pointer of the channel at a URL, its bytes and what they say."""
+    """Return the bytes of current.json of the channel at a URL, and what they say."""
     fs, root = find_file_system(url)
     name = f"{url}/{CURRENT_FILE}"
     with translate_access_errors(url):
@@ -57,8 +56,7 @@ def read_current_file(url: str) -> tuple[bytes, CurrentVersion]:
 
 
 def translate_access_errors(place: str | Path) -> translate_errors:
-    """Return a block that says in one line what goes wrong at a URL or a path, or on the way from
-    there to the cache: GMetaError."""
+    """Return a block that turns an error at a URL or path, or in the cache, into one line."""
     return translate_storage_errors(
         f"{place} cannot be read or written",
         "Look at the place, the credentials and the space on the disk",

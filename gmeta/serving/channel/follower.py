@@ -1,5 +1,4 @@
-"""`gmeta.follow`: the model that a channel serves, always a whole version, exchanged as newer ones
-are promoted."""
+"""`gmeta.follow`: the model that a channel serves, exchanged as newer versions are promoted."""
 
 import logging
 import sys
@@ -8,6 +7,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from types import FrameType
 from typing import Any, final
@@ -21,6 +21,8 @@ from gmeta.serving.model_loader import load
 from gmeta.serving.served_model import ServedModel
 from metaio.errors import MetaIOError
 
+# Python lets a thread keep the interpreter for 5 ms once it has it, and every operation of torch
+# in another thread gives it away: a request beside a load would wait for most of the load.
 _PIECE_S = 0.0005
 _REST_S = 0.012
 
@@ -40,27 +42,25 @@ class ServedVersion:
 def load_current(
     place: str | Path, verify: bool = True, cache: Path | None = None
 ) -> ServedVersion:
-    """Return the version that the channel at a path or URL serves, after one computation with it,
-    so that what fails does so here."""
+    """Return the version that the channel at a path or URL serves."""
     channel = channel_at(place, cache)
     current = channel.require_current()
     model = load(materialize_version(channel, current.number, cache, verify), verify=False)
+    # Computes once, so that a model that fails does so here and not for a request.
     _ = model.unadapted
     return ServedVersion(model, current.number, current.checksum, current.since_s)
 
 
 @final
 class Follower:
-    """The model that a channel serves, always a whole version, kept new by a thread; the channel is
-    a path, or a URL that `gmeta publish` writes. A context manager; `close` ends the thread.
+    """The model that a channel serves, kept new by a thread; `close` ends the thread.
 
-    Versions of a URL are held, and deltas made whole, in `cache` (default: GMETA_CACHE, or gmeta's
-    folder in the user's cache), once a machine.
+    The channel is a path, or a URL that `gmeta publish` writes; versions of a URL are held, and
+    deltas made full, in `cache` (default: GMETA_CACHE, or gmeta's folder in the user's cache).
 
-    Take `model` once for each request: it stays whole and the same however often newer versions
-    come meanwhile. A newer version that is damaged or cannot be loaded now is not served: the last
-    one stays, `refused` and `age_s` say so, the log does once, and it is tried again.
-    """
+    Take `model` once for each request: it stays the same while newer versions come. A version that
+    is damaged or cannot be loaded now is not served: the last one stays, `refused` and `age_s` say
+    so, the log does once, and it is tried again."""
 
     def __init__(
         self,
@@ -69,20 +69,19 @@ class Follower:
         verify: bool = True,
         cache: str | Path | None = None,
     ) -> None:
-        """Load what is served now, and look for newer versions every `every_s` seconds (0: never,
-        call `check`)."""
+        """Load what is served now; look for newer versions every `every_s` seconds (0: never)."""
         self._place, self._verify = channel, verify
         self._cache = None if cache is None else Path(cache)
         self._served = load_current(channel, verify, self._cache)
         self._load_failure = LoadFailure()
         self._retired: ServedVersion | None = None
+        # `check` may be called by the program as well as by the thread.
         self._checking, self._ended = threading.Lock(), threading.Event()
         self._thread: threading.Thread | None = None
         if every_s > 0:
             # A daemon: a program that forgets to close must not be kept from ending.
-            self._thread = threading.Thread(
-                target=self._watch, args=(every_s,), name="gmeta-follow", daemon=True
-            )
+            watch, name = partial(self._watch, every_s), "gmeta-follow"
+            self._thread = threading.Thread(target=watch, name=name, daemon=True)
             self._thread.start()
 
     @property
@@ -101,11 +100,8 @@ class Follower:
         failure = self._load_failure.failure
         if failure is None:
             return ""
-        served = self._served
-        return (
-            f"{failure[1]} (version {served.number} of {self._place} serves on, promoted "
-            f"{self.age_s:,.0f} s ago)"
-        )
+        now = f"version {self._served.number} of {self._place} serves on"
+        return f"{failure[1]} ({now}, promoted {self.age_s:,.0f} s ago)"
 
     @property
     def age_s(self) -> float:
@@ -115,6 +111,8 @@ class Follower:
     def check(self) -> bool:
         """Look for another version now; return whether it serves from here on."""
         with self._checking:
+            # Freed one look after it was replaced, in this thread: the last request that has it
+            # must not pay for that.
             self._retired = None
             try:
                 with translate_access_errors(self._place):
@@ -133,10 +131,8 @@ class Follower:
             except (GMetaError, MetaIOError) as error:
                 self._refuse(current.checksum, error)
                 return False
-            # One assignment: a thread has the old version or the new one, never parts of both. The
-            # old one goes at the next look, in this thread: not with the last request that uses it.
-            # A collection of the cycles among its layers, a fifth of a second in which nobody
-            # predicts, is left to Python.
+            # One assignment: a thread has the old version or the new one, never parts of both. No
+            # gc.collect() for the old one's cycles: it would stop all threads for 0.2 s.
             self._retired, self._served = self._served, served
             self._load_failure.clear()
             return True
@@ -149,6 +145,7 @@ class Follower:
         """End the thread; the model that is served stays usable."""
         self._ended.set()
         if self._thread is not None:
+            # A check that is under way ends first: nothing changes after `close`.
             self._thread.join()
 
     def __enter__(self) -> "Follower":
@@ -168,12 +165,7 @@ follow = Follower
 
 @contextmanager
 def _rest_between_calls() -> Iterator[None]:
-    """Make this thread rest for 12 ms whenever a call in the block begins or ends half a
-    millisecond after its last rest: requests beside a load are not held up.
-
-    Python lets a thread keep the interpreter for 5 ms once it has it, and every operation of torch
-    in another thread gives it away: a request beside a load would wait for most of it.
-    """
+    """Make this thread rest 12 ms at a call that begins or ends 0.5 ms after its last rest."""
     rested_s = time.perf_counter()
 
     def rest(frame: FrameType, event: str, argument: Any) -> None:

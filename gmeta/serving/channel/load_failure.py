@@ -8,13 +8,12 @@ RETRY_S = 60.0  # between two tries of a version that could not be loaded
 
 @final
 class LoadFailure:
-    """Why the newest version does not serve: `told` names it ("" where not even that is known) with
-    the reason, and is None where nothing is wrong. One that could not be loaded is not tried again
-    at once: a disk or a network may have failed, and time mends that."""
+    """Why the newest version does not serve: its name ("" if unknown) and the reason, or None."""
 
     def __init__(self) -> None:
         self.failure: tuple[str, str] | None = None
-        self._failed_version: tuple[str, str] | None = None  # the version that is put off
+        # Not tried again at once: a disk or a network may have failed, and time mends that.
+        self._failed_version: tuple[str, str] | None = None
         self._again_at_s = 0.0
 
     def is_backing_off(self, version: str) -> bool:
@@ -25,8 +24,10 @@ class LoadFailure:
         return True
 
     def note_failure(self, version: str, error: Exception) -> bool:
-        """Note why a version does not serve, and return whether that was not reported yet."""
+        """Note why a version does not serve; return whether that was not reported yet."""
+        # Both were reported: a channel out of reach and a bad version may take turns.
         before, self.failure = (self.failure, self._failed_version), (version, str(error))
+        # Without a name there is nothing to put off: the next look may find the channel again.
         if version:
             self._failed_version, self._again_at_s = self.failure, time.monotonic() + RETRY_S
         return self.failure not in before

@@ -1,5 +1,4 @@
-"""A version of a channel as one exported folder: a full version as it stands, a chain of deltas
-made whole once a machine, in a cache that processes share."""
+"""A version of a channel as one exported folder; deltas are applied once a machine, in a cache."""
 
 import logging
 import os
@@ -24,11 +23,10 @@ _log = logging.getLogger(__name__)
 def materialize_version(
     channel: Channel, number: int, cache: Path | None = None, verify: bool = True
 ) -> Path:
-    """Return the folder of a version's model, which `gmeta.load` reads and needs not verify; made
-    in `cache` (default: cache_folder()) where the version is a delta. A copy there that is damaged
-    is made anew: without `verify` sizes alone are looked at."""
+    """Return the folder of a version's model, its files checked; made in `cache` from deltas."""
     chain, current = channel.chain(number), channel.current()
     newest = chain.newest
+    # Anybody may have replaced the folder; current.json says what was promoted.
     if current and current.number == number and current.checksum != newest.checksum:
         raise GMetaError(
             f"version {number} of {channel.root} is served as {current.parent.name}, "
@@ -40,10 +38,11 @@ def materialize_version(
         return folder
     with lock_folder(_channel_folder(channel, cache)) as folder_of_channel:
         target = _materialize(chain, folder_of_channel, contents=False)
+        # _drop_oldest goes by the time of the last use.
         os.utime(target)
         _drop_oldest(folder_of_channel)
     try:
-        # After the lock: all workers read at once.
+        # After the lock: all workers read at once. Without `verify` sizes alone are compared.
         check_files(target, read_config(target), checksums=verify)
     except GMetaError:
         with lock_folder(folder_of_channel):
@@ -52,8 +51,7 @@ def materialize_version(
 
 
 def keep_materialized(channel: Channel, checksum: str, model: Path) -> None:
-    """Keep an exported folder in the cache as what the delta of this checksum leads to, so that
-    nobody on this machine makes it again."""
+    """Keep an exported folder in the cache as what the delta of this checksum leads to."""
     with lock_folder(_channel_folder(channel, None)) as folder_of_channel:
         if not _is_sound(folder_of_channel / checksum, contents=True):
             with open_atomic_folder(folder_of_channel / checksum) as partial:
@@ -62,7 +60,7 @@ def keep_materialized(channel: Channel, checksum: str, model: Path) -> None:
 
 
 def _materialize(chain: VersionChain, cache: Path, contents: bool) -> Path:
-    """Return the model that a chain leads to, from the newest of its versions that is whole."""
+    """Return the model that a chain leads to, from the newest of its versions in the cache."""
     base, deltas = chain.base.folder, list(chain.deltas)
     target = cache / chain.newest.checksum
     for index, delta in reversed(list(enumerate(chain.deltas))):
@@ -84,8 +82,7 @@ def _materialize(chain: VersionChain, cache: Path, contents: bool) -> Path:
 
 
 def _is_sound(copy: Path, contents: bool) -> bool:
-    """Return whether a model in the cache is there with all of its files; one that is damaged
-    goes."""
+    """Return whether a model in the cache has all of its files; remove one that is damaged."""
     if not copy.exists():
         return False
     try:
@@ -98,16 +95,15 @@ def _is_sound(copy: Path, contents: bool) -> bool:
 
 
 def _drop_oldest(cache: Path) -> None:
-    """Keep the newest few; processes that mapped another keep its files until they close them."""
     copies = [path for path in cache.glob("[0-9a-f]*") if (path / CONFIG_FILE).is_file()]
     copies.sort(key=lambda path: path.stat().st_mtime)
-    # Also what was half removed before.
+    # Also what was half removed before. Processes that have mapped a file keep it until they end.
     for path in set(cache.glob("[0-9a-f]*")).difference(copies[-_KEPT:]):
-        # First: what is half removed must not look whole.
+        # The config first: without it a half-removed folder is no model.
         (path / CONFIG_FILE).unlink(missing_ok=True)
         shutil.rmtree(path, ignore_errors=True)
 
 
 def _channel_folder(channel: Channel, cache: Path | None) -> Path:
-    """Return a channel's own folder of the cache: versions of other channels are not dropped."""
+    # A folder a channel: dropping old versions must not touch those of others.
     return (cache or cache_folder()) / xxh3_hex(str(channel.root.absolute()).encode())

@@ -8,17 +8,17 @@ import numpy as np
 
 from gmeta.errors import UserError
 from gmeta.metrics.scores import evaluate_split
-from gmeta.serving.channel.gate_predictions import predict_gate
+from gmeta.serving.channel.gate_predictions import finite_values, predict_gate
 from gmeta.serving.channel.model_version import is_delta, read_version
 from gmeta.serving.model_loader import load
 from metaio.format.dataset import Dataset
 
 
 def score_model(model: Path, dataset: Dataset, splits: Sequence[str] = ()) -> dict[str, Any]:
-    """Return the scores of an exported model on `splits` of a dataset (none: all that hold tasks),
-    as `gmeta train` writes them of the increment that it is to train: `increment` (None of a
-    dataset that is of no stream), `fingerprint`, `model` (the checksum of the folder), and of each
-    split `num_tasks` and `scores`, in which an undefined metric is None."""
+    """Return the scores of an exported model on `splits` of a dataset (none: all with tasks).
+
+    The form is that of the scores that `gmeta train` writes of the increment it is to train; an
+    undefined metric is None, as JSON has no NaN."""
     if is_delta(model):
         raise UserError(
             f"{model} is a delta, which predicts nothing alone. Score a version that is full, or "
@@ -26,19 +26,15 @@ def score_model(model: Path, dataset: Dataset, splits: Sequence[str] = ()) -> di
         )
     served = load(model)
     scoring = served.config.judged_scoring
+    # Metrics over candidates rank among sampled items, which a split does not hold.
     names = [name for name in scoring.names if not scoring.is_over_candidates(name)]
     chosen = splits or [name for name, split in dataset.splits.items() if split.num_episodes]
     scores = {}
     for split in chosen:
         rows = predict_gate(served, model, dataset, split)
         values = evaluate_split(rows.label_N, rows.prediction_N, rows.task_N, scoring, names)
-        scores[split] = {
-            "num_tasks": len(np.unique(rows.task_N)),
-            "scores": {
-                name: float(one.value) if np.isfinite(one.value) else None
-                for name, one in values.items()
-            },
-        }
+        finite = finite_values(values)
+        scores[split] = {"num_tasks": len(np.unique(rows.task_N)), "scores": finite}
     place = dataset.manifest.stream
     return {
         "increment": None if place is None else place.increment,

@@ -1,6 +1,6 @@
-"""One version of a model as a folder: an exported model, or a delta, which is what changed since a
-parent version. Each delta's checksum covers its parent's, so the newest names its whole chain.
-"""
+"""One version of a model as a folder: an exported model, or a delta over a parent version.
+
+Each delta's checksum covers its parent's, so the newest names its entire chain."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
@@ -49,14 +49,14 @@ class ChangedRows:
 
 @dataclass(frozen=True)
 class DeltaConfig:
-    """What delta.json says; `vocabularies` is the checksum of the values of each vocabulary that
-    the delta leads to, and `full_bytes` what the whole model takes."""
+    """What delta.json says."""
 
     parent: ParentVersion
     files: dict[str, FileChecksum]
+    # The checksums of the values that each vocabulary has once the delta is applied.
     vocabularies: dict[str, str]
     touched: dict[str, ChangedRows]
-    full_bytes: int
+    full_bytes: int  # of the full model
 
 
 @dataclass(frozen=True)
@@ -77,7 +77,7 @@ class Version:
 
     @property
     def name(self) -> str:
-        """Return its name, as Parent.name."""
+        """Return its name, as ParentVersion.name."""
         return ParentVersion(self.number, self.checksum).name
 
 
@@ -105,8 +105,7 @@ def is_delta(folder: Path) -> bool:
 
 
 def read_version(folder: Path, number: int = 0) -> Version:
-    """Return the version in a folder that `gmeta export` wrote, whatever kind; files are not looked
-    at."""
+    """Return the version in a folder that `gmeta export` wrote; only its description is read."""
     if is_delta(folder):
         path = folder / DELTA_FILE
         body = parse_checked(path.read_bytes(), str(path), DELTA_FORMAT)
@@ -124,35 +123,34 @@ def model_config(version: Version) -> ExportedConfig:
 
 
 def model_checksum(folder: Path) -> str:
-    """Return the checksum of the model that the version in a folder leads to, the same whether it
-    is full or a delta."""
+    """Return the checksum of the model that a version leads to, be it full or a delta."""
+    # model.json is a copy of the model's config.json, so both kinds have the same hash.
     name = MODEL_FILE if is_delta(folder) else CONFIG_FILE
     return xxh3_hex((folder / name).read_bytes())
 
 
 def check_version(version: Version) -> None:
-    """Raise GMetaError for a file of a version that is missing, cut short or altered: all checksums
-    are compared."""
+    """Raise GMetaError for a file of a version that is missing, cut short or altered."""
     listed_in = description_of(version.folder)
     for difference in find_differences(version.folder, files_of(version), listed_in, contents=True):
         raise GMetaError(f"{difference}. {REMEDY}")
 
 
 def copy_version(version: Version, to: Path, copied: Callable[[Path, Path], Any]) -> None:
-    """Copy what a version lists, and what describes it, to a folder by `copied`. What else lies in
-    its folder may be a stranger's link to anything."""
+    """Copy what a version lists, and what describes it, to a folder by `copied`."""
+    # What else lies in its folder may be a stranger's link to anything. The description goes last.
     for name in (*files_of(version), description_of(version.folder)):
         (to / name).parent.mkdir(parents=True, exist_ok=True)
         copied(version.folder / name, to / name)
 
 
 def description_of(folder: Path) -> str:
-    """Return the name of the file that describes the version in a folder, and lists all others."""
+    """Return the name of the file that describes the version in a folder."""
     return DELTA_FILE if is_delta(folder) else CONFIG_FILE
 
 
 def files_of(version: Version) -> Mapping[str, FileChecksum]:
-    """Return what a version lists: all of its files but the description itself."""
+    """Return what a version lists: all of its files but the description."""
     return read_config(version.folder).files if version.delta is None else version.delta.files
 
 
@@ -161,9 +159,8 @@ def _parse_delta(folder: Path, body: dict[str, Any]) -> DeltaConfig:
     try:
         fields_by_name = {part.name: body[part.name] for part in fields(DeltaConfig)}
         delta: DeltaConfig = parse_typed(DeltaConfig, fields_by_name, "delta")
-        if MODEL_FILE not in parse_entries(
-            fields_by_name["files"]
-        ):  # all of which are below the folder
+        # parse_entries refuses names that lead out of the folder.
+        if MODEL_FILE not in parse_entries(fields_by_name["files"]):
             raise ValueError(f"it lists no file {MODEL_FILE}")
     except (LookupError, ValueError, TypeError) as error:
         raise GMetaError(
@@ -178,9 +175,9 @@ def parse_checked(
     kind: str,
     remedy: str = "Bring the file back from a copy, or make it anew",
 ) -> dict[str, Any]:
-    """Return the object that metaio's `write_checked_json` wrote into the file `name` of this
-    kind, its checksum included."""
+    """Return the object in a file that `write_checked_json` wrote, its checksum compared."""
     try:
         return parse_checked_json(content, name, kind, remedy)
     except FormatError as error:
+        # metaio's errors are another tree: who uses a channel catches GMetaError.
         raise GMetaError(str(error)) from error

@@ -1,8 +1,7 @@
-"""A channel at a URL: published there as it stands here, and brought from there to where it serves.
+"""A channel at a URL: published there from a folder, and downloaded to where it serves.
 
-A version's description goes up last and the pointer behind all versions, so that a reader who
-verifies what it brought has the version before or the new one, wherever a writer was stopped.
-"""
+A version's description goes up last and current.json after all versions, so that a reader finds the
+version before or the new one, wherever a writer was stopped."""
 
 import shutil
 from pathlib import Path
@@ -43,8 +42,7 @@ from metaio.format.storage import find_file_system, is_local
 
 
 def channel_at(place: str | Path, cache: Path | None = None) -> Channel:
-    """Return the channel at a path; of one at a URL a copy in `cache` (default: cache_folder()),
-    with the version that it serves now and what that builds on, every file checked."""
+    """Return the channel at a path, or a copy in `cache` of what one at a URL serves now."""
     if not is_url(place):
         return Channel(place)
     url = str(place).rstrip("/")
@@ -53,16 +51,17 @@ def channel_at(place: str | Path, cache: Path | None = None) -> Channel:
         content, current = read_current_file(url)
         with translate_access_errors(url):
             chain = _remote_chain(url, current)
+            # The base first: a download that is stopped leaves a chain without holes.
             for parent, name, described in reversed(chain):
                 _download_version(url, copy, parent, name, described)
+        # After the versions, before the old ones go: the copy can be served at each moment.
         write_atomically(copy.root / CURRENT_FILE, content)
         remove_others(copy, [parent.number for parent, _, _ in chain])
     return copy
 
 
 def publish(channel: Channel, url: str) -> list[int]:
-    """Copy what a channel holds to a URL: versions that are not there yet, then the pointer; remove
-    there what the channel has no longer. Return the numbers of the versions that were copied."""
+    """Copy a channel to a URL, and remove there what it has no longer; return what was copied."""
     url = url.rstrip("/")
     fs, root = find_file_system(url)
     with channel.lock_for_change() as current, translate_access_errors(url):
@@ -73,27 +72,27 @@ def publish(channel: Channel, url: str) -> list[int]:
             )
 
         def remove(name: str) -> None:
+            # The description is removed first: half a version must not be readable.
             last = DELTA_FILE if DELTA_FILE in remote_sizes[name] else CONFIG_FILE
             remove_folder(fs, f"{root}/{VERSIONS}/{name}", last)
 
+        # fsspec keeps listings of earlier calls, which another writer may have outdated.
         fs.invalidate_cache()
-        # Versions without a pointer to them may be anybody's: they are replaced.
-        is_own, remote_sizes = (
-            _is_same_channel(channel, url),
-            _remote_sizes(fs, f"{root}/{VERSIONS}"),
-        )
+        # Versions without a current.json may be another channel's: they are replaced.
+        is_own = _is_same_channel(channel, url)
+        remote_sizes = _remote_sizes(fs, f"{root}/{VERSIONS}")
         copied = []
         for number in channel.numbers():
             folder = channel.folder_of(number)
             sizes, remote_files = _local_sizes(folder), remote_sizes.get(folder.name, {})
+            # Sizes show an upload that was cut short; otherwise a version never changes.
             if not is_own or remote_files != sizes:
                 # Old files must not stay beside the new ones: a delta.json would be read in place
-                # of config.json. On a disk the whole folder is swapped.
+                # of config.json. On a disk the folder is swapped as one.
                 if not is_local(fs) and not remote_files.keys() <= sizes.keys():
                     remove(folder.name)
-                upload_folder(
-                    fs, folder, f"{root}/{VERSIONS}/{folder.name}", description_of(folder)
-                )
+                target = f"{root}/{VERSIONS}/{folder.name}"
+                upload_folder(fs, folder, target, description_of(folder))
                 copied.append(number)
         upload_file(fs, channel.root / PROMOTIONS, f"{root}/{PROMOTIONS}")
         if is_local(fs):  # elsewhere an object appears whole
@@ -102,14 +101,14 @@ def publish(channel: Channel, url: str) -> list[int]:
             fs.put_file(str(channel.root / CURRENT_FILE), f"{root}/{CURRENT_FILE}")
         if is_own:
             kept = {channel.folder_of(number).name for number in channel.numbers()}
+            # After current.json: until then readers may be sent to a version that goes now.
             for name in set(remote_sizes) - kept:
                 remove(name)
     return copied
 
 
 def _remote_chain(url: str, current: CurrentVersion) -> list[tuple[ParentVersion, str, bytes]]:
-    """Return the version that is served and those that it builds on, newest first, each with the
-    name and the content of its description."""
+    """Return the served version and those below it, newest first, with their descriptions."""
     versions, next_parent = [], current.parent
     while True:
         name, content = _description(url, next_parent.number)
@@ -120,6 +119,7 @@ def _remote_chain(url: str, current: CurrentVersion) -> list[tuple[ParentVersion
         else:
             body = parse_checked(content, where, DELTA_FORMAT)
             checksum, parent = body["checksum"], ParentVersion(**body["parent"])
+        # The names come from current.json and from deltas; the content must be what they name.
         if checksum != next_parent.checksum:
             raise GMetaError(
                 f"{where} is of version {ParentVersion(next_parent.number, checksum).name}, but "
@@ -154,8 +154,10 @@ def _download_version(
     except GMetaError:
         pass  # it is brought anew
     fs, there = find_file_system(f"{url}/{VERSIONS}/{target.name}")
+    # What is there is damaged, or of another version of this number.
     shutil.rmtree(target, ignore_errors=True)
     with open_atomic_folder(target) as partial:
+        # The bytes that were checked against the chain, not those that may be there by now.
         (partial / name).write_bytes(description)
         version = read_version(partial, wanted.number)
         for file in files_of(version):
@@ -171,19 +173,18 @@ def _download_version(
 
 
 def _is_same_channel(channel: Channel, url: str) -> bool:
-    """Return whether the pointer at a URL names a version of this channel; False where there is no
-    pointer, or a torn one. Raise UserError where it names a version of another."""
+    """Return whether current.json at a URL names a version of this channel."""
     try:
         _, there = read_current_file(url)
     except UserError:
         return False
     except GMetaError as error:
+        # A torn current.json: publishing writes it anew.
         if isinstance(error.__cause__, MetaIOError):
             return False
         raise
-    if (there.number, there.checksum) in [
-        (entry.get("number"), entry.get("checksum")) for entry in channel.promotions()
-    ]:
+    logged = [(entry.get("number"), entry.get("checksum")) for entry in channel.promotions()]
+    if (there.number, there.checksum) in logged:
         return True
     raise UserError(
         f"{url} holds another channel, which serves version {there.parent.name}: "
@@ -192,7 +193,6 @@ def _is_same_channel(channel: Channel, url: str) -> bool:
 
 
 def _remote_sizes(fs: Any, versions: str) -> dict[str, dict[str, int]]:
-    """Return the bytes of each file of each version at a URL."""
     try:
         listed = fs.find(versions, detail=True)
     except FileNotFoundError:

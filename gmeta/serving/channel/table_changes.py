@@ -1,9 +1,6 @@
-"""Which rows of a table's file differ between two versions, and those rows put over the old ones.
+"""Which rows of a table's file differ between two versions, and those rows put over the old.
 
-Rows are compared as they are stored, byte by byte: what a server fetches is what is compared.
-
-Shape suffix: R rows of tables.
-"""
+Shape suffix: R rows of tables"""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -29,10 +26,10 @@ _GAP_TYPES = (np.uint8, np.uint16, np.uint32, np.uint64)
 
 
 def write_changed_rows(old: Path | None, new: Path, out: Path) -> int:
-    """Write the rows of the table file `new` that differ from those of `old`, and return their
-    number; no file where none differ. Without `old`, or where it holds other tensors, all rows."""
+    """Write the rows of the table file `new` that differ from those of `old`; return how many."""
     after = read_tensors(new)
     before = {} if old is None else read_tensors(old)
+    # Of another format or width, no row is comparable: all are written.
     if not _is_stored_alike(before, after):
         before = {name: tensor[:0] for name, tensor in after.items()}
     changed = _find_changed_rows(before, after)
@@ -49,15 +46,16 @@ def write_changed_rows(old: Path | None, new: Path, out: Path) -> int:
 def materialize_table(
     base: Path, changes: Sequence[Path], out: Path, table: str, num_rows: int
 ) -> None:
-    """Write the table file of the last version: the rows of the full one with those of each delta
-    over them, in their order."""
+    """Write the table file of the last version: the full one's rows with each delta's over them."""
     tensors: dict[str, Tensor] = {}
     for name, stored in read_tensors(base).items():
+        # Rows beyond the base's come with the deltas.
         tensors[name] = stored.new_empty((num_rows, *stored.shape[1:]))
         tensors[name][: len(stored)] = stored[:num_rows]
     for change in changes:
         try:
             rows = load_arrays(change)
+            # Gaps are stored in the narrowest type, in which their sum would overflow.
             ids = torch.from_numpy(np.cumsum(rows.pop(_GAPS).astype(np.int64)))
             if rows.keys() != tensors.keys():
                 raise KeyError(", ".join(rows))
@@ -74,7 +72,6 @@ def materialize_table(
 
 
 def _find_changed_rows(before: Mapping[str, Tensor], after: Mapping[str, Tensor]) -> Int64:
-    """Return the ids of rows that differ in a byte, or are new; ascending."""
     num_rows = len(next(iter(after.values())))
     kept = min(num_rows, len(next(iter(before.values()))))
     parts = [np.arange(kept, num_rows, dtype=np.int64)]
@@ -85,11 +82,12 @@ def _find_changed_rows(before: Mapping[str, Tensor], after: Mapping[str, Tensor]
             was, now = (_bytes(each[first:stop]) for each in (before[name], tensor))
             differs_R |= (was != now).any(axis=1)
         parts.append(first + np.flatnonzero(differs_R))
+    # Ascending: the file holds the gaps between ids.
     return np.sort(np.concatenate(parts))
 
 
 def _bytes(rows: Tensor) -> npt.NDArray[np.uint8]:
-    """Return the bytes of each row, as a row. NaN differs from itself, its bytes do not."""
+    # NaN differs from itself, its bytes do not.
     return rows.numpy().reshape(len(rows), -1).view(np.uint8)
 
 
@@ -101,10 +99,5 @@ def _gaps(changed: Int64) -> npt.NDArray[np.unsignedinteger]:
 
 
 def _is_stored_alike(before: Mapping[str, Tensor], after: Mapping[str, Tensor]) -> bool:
-    """Return whether rows of both are stored the same way."""
-
-    was, now = (
-        {name: (each.dtype, each.shape[1:]) for name, each in one.items()}
-        for one in (before, after)
-    )
-    return was == now
+    was = {name: (tensor.dtype, tensor.shape[1:]) for name, tensor in before.items()}
+    return was == {name: (tensor.dtype, tensor.shape[1:]) for name, tensor in after.items()}

@@ -1,6 +1,4 @@
-"""The folder in which versions of channels are brought and made whole, once a machine: processes
-that serve share it.
-"""
+"""The folder in which versions of channels are brought and made full, once a machine."""
 
 import fcntl
 import os
@@ -15,7 +13,7 @@ CACHE_VARIABLE = "GMETA_CACHE"
 
 
 def cache_folder() -> Path:
-    """Return where versions are made whole: GMETA_CACHE, or a folder of the user's own cache."""
+    """Return the cache: the folder GMETA_CACHE, or gmeta's in the user's own cache."""
     named_folder = os.environ.get(CACHE_VARIABLE)
     if named_folder:
         return Path(named_folder)
@@ -24,8 +22,7 @@ def cache_folder() -> Path:
 
 @contextmanager
 def lock_folder(folder: Path) -> Iterator[Path]:
-    """Wait until no other process works in a folder of the cache, making it if need be, and yield
-    it."""
+    """Make a folder of the cache if need be, and yield it once no other process works in it."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
         lock = (folder / ".cache.lock").open("a")
@@ -36,8 +33,10 @@ def lock_folder(folder: Path) -> Iterator[Path]:
         ) from error
     with lock:
         try:
+            # The kernel releases it with the process: one that is killed locks nobody out.
             fcntl.flock(lock, fcntl.LOCK_EX)
         except OSError as error:
+            # Some network file systems have no locks: there each process does the work again.
             if error.errno not in WITHOUT_LOCKS:
                 raise
         yield folder

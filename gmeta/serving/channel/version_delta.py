@@ -1,7 +1,6 @@
-"""A delta: the rows whose stored bytes differ from the parent version's, all layers, and values of
-vocabularies that were added, changed or freed. A chain over its base is the full export again, and
-is checked against that export's checksums.
-"""
+"""A delta: rows whose stored bytes differ from the parent version's, layers, changed values.
+
+A chain over its base is the full export again, and is checked against that export's checksums."""
 
 import shutil
 from collections.abc import Sequence
@@ -43,8 +42,7 @@ _VOCABULARY = "vocabulary/"
 
 
 def write_delta(old: Path, parent: ParentVersion, new: Path, out: Path) -> DeltaConfig:
-    """Write into the empty folder `out` what changed from the exported folder `old`, which is
-    version `parent` made whole, to `new`."""
+    """Write into the empty folder `out` what changed from `old`, which is version `parent`."""
     before, after = read_config(old), read_config(new)
     # Matched by name: a column that was added shifts the numbers of the files.
     places = {table.name: index for index, table in enumerate(before.features.tables)}
@@ -52,7 +50,7 @@ def write_delta(old: Path, parent: ParentVersion, new: Path, out: Path) -> Delta
     for index, table in enumerate(after.features.tables):
         file = table_file(index)
         place = places.get(table.name)
-        # A table that is new goes up whole.
+        # Without a source all rows of the table are written.
         source = None if place is None else old / table_file(place)
         num_changed = write_changed_rows(source, new / file, out / file)
         touched[table.name] = ChangedRows(num_changed, table.num_rows)
@@ -63,7 +61,7 @@ def write_delta(old: Path, parent: ParentVersion, new: Path, out: Path) -> Delta
         old_values = read_vocabulary(known) if known.is_file() else None
         write_changed_values(old_values, values, out / vocabulary_file(name))
         vocabularies[name] = checksum_of(values)
-    # Layers change at every step: whole, they are a few hundred kilobytes.
+    # Layers change at every step, and take a few hundred kilobytes.
     for name in _unchunked_files(after):
         shutil.copyfile(new / name, out / name)
     shutil.copyfile(new / CONFIG_FILE, out / MODEL_FILE)
@@ -76,9 +74,9 @@ def write_delta(old: Path, parent: ParentVersion, new: Path, out: Path) -> Delta
 
 
 def materialize_model(base: Path, deltas: Sequence[Version], out: Path) -> None:
-    """Write into the empty folder `out` the model that a chain leads to: the exported folder
-    `base`, then each delta, oldest first."""
+    """Write into the empty folder `out` the model of `base` with each delta over it."""
     for delta in deltas:
+        # Before any of it is used, so that an error names the delta that is damaged.
         check_version(delta)
     newest = deltas[-1]
     # Layers are the newest's alone; rows and values come from every step of the chain.
@@ -100,6 +98,7 @@ def materialize_model(base: Path, deltas: Sequence[Version], out: Path) -> None:
     for file, entry in files.items():
         if not (out / file).is_file() or describe_file(out / file) != entry:
             raise _altered_error(newest, file)
+    # Copied where it can be: the hash of its bytes is what names the model.
     if files == config.files:
         shutil.copyfile(newest.folder / MODEL_FILE, out / CONFIG_FILE)
     else:
@@ -109,16 +108,12 @@ def materialize_model(base: Path, deltas: Sequence[Version], out: Path) -> None:
 def _write_tables(
     base: Path, start: ExportedConfig, deltas: Sequence[Version], config: ExportedConfig, out: Path
 ) -> None:
-    """Write the table files of the newest version; each table is found by its name, wherever it
-    stands in a version."""
     steps = [(one, model_config(one)) for one in deltas]
     for index, table in enumerate(config.features.tables):
+        # By name: the number of a table's file differs where a column was added.
         known = _table_file_of(base, start, table.name)
-        changes = [
-            path
-            for path in (_table_file_of(one.folder, each, table.name) for one, each in steps)
-            if path
-        ]
+        files = (_table_file_of(one.folder, each, table.name) for one, each in steps)
+        changes = [file for file in files if file is not None]
         if known is None:
             raise GMetaError(
                 f"version {deltas[-1].name} has table {table.name}, which its base {base} lacks. "
@@ -128,7 +123,6 @@ def _write_tables(
 
 
 def _table_file_of(folder: Path, config: ExportedConfig, table: str) -> Path | None:
-    """Return the file of a table in a version, if it has one."""
     names = [each.name for each in config.features.tables]
     path = folder / table_file(names.index(table)) if table in names else None
     return path if path is not None and path.is_file() else None
@@ -142,12 +136,11 @@ def _altered_error(version: Version, file: str) -> GMetaError:
 
 
 def _unchunked_files(config: ExportedConfig) -> list[str]:
-    """Return what a delta holds whole: the layers, and any file but tables and vocabularies."""
+    """Return what a delta holds in full: layers, and any file but tables and vocabularies."""
     tables = {table_file(index) for index in range(len(config.features.tables))}
     return [name for name in config.files if name not in tables and _VOCABULARY not in name]
 
 
 def _vocabularies(config: ExportedConfig) -> list[str]:
-    """Return the tables that have a vocabulary."""
     files = [name for name in config.files if name.startswith(_VOCABULARY)]
     return [name.removeprefix(_VOCABULARY).removesuffix(".parquet") for name in files]

@@ -1,4 +1,4 @@
-"""A new model packed for a channel: as a delta over what it serves, or whole where that is less."""
+"""A new model packed for a channel: as a delta over what it serves, or full where that is less."""
 
 import logging
 from pathlib import Path
@@ -20,19 +20,15 @@ _log = logging.getLogger(__name__)
 def pack(
     channel: Channel, model: Path, out: Path, overwrite: bool, max_chain: int = MAX_CHAIN
 ) -> tuple[Version, str]:
-    """Make a version at `out` from the exported folder `model`: a delta over what the channel
-    serves where that is possible, else `model` itself. Return the version, and why it is whole (""
-    of a delta)."""
+    """Make a version at `out` from the export `model`; return it and why it is full ("" if not)."""
     current = channel.current()
     if current is None:
         return _pack_full(model, out, overwrite, "the channel has no version yet")
     try:
-        # Every file is checked: rows beside a damaged one would not be in the delta, and no server
-        # could make that whole.
-        chain, champion_folder = (
-            channel.chain(current.number),
-            materialize_version(channel, current.number),
-        )
+        # Every file is checked: a delta over a damaged one would lack its rows, and no server could
+        # make the model of it.
+        chain = channel.chain(current.number)
+        champion_folder = materialize_version(channel, current.number)
     except UserError:
         raise
     except GMetaError as error:
@@ -51,12 +47,14 @@ def pack(
     if chain.delta_bytes + version.num_bytes > int(MAX_SHARE * version.full_bytes):
         why = f"the deltas over version {chain.base.number} are half of it"
         return _pack_full(model, out, True, why)
+    # The next pack compares with this model: it must not be made from its chain again.
     keep_materialized(channel, version.checksum, model)
     return version, ""
 
 
 def _pack_full(model: Path, out: Path, overwrite: bool, why: str) -> tuple[Version, str]:
     with new_folder(out, overwrite) as partial:
+        # The caller's export itself: a copy would take its size on the disk twice.
         partial.rmdir()
         model.rename(partial)
     return read_version(out), why

@@ -10,8 +10,7 @@ _GOING = ".{}.removed"
 
 
 def kept_versions(channel: Channel, keep: int) -> set[int]:
-    """Return the versions that stay when `keep` are kept: the newest ones, the one that is served,
-    and the one that a rollback goes back to."""
+    """Return the newest `keep` versions, the one that serves, and the target of a rollback."""
     current = channel.current()
     wanted = {*channel.numbers()[-keep:], channel.version_before(current)}
     wanted |= {current.number} if current is not None else set()
@@ -19,8 +18,7 @@ def kept_versions(channel: Channel, keep: int) -> set[int]:
 
 
 def prune(channel: Channel, keep: int) -> list[int]:
-    """Remove all versions of a channel but `kept_versions` and those that they build on; return
-    what was removed, newest first."""
+    """Remove versions but `kept_versions` and what these build on; return them, newest first."""
     with channel.lock_for_change():
         stay: set[int] = set()
         for number in kept_versions(channel, keep):
@@ -31,7 +29,7 @@ def prune(channel: Channel, keep: int) -> list[int]:
 
 def remove_others(channel: Channel, stay: Collection[int]) -> list[int]:
     """Remove all versions but these; return what was removed, newest first."""
-    # From the newest: killed half-way, no version is left without what it builds on.
+    # From the newest: killed midway, no version is left without what it builds on.
     gone = [number for number in reversed(channel.numbers()) if number not in stay]
     folder = channel.root / VERSIONS
     for number in gone:
@@ -41,5 +39,6 @@ def remove_others(channel: Channel, stay: Collection[int]) -> list[int]:
     if gone:
         flush_to_disk([folder])
     for path in folder.glob(_GOING.format("*")):  # also what a killed process left
+        # What cannot be removed now goes with the next removal.
         shutil.rmtree(path, ignore_errors=True)
     return gone

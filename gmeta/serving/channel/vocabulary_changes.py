@@ -1,7 +1,4 @@
-"""Which values of a vocabulary were added, changed or freed, and a vocabulary made whole again.
-
-Checksums are of the values: the same ones are other bytes of Parquet in another release of Arrow.
-"""
+"""Values of a vocabulary that were added, changed or freed, and a vocabulary made full again."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -19,16 +16,17 @@ _LENGTH = b"num_values"  # of the vocabulary that a delta leads to
 
 
 def checksum_of(values: pa.Array) -> str:
-    """Return the checksum of the values and of their type, whatever file they are in."""
+    """Return the checksum of the values and of their type."""
+    # Not of the file: another release of Arrow writes the same values in other bytes.
     digest = xxhash.xxh3_64(f"{values.type} {len(values)} ".encode())
+    # Nulls apart from values: a freed row and an empty text are not the same.
     digest.update(np.packbits(values.is_valid().to_numpy(zero_copy_only=False)).tobytes())
     if pa.types.is_integer(values.type):
         digest.update(pc.fill_null(values, 0).to_numpy().tobytes())
         return digest.hexdigest()
     words = pc.fill_null(values.cast(pa.large_string()), "")
     lengths = pc.binary_length(words).to_numpy()
-    _, offsets, data = pa.concat_arrays([words]).buffers()  # buffers from 0 on, even of a slice
-    del offsets
+    data = pa.concat_arrays([words]).buffers()[2]  # joined: buffers from 0 on, even of a slice
     digest.update(lengths.tobytes())
     digest.update(memoryview(data)[: int(lengths.sum())] if data is not None else b"")
     return digest.hexdigest()
@@ -39,6 +37,7 @@ def write_changed_values(old: pa.Array | None, new: pa.Array, out: Path) -> None
     if old is not None and old.equals(new):
         return
     rows = np.arange(len(new))
+    # Values of another type all count as changed.
     if old is not None and old.type == new.type:
         kept = min(len(old), len(new))
         old_value, now = old.slice(0, kept), new.slice(0, kept)
@@ -55,8 +54,7 @@ def write_changed_values(old: pa.Array | None, new: pa.Array, out: Path) -> None
 
 
 def materialize_values(base: Path | None, changes: Sequence[Path]) -> pa.Array:
-    """Return the values of the last version: those of the full one, then each delta's over them.
-    Raises GMetaError: the files do not fit each other."""
+    """Return the values of the last version. Raise GMetaError: the files do not fit each other."""
     values = None if base is None else read_vocabulary(base)
     for change in changes:
         table = _read_changes(change)
@@ -64,6 +62,7 @@ def materialize_values(base: Path | None, changes: Sequence[Path]) -> pa.Array:
             rows, changed = table["row"].to_numpy(), table["value"].combine_chunks()
             length = int(table.schema.metadata[_LENGTH])
             old = changed.slice(0, 0) if values is None else values
+            # The delta holds all values then; the old ones cannot stand beside them.
             if old.type != changed.type:
                 old = old.slice(0, 0).cast(changed.type)
             # The changed values stand after the old ones, and each row takes its own of all these.

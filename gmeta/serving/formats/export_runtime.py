@@ -56,8 +56,7 @@ def export_for(
     step: int | None = None,
     overwrite: bool = False,
 ) -> RuntimeExport:
-    """Write a run's checkpoint, or an exported model, for another runtime to the folder `out`,
-    which appears whole or not at all."""
+    """Write a run's checkpoint, or an exported model, for another runtime to the folder `out`."""
     was_exported = is_export(source)
     if was_exported and (table_format, step) != (None, None):
         raise UserError(
@@ -68,6 +67,7 @@ def export_for(
         check_onnx()
     is_triton = runtime == "triton"
     with new_folder(out, overwrite, _REPOSITORY if is_triton else _PROGRAM) as partial:
+        # Beside a program the model is removed again: nothing of it is needed to run one.
         model = partial / MODEL_FOLDER if is_triton else partial / ".model"
         if not was_exported:
             export_run(source, model, table_format or "float32", step)
@@ -75,6 +75,7 @@ def export_for(
             _copy(source, model)
         else:
             model = source
+        # What this process has just exported need not be read twice.
         served = load(model, verify=was_exported)
         left_out = ""
         if is_triton:
@@ -101,6 +102,7 @@ def _write_program(served: ServedModel, model: Path, folder: Path, runtime: Runt
         except GMetaError as error:  # said, not silent: the other program is whole
             left_out = f"without {ADAPTED_FILE}: {error}"
     write_inputs(folder, served.config, programs)
+    # inputs.json refers to them: readers in other languages encode raw columns themselves.
     copy_folder(model / "vocabulary", folder / "vocabulary")
     return left_out
 
@@ -113,7 +115,7 @@ def _save(program: torch.export.ExportedProgram, path: Path) -> None:
 
 
 def _copy(model: Path, folder: Path) -> None:
-    """Copy the files that the model's config lists, and no others."""
+    # Only what the config lists: other files in the folder are not the model's.
     for name in (CONFIG_FILE, *read_config(model).files):
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         shutil.copyfile(model / name, folder / name)

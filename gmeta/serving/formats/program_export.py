@@ -1,9 +1,7 @@
-"""Programs of torch.export and ONNX: made from an exported model, and held against it before
-anybody gets them.
+"""Programs of torch.export and ONNX: made from an exported model, and compared with it.
 
 Shape suffixes: N rows, S support rows, H longest list or task, F single-id or pooled features, M
-multi-id features, K dense columns, D embedding width.
-"""
+multi-id features, K dense columns, D embedding width"""
 
 import logging
 import warnings
@@ -52,14 +50,15 @@ Shapes = dict[str, list[int | str]]
 
 
 def export_forward(served: ServedModel) -> ExportedProgram:
-    """Return the predictions without adaptation as a program of one dict: `ids`, `dense`, `lists`
-    and `list_lengths` as UnadaptedForward says, of any number of rows. Raises GMetaError: torch
-    cannot export the model, or what it made predicts something else."""
+    """Return the predictions without adaptation as a program of one dict of inputs.
+
+    Raises GMetaError: torch cannot export the model, or what it made predicts something else."""
     what = "predictions without adaptation"
     example, _ = draw_rows(served, *_ALONE)
     with _translate_errors(what):
         program = _export_program(UnadaptedForward(served).eval(), example)
     compute = program.module()
+    # The second was not recorded: a size that became a constant of the program shows there.
     for num_rows, longest in (_ALONE, _FEWEST):
         example, rows = draw_rows(served, num_rows, longest)
         expected = served.predict_encoded([served.unadapted], rows, [num_rows])
@@ -68,10 +67,9 @@ def export_forward(served: ServedModel) -> ExportedProgram:
 
 
 def export_adapted(served: ServedModel) -> ExportedProgram:
-    """Return adaptation to one task and the predictions of its query rows as a program of one dict:
-    the same names behind `support.` and `query.`, and `support.label` [S]. Raises UserError: the
-    model sees statistics of support rows, which are not made of tensors. Raises GMetaError: torch
-    cannot export the model, or what it made predicts something else."""
+    """Return adaptation to one task and the predictions of its query rows as a program.
+
+    Raises UserError for a model with statistics of support rows, and as export_forward does."""
     if served.learner.statistics.width:
         raise UserError(
             "adaptation cannot become a program of torch: support_features are counted from the "
@@ -95,8 +93,7 @@ def export_adapted(served: ServedModel) -> ExportedProgram:
 
 
 def write_onnx(served: ServedModel, path: Path) -> None:
-    """Write the predictions without adaptation as an ONNX model, with the tables inside; from 2 GiB
-    on, the most that such a file holds, its weights go to a file `PATH.data` beside it."""
+    """Write the predictions without adaptation as an ONNX model, with the tables inside."""
     program = export_forward(served)
     example, _ = draw_rows(served, *_ALONE)
     with _translate_errors("an ONNX model"):
@@ -113,6 +110,7 @@ def write_onnx(served: ServedModel, path: Path) -> None:
         assert made is not None  # it is for dynamo=True
         for node in made.model.graph:
             node.metadata_props.clear()  # where in which file of this machine each comes from
+        # From 2 GiB on, the most that such a file holds, weights go to `PATH.data` beside it.
         made.save(path)
 
 
@@ -127,8 +125,7 @@ def check_onnx() -> None:
 
 
 def forward_shapes(served: ServedModel) -> Shapes:
-    """Return the shape of each input of the predictions without adaptation, with a name for each
-    dimension that may be of any size from 1 on."""
+    """Return the shape of each input of the predictions without adaptation."""
     return name_shapes(draw_rows(served, *_ALONE)[0])
 
 
@@ -138,8 +135,8 @@ def adapted_shapes(served: ServedModel) -> Shapes:
 
 
 def adapting_sizes(features: Features) -> tuple[tuple[int, int], tuple[int, int]]:
-    """Return rows and longest list of both sides of an example: no two are equal, and none is a
-    number of columns, as recording takes all sizes that are equal for one and the same."""
+    """Return rows and longest list of both sides of an example."""
+    # No two are equal, and none is a number of columns: recording takes equal sizes for one.
     columns = len(features.single), len(features.multi), len(features.dense), features.num_labels
     free = (size for size in count(3) if size not in columns)
     query_longest, support_longest, support_rows, query_rows = islice(free, 4)
@@ -149,15 +146,13 @@ def adapting_sizes(features: Features) -> tuple[tuple[int, int], tuple[int, int]
 def _draw_both_sides(
     served: ServedModel, support_size: tuple[int, int], query_size: tuple[int, int]
 ) -> tuple[Example, EncodedColumns, EncodedColumns]:
-    """Return inputs of both sides, and the rows of each."""
     support, support_rows = draw_rows(served, *support_size, side=SUPPORT)
     query, query_rows = draw_rows(served, *query_size, side=QUERY)
     return {**support, **select_labels(support_rows), **query}, support_rows, query_rows
 
 
 def select_labels(support: EncodedColumns) -> Example:
-    """Return the labels of support rows, and their weights if they have some, as a program takes
-    them."""
+    """Return the labels of support rows, and weights if they have some, as programs take them."""
     labels = {SUPPORT + LABEL: torch.from_numpy(support.label_N)}
     if support.weight_NW.shape[1]:
         labels[SUPPORT + WEIGHT] = torch.from_numpy(support.weight_NW[:, 0])
@@ -167,17 +162,16 @@ def select_labels(support: EncodedColumns) -> Example:
 def draw_rows(
     served: ServedModel, num_rows: int, longest: int, side: str = "", seed: int = 0
 ) -> tuple[Example, EncodedColumns]:
-    """Return drawn rows of one task as a program takes them, and as the model does. The first row's
-    lists are the longest; padding holds ids that count for nothing."""
+    """Return drawn rows of one task as a program takes them, and as the model does."""
     features, rng = served.config.features, np.random.default_rng(seed + len(side))
     sizes = {table.name: table.num_rows for table in features.tables}
     shape = num_rows, len(features.multi), longest
-    ids_NF = rng.integers(
-        0, [sizes[c.table] for c in features.single], (num_rows, len(features.single))
-    )
+    rows_F = [sizes[c.table] for c in features.single]
+    ids_NF = rng.integers(0, rows_F, (num_rows, len(rows_F)))
     rows_M1 = np.array([[sizes[c.table]] for c in features.multi], np.int64).reshape(-1, 1)
     ids_NMH = rng.integers(0, np.broadcast_to(rows_M1, shape))
     lengths_NM = rng.integers(0, longest + 1, shape[:2])
+    # The first row's lists fill the padded width.
     lengths_NM[0] = longest
     dense_NK = rng.standard_normal((num_rows, len(features.dense))).astype(np.float32)
     label_N = rng.integers(0, 2, labels_shape(features, num_rows)).astype(np.float32)
@@ -206,21 +200,18 @@ def draw_rows(
 
 def name_shapes(example: Mapping[str, Tensor]) -> Shapes:
     """Return the shape of each input, with a name for each dimension that may be of any size."""
-    return {name: list(_name_dims(name, value)) for name, value in example.items()}
-
-
-def _name_dims(name: str, value: Tensor) -> list[int | str]:
-    side = name.rpartition(".")[0]
-    prefix = f"{side}_" if side else ""
-    dims: list[int | str] = [f"{prefix}rows", *value.shape[1:]]
-    if name.endswith(LISTS):
-        dims[2] = f"{prefix}longest"
-    return dims
+    shapes: Shapes = {}
+    for name, value in example.items():
+        side = name.rpartition(".")[0]
+        prefix = f"{side}_" if side else ""
+        shapes[name] = [f"{prefix}rows", *value.shape[1:]]
+        if name.endswith(LISTS):
+            shapes[name][2] = f"{prefix}longest"
+    return shapes
 
 
 def _dynamic_dims(example: Example) -> dict[str, dict[int, str]]:
-    """Return the names of the dimensions that may be of any size, for each input, by their
-    place."""
+    """Return the place and the name of each input's dimensions that may be of any size."""
     return {
         name: {place: dim for place, dim in enumerate(shape) if isinstance(dim, str)}
         for name, shape in name_shapes(example).items()
@@ -241,11 +232,12 @@ def _export_program(module: nn.Module, example: Example) -> ExportedProgram:
 
 @contextmanager
 def _translate_errors(what: str) -> Iterator[None]:
-    """Raise what torch cannot export as one line; its own warnings are for those who write it."""
+    """Raise what torch cannot export as one line, without torch's own warnings."""
     try:
         with warnings.catch_warnings(), _silence_loggers():
             warnings.simplefilter("ignore")
             yield
+    # One line already, or the disk's own trouble.
     except (UserError, GMetaError, OSError):
         raise
     except (RuntimeError, TypeError, ValueError, AttributeError, LookupError) as raised:
@@ -271,9 +263,9 @@ def _silence_loggers() -> Iterator[None]:
 
 
 def _check(found_N: Tensor, expected_N: Tensor, what: str) -> None:
-    """Raise GMetaError unless a program predicts what the model does."""
     difference = float((found_N - expected_N).abs().max())
     scale = max(1.0, float(expected_N.abs().max()))
+    # "Not at most", as NaN must fail too.
     if not difference <= TOLERANCE * scale:
         raise GMetaError(
             f"the program's {what} differ from the model's by {difference:g}; at most "

@@ -19,22 +19,18 @@ _UNKNOWN_ROW = 0
 
 
 def write_inputs(folder: Path, config: ExportedConfig, programs: dict[str, Any]) -> None:
-    """Write inputs.json: the `programs` with the shapes of their inputs, and the columns of each
-    input in order."""
+    """Write inputs.json: the `programs` and the columns of each input in order."""
     body = {
         "format": FORMAT_NAME,
         "version": FORMAT_VERSION,
         "programs": programs,
-        "output": {
-            "name": OUTPUT,
-            "datatype": "FP32",
-            **_describe_predictions(config),
-        },
+        "output": {"name": OUTPUT, "datatype": "FP32", **_describe_predictions(config)},
         "inputs": _describe_columns(config),
         "task": config.columns.task,
         **_describe_labels(config),
         "source": config.source,
     }
+    # Python's NaN is no JSON, and other languages' parsers refuse it.
     text = json.dumps(body, indent=1, allow_nan=False)
     (folder / INPUTS_FILE).write_text(text + "\n", encoding="utf-8")
 
@@ -85,6 +81,7 @@ def _describe_dense(config: ExportedConfig) -> list[dict[str, Any]]:
     entries = []
     for rule in schema.dense:
         entry = {"name": rule.column, **asdict(rule)}
+        # `name` and the moments below say the same.
         del entry["column"], entry["standardise"]
         if rule.standardise:
             entry |= dict(zip(("mean", "deviation"), moments[rule.column], strict=True))
@@ -94,8 +91,7 @@ def _describe_dense(config: ExportedConfig) -> list[dict[str, Any]]:
 
 
 def _describe_labels(config: ExportedConfig) -> dict[str, Any]:
-    """Return what `label` is, or, if there are several or one that may not be known, each of
-    `labels`; and the column of the rows' `weight`, if they have one."""
+    """Return `label`, or each of `labels` if there are several, and `weight` if there is one."""
     weight = {"weight": {"name": config.features.weight}} if config.features.weight else {}
     schema = config.columns.schema
     if schema is None:

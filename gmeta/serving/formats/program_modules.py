@@ -1,11 +1,11 @@
-"""The model of an export as modules of padded tensors, which other runtimes can take over: one
-without adaptation, and one that adapts to a task and predicts its query rows: the engine's inner
-loop, recorded with its gradients, so that what runs it needs no autograd.
+"""The model of an export as modules of padded tensors, which other runtimes can take over.
+
+AdaptAndPredict is the engine's own inner loop, recorded with its gradients: no autograd is needed
+where it runs.
 
 Shape suffixes: T tasks, N rows, S support rows, Q query rows, H longest list or task, F single-id
 or pooled features, M multi-id features, V values, K dense columns, L labels, B tables, U unique
-ids, R rows of tables, D embedding width, P task-row pairs, O outputs, J parts of a gate.
-"""
+ids, R rows of tables, D embedding width, P task-row pairs, O outputs, J parts of a gate"""
 
 from collections.abc import Mapping
 from copy import deepcopy
@@ -34,9 +34,9 @@ SUPPORT, QUERY, LABEL, WEIGHT = "support.", "query.", "label", "weight"
 
 @dataclass(frozen=True)
 class PaddedInputs(RowInputs):
-    """Rows whose lists are padded to one length. A model that asks for the bags by `bags_NHD` and
-    the methods that pool them computes the same as from ragged ones; the ragged fields are empty.
-    """
+    """Rows whose lists are padded to one length; the ragged fields of RowInputs are empty.
+
+    A model that asks for its lists by `bags_NHD` and `pooled_NMD` computes the same from both."""
 
     values_NMHD: Tensor
     lengths_NM: Tensor
@@ -52,9 +52,8 @@ class PaddedInputs(RowInputs):
 
     def no_rows(self) -> "PaddedInputs":
         """Return the same columns without a row."""
-        return self.of(
-            self.single_NFD[:0], self.dense_NK[:0], self.values_NMHD[:0], self.lengths_NM[:0]
-        )
+        lists = self.values_NMHD[:0], self.lengths_NM[:0]
+        return self.of(self.single_NFD[:0], self.dense_NK[:0], *lists)
 
     def bags_NHD(self, feature: int) -> History:
         """Return one multi-id feature, unpooled."""
@@ -69,7 +68,6 @@ class PaddedInputs(RowInputs):
         return sums_NMD / self.lengths_NM.clamp(min=1).to(sums_NMD.dtype).unsqueeze(2)
 
     def _masked_values(self) -> tuple[Tensor, Tensor]:
-        """Return the values with zeros in place of padding, and which of them are there."""
         places_H = torch.arange(self.values_NMHD.shape[2], device=self.lengths_NM.device)
         there_NMH = places_H < self.lengths_NM.unsqueeze(2)
         return self.values_NMHD * there_NMH.to(self.values_NMHD.dtype).unsqueeze(3), there_NMH
@@ -83,14 +81,15 @@ class KeyedTables(nn.Module):
     first_B: Tensor
 
     def __init__(self, served: ServedModel) -> None:
-        """Join the tables in the format they are stored in, zeros behind the rows of narrower ones.
-        Where an IdGenerator adds to the rows of a table, they are 0."""
+        """Join the tables in the format they are stored in."""
         super().__init__()
         tables, generated = served.tables, served.learner.generated_table
         self.projections = served.learner.projections
         width = served.config.model.embedding_dim
+        # Zeros stand behind the rows of narrower tables.
         values = [pad_width_UD(table.values_RD, width) for table in tables]
         if generated >= 0:
+            # The generator makes these rows from ids; a program adds what it makes to 0.
             values[generated] = torch.zeros_like(values[generated])
         scales = [table.scale_R for table in tables if table.scale_R is not None]
         rows_B = torch.tensor([len(table) for table in values])
@@ -115,11 +114,7 @@ class KeyedTables(nn.Module):
 
 
 class ColumnKeys(nn.Module):
-    """From the ids of each column to keys, and what training rows say of them to dense columns.
-
-    A program cannot raise: where an id is of no row of its table, or a length of no list, the key
-    is the one behind all rows, at which every runtime fails when it looks the row up on a CPU.
-    """
+    """From the ids of each column to keys, and item statistics to dense columns."""
 
     first_F: Tensor
     first_M: Tensor
@@ -136,14 +131,15 @@ class ColumnKeys(nn.Module):
         self.register_buffer("first_M", first_B[[place[c.table] for c in features.multi]])
         self.register_buffer("size_F", sizes[[place[c.table] for c in features.single]])
         self.register_buffer("size_M", sizes[[place[c.table] for c in features.multi]])
+        # A program cannot raise. The key behind all rows stands for ids and lengths that are wrong:
+        # every runtime fails when it looks this row up on a CPU.
         self._no_key = int(sizes.sum())
         self.items = served.learner.items
 
     def forward(
         self, inputs: Mapping[str, Tensor], side: str = ""
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Return the keys of both kinds, the dense columns and the lengths of the lists; groups of
-        columns that the model does not have are of width 0."""
+        """Return keys of both kinds, dense columns and lengths; of width 0 where there are none."""
         ids_NF, dense_NK = inputs.get(side + IDS), inputs.get(side + DENSE)
         ids_NMH, lengths_NM = inputs.get(side + LISTS), inputs.get(side + LENGTHS)
         ids = next(each for each in (ids_NF, ids_NMH) if each is not None)
@@ -161,36 +157,33 @@ class ColumnKeys(nn.Module):
         are_rows_NMH = (ids_NMH >= 0) & (ids_NMH < self.size_M.unsqueeze(1))
         are_lists_NM = (lengths_NM >= 0) & (lengths_NM <= ids_NMH.shape[2])
         key_NF = torch.where(are_rows_NF, ids_NF + self.first_F, self._no_key)
-        key_NMH = torch.where(
-            are_rows_NMH & are_lists_NM.unsqueeze(2),
-            ids_NMH + self.first_M.unsqueeze(1),
-            self._no_key,
-        )
+        are_right_NMH = are_rows_NMH & are_lists_NM.unsqueeze(2)
+        key_NMH = torch.where(are_right_NMH, ids_NMH + self.first_M.unsqueeze(1), self._no_key)
         return key_NF, dense_NK, key_NMH, lengths_NM
 
 
 class UnadaptedForward(nn.Module):
-    """The model's predictions for rows of tasks of which nothing is known: those of
-    `ServedModel.predict`.
-
-    Gates that the model or an encoder makes of no support rows are the same for every task, so
-    they are multiplied into the layers; statistics of no support rows are 0.
-    """
+    """The predictions of `ServedModel.predict`, for tasks of which nothing is known."""
 
     def __init__(self, served: ServedModel) -> None:
         super().__init__()
         learner = served.learner
         self.columns = ColumnKeys(served)
         self.tables = KeyedTables(served)
+        # Gates made of no support rows are the same for every task, so layers can hold them.
+        # A copy, as the gates are multiplied into its weights.
         self.model = _apply_gates(deepcopy(learner.model), served.unadapted.gates_1JO)
         self.generator = learner.generator
         self._num_statistics = learner.statistics.width
         self._losses = learner.objectives.outer
 
     def forward(self, inputs: Mapping[str, Tensor]) -> Tensor:
-        """Return probabilities (bce) or ratings [N] of `ids` [N, F], `dense` columns [N, K], and
-        `lists` [N, M, H] of which the first `list_lengths` [N, M] ids count."""
+        """Return probabilities (bce) or ratings [N].
+
+        Inputs are `ids` [N, F], `dense` columns [N, K] and `lists` [N, M, H], of which the first
+        `list_lengths` [N, M] ids count."""
         key_NF, dense_NK, key_NMH, lengths_NM = self.columns(inputs)
+        # Statistics of no support rows are 0.
         unknown_NK = dense_NK.new_zeros(dense_NK.shape[0], self._num_statistics)
         rows: RowInputs = PaddedInputs.of(
             self.tables(key_NF),
@@ -210,6 +203,7 @@ def _apply_gates(model: nn.Module, gates: Mapping[str, Tensor]) -> nn.Module:
     for name, gate_1JO in gates.items():
         scale_O, *shifts = gate_1JO[0].unbind(0)
         layer = layers[name]
+        # A gate of one part has no shift.
         bias_O = scale_O.new_zeros(len(scale_O)) if layer.bias is None else layer.bias * scale_O
         layer.weight.mul_(scale_O.unsqueeze(1))
         layer.bias = nn.Parameter(sum(shifts, bias_O), requires_grad=False)
@@ -238,8 +232,7 @@ class KeyedRows:
 
 
 class AdaptAndPredict(nn.Module):
-    """Adapts to the support rows of one task and predicts its query rows, as `ServedModel.adapt`
-    and `AdaptedTask.predict` do."""
+    """Adapts to one task's support rows and predicts its query rows, as `ServedModel.adapt`."""
 
     def __init__(self, served: ServedModel) -> None:
         super().__init__()
@@ -256,9 +249,9 @@ class AdaptAndPredict(nn.Module):
         self._adapts_rows = learner.general_loop.plan.adapts_rows
 
     def forward(self, inputs: dict[str, Tensor]) -> Tensor:
-        """Return probabilities (bce) or ratings [N] of the query rows; `inputs` are those of
-        UnadaptedForward, of both sides, the labels [S], or [S, L] of several, and the weights [S]
-        of rows that have some."""
+        """Return probabilities (bce) or ratings [N] of the query rows.
+
+        `inputs` are UnadaptedForward's for both sides, and the support's labels and weights."""
         key_SF, dense_SK, key_SMH, lengths_SM = self.columns(inputs, SUPPORT)
         # A key that stands there several times has its one row where it stands first.
         key_P = torch.cat([key_SF.flatten(), key_SMH.flatten()]).sort()[0]
@@ -269,7 +262,10 @@ class AdaptAndPredict(nn.Module):
         layout = _layout_of_one_task(key_SF)
         support = KeyedRows(layout, label_S, place_SF, place_SMH, dense_SK, lengths_SM, weight)
         rows_PD, inner = self.tables(key_P), self.learner.general_loop
-        working = WorkingRows(rows_PD, self._rate_of(key_P))
+        rate = self._rate
+        if isinstance(rate, Tensor):
+            rate = rate.index_select(0, self.tables.table_of(key_P))
+        working = WorkingRows(rows_PD, rate)
         with torch.enable_grad():
             # The inner loop asks for nothing else of a Side.
             adapted = inner.take_steps(working, cast(Side, support), EXPECTED_QUERY_ROWS, False)
@@ -284,38 +280,24 @@ class AdaptAndPredict(nn.Module):
         # Each key of the query has a row of its own, in their order.
         place_V = torch.arange(keys_V.shape[0], device=keys_V.device)
         place_QF, place_QMH = place_V.split([key_QF.numel(), key_QMH.numel()])
-        label_Q = dense_QK.new_zeros(dense_QK.shape[0])
-        query = KeyedRows(
-            _layout_of_one_task(key_QF),
-            label_Q,
-            place_QF.view(key_QF.shape),
-            place_QMH.view(key_QMH.shape),
-            dense_QK,
-            lengths_QM,
-        )
+        place_QF, place_QMH = place_QF.view(key_QF.shape), place_QMH.view(key_QMH.shape)
+        layout, label_Q = _layout_of_one_task(key_QF), dense_QK.new_zeros(dense_QK.shape[0])
+        query = KeyedRows(layout, label_Q, place_QF, place_QMH, dense_QK, lengths_QM)
         layers = adapted.layers
         query_inputs = inner.restore_adapted(layers.changes, layers.gates_TJO, fetched_VD)
         logits = inner.output_N(query_inputs, cast(Side, query)).detach()
         return self._losses.predictions(logits)
 
-    def _rate_of(self, key_P: Tensor) -> float | Tensor:
-        if not isinstance(self._rate, Tensor):
-            return self._rate
-        return self._rate.index_select(0, self.tables.table_of(key_P))
-
 
 def record_graph(module: AdaptAndPredict, example: dict[str, Tensor]) -> GraphModule:
-    """Return the operations that the module does for inputs like these, of any number of rows, as a
-    module that takes them by name ("." as "_")."""
+    """Return the operations of the module for inputs like these, of any number of rows."""
     # Parameters and tables are no inputs: they become constants of the graph.
-    graph: GraphModule = make_fx(module, tracing_mode="symbolic", _allow_non_fake_inputs=True)(
-        example
-    )
+    trace = make_fx(module, tracing_mode="symbolic", _allow_non_fake_inputs=True)
+    graph: GraphModule = trace(example)
     return graph
 
 
 def _layout_of_one_task(key_NF: Tensor) -> RowLayout:
-    """Return the layout of the rows of one task, however many a trace is run with."""
     num_rows = key_NF.shape[0]
     # Counted by an operation: an int of Python would stand in the recorded graph as a constant.
     lengths_1 = key_NF.new_ones(num_rows).sum().view(1)

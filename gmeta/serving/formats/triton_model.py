@@ -1,9 +1,7 @@
-"""The model of a Triton repository, for its Python backend: `gmeta export --format triton` copies
-this file to NAME/1/model.py, beside the exported model.
+"""The model of a Triton repository, for its Python backend, which needs gmeta installed.
 
-The backend's Python needs gmeta installed. A request is of one task: inputs named like the model's
-columns are the rows to predict, the same with `support.` in front the rows to adapt by.
-"""
+`gmeta export --format triton` copies this file to NAME/1/model.py. A request is of one task: inputs
+named like columns are query rows, with `support.` in front support rows."""
 
 from pathlib import Path
 from typing import Any
@@ -37,11 +35,10 @@ class TritonPythonModel:
         try:
             found = self._predict([_tensor(each) for each in request.inputs()])
         except (GMetaError, MetaIOError, RequestError) as error:
-            return pb_utils.InferenceResponse(
-                output_tensors=[], error=pb_utils.TritonError(str(error))
-            )
-        asked = request.requested_output_names()
-        outputs = [pb_utils.Tensor(name, found[name]) for name in found if name in asked]
+            failure = pb_utils.TritonError(str(error))
+            return pb_utils.InferenceResponse(output_tensors=[], error=failure)
+        names = request.requested_output_names()
+        outputs = [pb_utils.Tensor(name, found[name]) for name in found if name in names]
         return pb_utils.InferenceResponse(output_tensors=outputs)
 
     def _predict(self, inputs: list[Tensor]) -> dict[str, Any]:
@@ -51,6 +48,7 @@ class TritonPythonModel:
                 "the request has no rows to predict. Send inputs named like the columns"
             )
         before_N = self.model.predict(query).numpy()
+        # Without support rows both outputs are the same.
         after_N = before_N
         if support is not None:
             after_N = self.model.adapt(support).predict(query).numpy()
@@ -60,6 +58,7 @@ class TritonPythonModel:
 
 def _tensor(given: Any) -> Tensor:
     values = given.as_numpy()
+    # Triton's BYTES are an array of Python's bytes objects.
     flat = pa.array(values.ravel().tolist(), pa.binary()) if values.dtype == np.object_ else None
     try:
         array = pa.array(values.ravel()) if flat is None else flat.cast(pa.string())

@@ -1,6 +1,4 @@
-"""A model repository of NVIDIA Triton's Python backend: config.pbtxt, and version 1 with the model
-and the file that runs it.
-"""
+"""A model repository of Triton's Python backend: config.pbtxt, and version 1 with its model."""
 
 import json
 import shutil
@@ -29,22 +27,22 @@ def is_repository(folder: Path) -> bool:
 
 
 def config_text(name: str, config: ExportedConfig) -> str:
-    """Return config.pbtxt. Support and query rows differ in number, so Triton must not take the
-    first dimension for one batch of both: max_batch_size is 0, and a request holds many rows."""
+    """Return config.pbtxt."""
     columns = describe_columns(config)
     inputs = [each for column in columns.read for each in _input_entries("", column)]
     support = {column.name: column for column in (*columns.read, *columns.labels)}
     inputs += [each for column in support.values() for each in _input_entries(SUPPORT, column)]
-    outputs = [_tensor_entry(output.name, "FP32") for output in columns.outputs]
+    outputs, separator = [_tensor_entry(each.name, "FP32") for each in columns.outputs], ",\n"
     return (
+        # 0: Triton must not take the first dimension, which differs between sides, for one batch.
         f'name: {_quote(name)}\nbackend: "python"\nmax_batch_size: 0\n'
-        f"input [\n{_join_entries(inputs)}\n]\noutput [\n{_join_entries(outputs)}\n]\n"
+        f"input [\n{separator.join(inputs)}\n]\noutput [\n{separator.join(outputs)}\n]\n"
         "instance_group [\n  { count: 1 kind: KIND_CPU }\n]\n"
     )
 
 
 def _input_entries(prefix: str, column: InputColumn) -> Iterator[str]:
-    """Yield an input, and of a list its lengths: in one dimension rows may differ in them."""
+    """Yield an input, and of a list its lengths: rows may differ in them."""
     optional = " optional: true" if prefix else ""
     yield _tensor_entry(prefix + column.name, column.datatype, optional)
     if column.is_list:
@@ -53,10 +51,6 @@ def _input_entries(prefix: str, column: InputColumn) -> Iterator[str]:
 
 def _tensor_entry(name: str, datatype: str, more: str = "") -> str:
     return f"  {{ name: {_quote(name)} data_type: {_DATATYPES[datatype]} dims: [ -1 ]{more} }}"
-
-
-def _join_entries(entries: list[str]) -> str:
-    return ",\n".join(entries)
 
 
 def _quote(text: str) -> str:

@@ -1,11 +1,8 @@
 """`gmeta adapt`: the tasks of Parquet files of any size, to one Parquet file of their states.
 
-Rows are encoded as they are read and spooled by task, as for `gmeta predict`; then part by part,
-chunks of whole tasks go to processes that share the mapped tables, and their states are written in
-the order of the chunks, which the inputs alone decide.
+Rows are spooled by task, as for `gmeta predict`; chunks of entire tasks then go to processes.
 
-Shape suffix: N rows.
-"""
+Shape suffix: N rows"""
 
 import multiprocessing as mp
 import os
@@ -18,6 +15,7 @@ from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -65,9 +63,9 @@ def adapt_files(
     report_progress: Advance,
     part_rows: int = PART_ROWS,
 ) -> AdaptSummary:
-    """Write the states of all tasks in the Parquet files `inputs` (paths, globs, folders, URLs) to
-    `out`, which appears whole or not at all. About `part_rows` rows, at least those of the longest
-    task, are in memory; `tell` is called with the work done and all of it. Raises DataError: a
+    """Write the states of all tasks in the Parquet files `inputs` to `out`.
+
+    About `part_rows` rows, at least those of the longest task, are in memory. Raises DataError: a
     column holds what the model cannot take."""
     # One thread of torch a process; and none that a forked process would miss.
     torch.set_num_threads(1)
@@ -80,6 +78,7 @@ def adapt_files(
         raise UserError(
             f"{', '.join(inputs)} has 0 rows: there is no task to adapt to. Give labelled rows"
         )
+    # Each row is read once, and adapted to once.
     clock = ModelTimer(report_progress, 2 * files.num_rows)
     with (
         # Forked first: reading Parquet starts threads.
@@ -98,19 +97,19 @@ def adapt_files(
                 writer.write_table(states.replace_schema_metadata(schema.metadata))
                 num_rows = pa.compute.sum(states["rows"]).as_py()
                 clock.advance_by(num_rows)
-                written = AdaptSummary(
-                    written.num_tasks + states.num_rows, written.num_rows + num_rows
-                )
+                num_tasks = written.num_tasks + states.num_rows
+                written = AdaptSummary(num_tasks, written.num_rows + num_rows)
     return written
 
 
 def _read_chunks(spool: TaskSpool) -> Iterator[Chunk]:
-    """Yield the rows with their raw tasks, in chunks of CHUNK_ROWS rows or more (the last of a part
-    may have fewer) that hold whole tasks; rows of a task in the order of the inputs."""
+    """Yield rows with their raw tasks in chunks of entire tasks, of CHUNK_ROWS rows or more."""
     for part in range(spool.num_parts):
         rows = spool.rows(part)
         if not rows.num_rows:
             continue
+        # Stable: rows of a task stay in the order of the inputs, so that the states are the same
+        # bits.
         order_N = np.argsort(rows.task_N, kind="stable")
         rows, raw_task_N = take_rows(rows, order_N), spool.raw_tasks(part).take(pa.array(order_N))
         ends = [*(np.flatnonzero(np.diff(rows.task_N)) + 1).tolist(), rows.num_rows]
@@ -118,7 +117,7 @@ def _read_chunks(spool: TaskSpool) -> Iterator[Chunk]:
         for end in ends:
             if end - first >= CHUNK_ROWS or end == rows.num_rows:
                 chunk = split_rows(rows, [first, end - first])[1]
-                # Not a slice: pickled, that would be the whole.
+                # Not a slice, of which a pickle holds the entire column.
                 yield chunk, raw_task_N.take(pa.array(np.arange(first, end)))
                 first = end
 
@@ -133,9 +132,8 @@ def _worker_pool(model: ServedModel, processes: int) -> Iterator[Work]:
         yield lambda chunks: (adapt_rows(model, *chunk) for chunk in chunks)
         return
     # Forked: they share the mapped tables and what is imported.
-    pool = ProcessPoolExecutor(
-        processes, mp.get_context("fork"), initializer=_begin_worker, initargs=(model, os.getpid())
-    )
+    begin = partial(_begin_worker, model, os.getpid())
+    pool = ProcessPoolExecutor(processes, mp.get_context("fork"), initializer=begin)
 
     def work(chunks: Iterator[Chunk]) -> Iterator[pa.Table]:
         pending: deque[Future[pa.Table]] = deque()
@@ -162,10 +160,11 @@ _HELD: list[ServedModel] = []  # of a worker process
 
 
 def _begin_worker(model: ServedModel, parent: int) -> None:
-    """Be a worker: Ctrl-C is for the parent, with which this process ends; SIGTERM ends it too, as
-    the pool sends it to the others when one has died."""
+    """Be a worker, which ends with its parent."""
+    # Ctrl-C is for the parent. SIGTERM comes from the pool when another worker has died, and must
+    # end this one whatever handler the program has.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.signal(signal.SIGTERM, signal.SIG_DFL)  # whatever handler the program has
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
     _HELD.append(model)
 
     def look() -> None:

@@ -1,8 +1,6 @@
-"""From encoded, labelled rows of many tasks to a row for each task: its raw id, its state as bytes,
-and how many rows it adapted by.
+"""From encoded, labelled rows of many tasks to a row a task: raw id, state, number of rows.
 
-Shape suffixes: T tasks, N rows.
-"""
+Shape suffixes: T tasks, N rows"""
 
 import numpy as np
 import pyarrow as pa
@@ -21,9 +19,7 @@ CHUNK_ROWS = 8_192
 def adapt_rows(
     model: ServedModel, rows: EncodedColumns, raw_task_N: pa.Array | pa.ChunkedArray
 ) -> pa.Table:
-    """Return the columns of STATE_COLUMNS with a row a task, in the order of their first rows; rows
-    of a task need not stand together. `raw_task_N` is the raw task of each row. Raises UserError: a
-    task has more rows than the algorithm takes."""
+    """Return the columns of STATE_COLUMNS with a row a task, in the order of their first rows."""
     _, first_T, task_N, rows_T = np.unique(
         rows.task_N, return_index=True, return_inverse=True, return_counts=True
     )

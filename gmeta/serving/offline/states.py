@@ -1,6 +1,4 @@
-"""From tables of labelled rows to the states of their tasks: in this process, or as the function of
-a Spark job.
-"""
+"""From tables of labelled rows to their tasks' states: in this process, or in a Spark job."""
 
 from collections.abc import Callable, Iterable, Iterator
 from itertools import chain
@@ -17,16 +15,15 @@ from gmeta.serving.served_model import ServedModel
 
 
 def adapt_tasks(model: ServedModel, support: pa.Table) -> pa.Table:
-    """Return the columns of STATE_COLUMNS with a row for each task of `support`, in the order in
-    which they first appear; rows of a task need not stand together. Raises DataError: a column
-    holds what the model cannot take."""
+    """Return STATE_COLUMNS with a row for each task of `support`, by its first row's place."""
     rows = model.encode(support, "support", with_label=True, with_task=True)
     return adapt_rows(model, rows, support[model.config.columns.task])
 
 
 def group_tasks(parts: Iterable[pa.Table], task: str, chunk_rows: int) -> Iterator[pa.Table]:
-    """Yield the same rows, in which those of a task stand together, in tables of at least
-    `chunk_rows` rows (the last may have fewer) that never cut a task."""
+    """Yield the rows in tables of `chunk_rows` rows or more, which never cut a task.
+
+    Rows of a task must stand together."""
     held: list[pa.Table] = []
     num_rows = 0
     for part in parts:
@@ -37,6 +34,7 @@ def group_tasks(parts: Iterable[pa.Table], task: str, chunk_rows: int) -> Iterat
         joined = pa.concat_tables(held)
         # The last task may go on in the next part.
         column = joined[task]
+        # pc.index finds no null; encode refuses it in any case.
         end = pc.index(column, column[-1]).as_py() if column[-1].is_valid else num_rows
         if end > 0:
             yield joined.slice(0, end)
@@ -59,6 +57,7 @@ def adapt_partition(model: str | Path) -> Callable[[Iterable[Any]], Iterator[Any
     """
 
     def adapt(batches: Iterable[Any]) -> Iterator[Any]:
+        # Each partition loads the model: to compare checksums would read every table each time.
         served, remaining = load(model, verify=False), iter(batches)
         first = next(remaining, None)
         if first is None:

@@ -1,10 +1,8 @@
 """Requests that wait, and the batches that answer all of them together.
 
-A batch is computed on the event loop itself unless it is long: two threads of one interpreter only
-wait for each other. Requests that arrive meanwhile wait in the sockets and all go into the next
-batch, which begins once a turn of the event loop brings nothing new. The busier the server, the
-larger its batches.
-"""
+A batch is computed on the event loop unless it is long: two threads of one interpreter only wait
+for each other. Requests that arrive meanwhile wait in the sockets and go into the next batch, so
+that batches grow with the load."""
 
 import asyncio
 import math
@@ -14,6 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
+from functools import partial
 from typing import final
 
 from gmeta.serving.server.inference_protocol import InferenceAnswer, InferenceRequest, Outcome
@@ -22,15 +21,16 @@ from gmeta.serving.server.server_limits import BatchLimits
 from gmeta_keys.translate_errors import translate_errors
 
 Run = Callable[[Sequence[InferenceRequest]], list[Outcome]]
-_RATE_MEMORY = 0.8  # weight of the rate so far against a new batch's
+# Weight of the rate so far against a new batch's: a change of version or of the machine shows
+# after some batches.
+_RATE_MEMORY = 0.8
 # How long a batch waits for requests whose bytes have begun to arrive.
 _UNDER_WAY_S = 0.002
 
 
-@dataclass(frozen=True, eq=False)  # two may ask for the same
+# Compared by identity: two callers may ask for the same, and one of them may leave.
+@dataclass(frozen=True, eq=False)
 class _WaitingRequest:
-    """A request that waits; its future belongs to the event loop."""
-
     request: InferenceRequest
     future: asyncio.Future[Outcome]
     arrived_s: float = field(default_factory=time.perf_counter)
@@ -41,13 +41,9 @@ class Batcher:
     """Answers requests; all calls are made on one event loop."""
 
     def __init__(
-        self,
-        run: Run,
-        limits: BatchLimits,
-        observe: Callable[[str, float], None],
+        self, run: Run, limits: BatchLimits, observe: Callable[[str, float], None]
     ) -> None:
-        """Answer batches by `run`, and tell `observe` what is measured: queue (seconds), tasks and
-        rows of a batch."""
+        """Answer batches by `run`; `observe` gets queue (seconds), tasks and rows of a batch."""
         self._run = run
         self._limits = limits
         self._observe = observe
@@ -83,12 +79,13 @@ class Batcher:
                 self._schedule_look()
 
     async def answer(self, request: InferenceRequest) -> InferenceAnswer:
-        """Return the answer to a request. Raise RequestError: it is wrong, too many wait, or it
-        took too long."""
+        """Return the answer. Raise RequestError: it is wrong, too many wait, or time is up."""
         loop, limits = asyncio.get_running_loop(), self._limits
         if self._closing:
             raise RequestError(503, "the server is shutting down. Call another one")
         if len(self._waiting) >= limits.waiting:
+            # Refused at once: a caller that waits in a full queue would time out, and its work be
+            # wasted.
             raise self._overload_error()
         ticket = _WaitingRequest(request, loop.create_future())
         self._waiting.append(ticket)
@@ -104,7 +101,8 @@ class Batcher:
                 "rows or fewer requests at once",
             ) from None
         finally:
-            if ticket.future.cancelled():  # it may still be queued, in another's place
+            # Cancelled by the timeout or by its caller: it may still be queued.
+            if ticket.future.cancelled():
                 with suppress(ValueError):
                     self._waiting.remove(ticket)
         if isinstance(outcome, RequestError):
@@ -113,6 +111,7 @@ class Batcher:
 
     def _overload_error(self) -> RequestError:
         rows = sum(ticket.request.num_rows for ticket in self._waiting)
+        # Before the first batch no rate is known.
         wait_s = rows / self._rows_per_s if self._rows_per_s else 1.0
         return RequestError(
             429,
@@ -125,12 +124,10 @@ class Batcher:
         """Look once, after all that the event loop has to do now, or after `delay_s`."""
         loop = asyncio.get_running_loop()
         if self._next_look is not None:
+            # One look at a time; a later request moves it behind what the loop has to do by then.
             self._next_look.cancel()
-        self._next_look = (
-            loop.call_later(delay_s, self._begin_if_due)
-            if delay_s
-            else loop.call_soon(self._begin_if_due)
-        )
+        call = partial(loop.call_later, delay_s) if delay_s else loop.call_soon
+        self._next_look = call(self._begin_if_due)
 
     def _begin_if_due(self) -> None:
         """Begin a batch, unless more requests are about to come."""
@@ -143,8 +140,7 @@ class Batcher:
             self._begin_batch()
         elif self._has_come:
             # Where one request lay in the sockets there may be others. Left out, they would be the
-            # next batch, and callers that ask again and again fall into groups that wait for each
-            # other.
+            # next batch, and callers would fall into groups that wait for each other.
             self._has_come = False
             self._schedule_look()
         elif left_s > 0:
@@ -164,34 +160,27 @@ class Batcher:
         self._observe("tasks", len(requests))
         self._observe("rows", num_rows)
         self._busy = True
-        # A batch in a thread costs two switches, and lets /healthz answer meanwhile.
+        # A batch in a thread costs two switches, and lets probes be answered meanwhile.
         likely_s = num_rows / self._rows_per_s if self._rows_per_s else 0.0
         if likely_s <= self._limits.inline_s:
             self._end_batch(batch, self._run_or_halve(requests), began_s, num_rows)
         else:
-            # Kept: the loop itself holds no task.
-            self._long = asyncio.ensure_future(
-                self._run_in_thread(batch, requests, began_s, num_rows)
-            )
+            # Kept here: the loop has only weak references to its tasks.
+            self._long = asyncio.ensure_future(self._run_in_thread(batch, began_s, num_rows))
 
     async def _run_in_thread(
-        self,
-        batch: list[_WaitingRequest],
-        requests: list[InferenceRequest],
-        began_s: float,
-        num_rows: int,
+        self, batch: list[_WaitingRequest], began_s: float, num_rows: int
     ) -> None:
-        loop = asyncio.get_running_loop()
+        loop, requests = asyncio.get_running_loop(), [ticket.request for ticket in batch]
         outcomes = await loop.run_in_executor(self._threads, self._run_or_halve, requests)
         self._end_batch(batch, outcomes, began_s, num_rows)
 
     def _end_batch(
         self, batch: list[_WaitingRequest], outcomes: list[Outcome], began_s: float, num_rows: int
     ) -> None:
-        """Hand out the answers of a batch, and look for the next."""
         now_s = time.perf_counter()
+        # Not 0, which a coarse clock could say: it is divided by.
         spent_s = max(now_s - began_s, 1e-6)
-        # A mean that forgets: a change of version or of the machine shows after some batches.
         before = self._rows_per_s or num_rows / spent_s
         self._rows_per_s = _RATE_MEMORY * before + (1 - _RATE_MEMORY) * num_rows / spent_s
         self._busy = False
@@ -202,6 +191,8 @@ class Batcher:
             self._schedule_look()
 
     def _run_or_halve(self, requests: Sequence[InferenceRequest]) -> list[Outcome]:
+        # Halved until the one that fails is alone: log2(n) more batches, and the others are
+        # answered.
         half = len(requests) // 2  # 0 where there is nothing to halve
         try:
             # One batch must not end the server, nor one request fail the others; the log reports a
@@ -222,6 +213,7 @@ class Batcher:
             ticket = self._waiting[0]
             if not ticket.future.done():  # else its caller has left in this very turn
                 num_rows += ticket.request.num_rows
+                # A request of more rows than a batch may have is a batch of its own.
                 if batch and num_rows > self._limits.rows:
                     break
                 batch.append(ticket)

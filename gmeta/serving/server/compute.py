@@ -1,6 +1,6 @@
-"""All requests that wait, answered together by one version of the model: encoded at once, adapted
-at once, scored at once. A request that is wrong gets its own error and holds up nobody else's.
-"""
+"""All requests that wait, answered together by one version: encoded, adapted, scored at once.
+
+A request that is wrong gets its own error and holds up nobody else's."""
 
 import time
 from collections.abc import Callable, Sequence
@@ -55,10 +55,10 @@ def answer_all(
     _encode_sides(shares, model)
     observe("encode", time.perf_counter() - began_s)
     right = [share for share in shares if share.error is None]
+    # Tasks that adapt now are predicted by the tensors they adapted in, neither split nor stacked.
     fresh = [share for share in right if share.state is None]
-    for chosen in _cut_batches(
-        [(_num_rows(share.encoded_support), _num_rows(share.encoded_query)) for share in fresh]
-    ):
+    sizes = [(_num_rows(one.encoded_support), _num_rows(one.encoded_query)) for one in fresh]
+    for chosen in _cut_batches(sizes):
         _adapt_and_predict([fresh[place] for place in chosen], model, version, cache, observe)
     began_s = time.perf_counter()
     known = [share for share in right if share.state is not None]
@@ -69,6 +69,7 @@ def answer_all(
     comparing = [share for share in right if BEFORE in share.request.outputs]
     for chosen in _cut_batches([(0, _num_rows(share.encoded_query)) for share in comparing]):
         some = [comparing[place] for place in chosen]
+        # Without adaptation all tasks have the one state.
         _predict(some, BEFORE, model, stack_tasks([model.unadapted] * len(some)))
     observe("predict", time.perf_counter() - began_s)
     return [
@@ -83,6 +84,7 @@ def _find_state(share: _BatchShare, model: ServedModel, version: str, cache: Tas
     if request.support is not None:
         share.support = request.support
     elif request.task_key is None:
+        # Neither rows nor a key: a task of which nothing is known.
         share.state = model.unadapted
         return
     else:
@@ -96,6 +98,7 @@ def _find_state(share: _BatchShare, model: ServedModel, version: str, cache: Tas
             )
             return
         share.entry, share.support_rows = entry, entry.support.num_rows
+        # Another version's state is of other weights: the task adapts anew by its kept rows.
         if entry.state is not None and entry.version == version:
             share.state, share.cache = entry.state, "hit"
             return
@@ -107,16 +110,15 @@ def _encode_sides(shares: Sequence[_BatchShare], model: ServedModel) -> None:
     """Encode every request's rows as ids and numbers, or note the error where that fails."""
     adapting = [share for share in shares if share.support is not None and share.error is None]
     tables = [share.support for share in adapting if share.support is not None]
-    for share, encoded_rows in zip(
-        adapting, _encode_tables(model, tables, "support", with_label=True), strict=True
-    ):
+    parts = _encode_tables(model, tables, "support", with_label=True)
+    for share, encoded_rows in zip(adapting, parts, strict=True):
         if isinstance(encoded_rows, RequestError):
             share.error = encoded_rows
+        # Support rows may name their task, but a request is of one.
         elif len(np.unique(encoded_rows.task_N)) > 1:
             share.error = bad_request(
                 f"the support rows are of {len(np.unique(encoded_rows.task_N))} tasks; a request "
-                "is of "
-                "one. Send a request for each"
+                "is of one. Send a request for each"
             )
         elif refusal := model.refusal(encoded_rows.num_rows, "the request"):
             share.error = RequestError(413, refusal)
@@ -124,9 +126,8 @@ def _encode_sides(shares: Sequence[_BatchShare], model: ServedModel) -> None:
             share.encoded_support = encoded_rows
     asking = [share for share in shares if share.request.query is not None and share.error is None]
     tables = [share.request.query for share in asking if share.request.query is not None]
-    for share, encoded in zip(
-        asking, _encode_tables(model, tables, "query", with_label=False), strict=True
-    ):
+    parts = _encode_tables(model, tables, "query", with_label=False)
+    for share, encoded in zip(asking, parts, strict=True):
         if isinstance(encoded, RequestError):
             share.error = encoded
         else:
@@ -138,17 +139,14 @@ def _num_rows(rows: EncodedColumns | None) -> int:
 
 
 def _adapt_and_predict(
-    shares: Sequence[_BatchShare],
-    model: ServedModel,
-    version: str,
-    cache: TaskCache,
-    observe: Observe,
+    shares: list[_BatchShare], model: ServedModel, version: str, cache: TaskCache, observe: Observe
 ) -> None:
     """Adapt to these requests' tasks and predict their query rows, and keep those with a key."""
     began_s = time.perf_counter()
     supports = [share.encoded_support for share in shares if share.encoded_support is not None]
     lengths = [rows.num_rows for rows in supports]
     tasks = model.adapt_tasks(join_rows(supports), lengths)
+    # Splitting copies every tensor: left out where nobody wants a state kept.
     if any(share.request.task_key is not None for share in shares):
         for share, state in zip(shares, split_tasks(tasks, len(shares)), strict=True):
             key = share.request.task_key
@@ -166,8 +164,8 @@ def _adapt_and_predict(
 def _predict(
     shares: Sequence[_BatchShare], output: str, model: ServedModel, tasks: AdaptedTensors
 ) -> None:
-    """Give these requests an output, each with its task's parameters."""
     nothing = empty_rows(model.config.features)
+    # A request with support rows alone has none to predict.
     rows = [share.encoded_query or nothing for share in shares]
     lengths = [part.num_rows for part in rows]
     values_N = model.predict_adapted(tasks, join_rows(rows), lengths).numpy()
@@ -182,11 +180,11 @@ def _predict(
 
 
 def _cut_batches(sizes: Sequence[tuple[int, int]]) -> list[list[int]]:
-    """Return the places of tasks in `sizes` (support and query rows), those of like size together,
-    in runs that padding does not make much larger."""
+    """Return runs of tasks of like size, as places in `sizes` (support and query rows)."""
     if not sizes:
         return []
     support_T, query_T = np.array(sizes).T
+    # A task without rows, too, has a place in a batch.
     longest_T = np.maximum(support_T + query_T, 1)
     return [run.tolist() for run in cut_runs(np.lexsort((query_T, support_T)), longest_T)]
 
@@ -194,11 +192,10 @@ def _cut_batches(sizes: Sequence[tuple[int, int]]) -> list[list[int]]:
 def _encode_tables(
     model: ServedModel, tables: Sequence[pa.Table], what: str, with_label: bool
 ) -> list[EncodedColumns | RequestError]:
-    """Return the rows of each table, or why they cannot be read. Tables of one schema are encoded
-    together, and one by one where one of them is wrong."""
     encoded: dict[int, EncodedColumns | RequestError] = {}
     alike: dict[str, list[int]] = {}
     for place, table in enumerate(tables):
+        # Arrow joins tables of one schema only; each call of encode has a cost of its own.
         alike.setdefault(table.schema.to_string(), []).append(place)
     for places in alike.values():
         try:
@@ -206,7 +203,7 @@ def _encode_tables(
             rows = model.encode(joined, what, with_label)
             parts = split_rows(rows, [tables[place].num_rows for place in places])
             encoded.update(zip(places, parts, strict=True))
-        except (UserError, MetaIOError):
+        except (UserError, MetaIOError):  # one by one: only those that are wrong get an error
             for place in places:
                 encoded[place] = _encode_table(model, tables[place], what, with_label)
     return [encoded[place] for place in range(len(tables))]

@@ -1,10 +1,10 @@
-"""The server's gRPC side: the Open Inference Protocol's GRPCInferenceService, and gRPC's own health
-service."""
+"""The server's gRPC side: the Open Inference Protocol's service, and gRPC's own health service."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING, Any, final
 
 import grpc
@@ -31,14 +31,13 @@ _LARGE_BYTES = 256 << 10  # a larger request is parsed in a thread
 
 
 def inference_handler(service: InferenceService, certificates: bool) -> Any:
-    """Return the protocol's RPCs as a handler for a gRPC server; with `certificates`, the handshake
-    has demanded and verified one of each client."""
+    """Return the protocol's RPCs as a handler; `certificates`: the handshake demands them."""
     servicer = _InferenceServicer(service, certificates)
     handlers = {}
     for method in pb.DESCRIPTOR.services_by_name["GRPCInferenceService"].methods:
         kinds = getattr(pb, method.input_type.name), getattr(pb, method.output_type.name)
         respond = _parse_request(kinds[0], getattr(servicer, method.name))
-        # What it cannot parse, gRPC itself would answer with UNKNOWN and an exception's name.
+        # Parsed by our code: gRPC itself answers bad bytes with UNKNOWN and an exception's name.
         handlers[method.name] = grpc.unary_unary_rpc_method_handler(
             respond, request_deserializer=None, response_serializer=kinds[1].SerializeToString
         )
@@ -68,95 +67,71 @@ def _parse_request(
 
 @final
 class _InferenceServicer:
-    """All RPCs of the protocol."""
-
     def __init__(self, service: InferenceService, certificates: bool) -> None:
         self._service = service
         self._certificates = certificates
 
     async def ServerLive(self, request: Any, context: Any) -> Any:
-        """Return that the process answers; needs no credentials."""
+        # Probes carry no credentials: these three answers ask for none.
         return pb.ServerLiveResponse(live=True)
 
     async def ServerReady(self, request: Any, context: Any) -> Any:
-        """Return whether the server is to be called; needs no credentials."""
         return pb.ServerReadyResponse(ready=self._service.ready)
 
     async def ModelReady(self, request: Any, context: Any) -> Any:
-        """Return whether the model is to be called; needs no credentials."""
-
-        async def respond() -> Any:
+        async with self._answering(context):
             self._service.check_model(request.name, request.version)
             return pb.ModelReadyResponse(ready=self._service.ready)
 
-        return await self._answer_call(context, None, respond)
-
     async def ServerMetadata(self, request: Any, context: Any) -> Any:
-        """Return the server's name, version and extensions."""
-
-        async def respond() -> Any:
+        async with self._answering(context, Right.METADATA):
             # Its binary extension is one of HTTP.
             metadata = {**self._service.server_metadata(), "extensions": []}
             return pb.ServerMetadataResponse(**metadata)
 
-        return await self._answer_call(context, Right.METADATA, respond)
-
     async def ModelMetadata(self, request: Any, context: Any) -> Any:
-        """Return the model's inputs and outputs."""
-
-        async def respond() -> Any:
+        async with self._answering(context, Right.METADATA):
             self._service.check_model(request.name, request.version)
             metadata = self._service.model_metadata()
-            kind = pb.ModelMetadataResponse.TensorMetadata
+            # The message has no field for an output's parameters: its label and loss.
+            kind, fields = pb.ModelMetadataResponse.TensorMetadata, ("name", "datatype", "shape")
             for side in ("inputs", "outputs"):
-                # The message has no field for an output's parameters: its label and loss.
-                fields = ("name", "datatype", "shape")
-                metadata[side] = [
-                    kind(**{key: one[key] for key in fields}) for one in metadata[side]
-                ]
+                tensors = metadata[side]
+                metadata[side] = [kind(**{key: one[key] for key in fields}) for one in tensors]
             return pb.ModelMetadataResponse(**metadata)
 
-        return await self._answer_call(context, Right.METADATA, respond)
-
     async def ModelInfer(self, request: Any, context: Any) -> Any:
-        """Return the outputs for the inputs of the request."""
-
-        async def respond() -> Any:
-            service = self._service
-            carrier = dict(context.invocation_metadata() or ())
-            inference, answer = await service.infer(
+        # No right here: `infer` checks it, so that a refused call is counted and logged too.
+        async with self._answering(context):
+            inference, answer = await self._service.infer(
                 "grpc",
                 request.model_name,
                 request.model_version,
-                carrier,
+                dict(context.invocation_metadata() or ()),
                 context.peer(),
                 lambda: self._check(context, Right.INFER),
-                lambda: _read_request(request, service),
+                lambda: _read_request(request, self._service),
             )
-            return _encode_response(service.config.name, inference, answer)
-
-        return await self._answer_call(context, None, respond)  # counted, too, if it is refused
+            return _encode_response(self._service.config.name, inference, answer)
 
     def _check(self, context: Any, right: Right) -> None:
-        credentials = CallerCredentials.from_context(context)
-        uris = credentials.uris if self._certificates else None
-        self._service.access.check(
-            right, credentials.authorization, uris, credentials.valid_until_s
-        )
+        caller = CallerCredentials.from_context(context)
+        uris = caller.uris if self._certificates else None
+        self._service.access.check(right, caller.authorization, uris, caller.valid_until_s)
 
-    async def _answer_call(
-        self, context: Any, right: Right | None, respond: Callable[[], Awaitable[Any]]
-    ) -> Any:
-        """Answer one call; a RequestError becomes its status."""
+    @asynccontextmanager
+    async def _answering(self, context: Any, right: Right | None = None) -> AsyncIterator[None]:
+        """Check the caller's right; in the block, a RequestError becomes the call's status."""
         try:
             if right is not None:
                 self._check(context, right)
-            return await respond()
+            yield
         except RequestError as error:
             if error.retry_after_s is not None:
                 # What gRPC's own retries obey.
                 pushback = ("grpc-retry-pushback-ms", str(error.retry_after_s * 1000))
                 context.set_trailing_metadata((pushback,))
+            # After the trailing metadata: abort raises.
             await context.abort(getattr(grpc.StatusCode, error.grpc_code), str(error))
 
 
@@ -180,6 +155,7 @@ def parse_grpc(columns: ModelColumns, request: Any, limits: RequestLimits) -> In
         head = check_head(each.name, each.datatype, list(each.shape))
         if not raw:
             tensors.append(tensor_from_typed(*head, each.contents))
+        # The protocol has raw_input_contents in place of contents, never beside them.
         elif each.HasField("contents"):
             raise bad_request(
                 f"input {each.name[:80]!r} has contents beside raw_input_contents; one of them is "
@@ -198,13 +174,13 @@ def _parse_parameters(values: Mapping[str, Any]) -> dict[str, object]:
 
 
 def _encode_response(model: str, request: InferenceRequest, answer: InferenceAnswer) -> Any:
-    response = pb.ModelInferResponse(
-        model_name=model, model_version=answer.version, id=request.request_id
-    )
+    head = {"model_name": model, "model_version": answer.version, "id": request.request_id}
+    response = pb.ModelInferResponse(**head)
     for name, value in answer.parameters.items():
         kind = "int64_param" if isinstance(value, int) else "string_param"
         setattr(response.parameters[name], kind, value)
     for name, values in answer.iterate_outputs(request):
         response.outputs.add(name=name, datatype="FP32", shape=values.shape)
+        # Raw bytes: a typed field would be filled float by float.
         response.raw_output_contents.append(raw_bytes(values))
     return response

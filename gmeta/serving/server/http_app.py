@@ -22,7 +22,6 @@ from gmeta.serving.server.inference_protocol import (
     parse_http,
     render_http,
 )
-from gmeta.serving.server.input_columns import ModelColumns
 from gmeta.serving.server.request_errors import CallerLeftError, RequestError
 
 if TYPE_CHECKING:
@@ -39,14 +38,14 @@ _POLICY = (
 
 
 class _CloseWhileDraining:
-    """Tells callers to close their connections once the server is not ready: one that is kept would
-    end under a request that its caller has just sent."""
+    """Tells callers to close their connections once the server is not ready."""
 
     def __init__(self, app: ASGIApp, service: InferenceService) -> None:
         self._app = app
         self._service = service
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        # A kept connection would end under a request that its caller has just sent.
         async def send_with_close(message: Message) -> None:
             if message["type"] == "http.response.start":
                 message["headers"] = [*message.get("headers", ()), (b"connection", b"close")]
@@ -58,9 +57,8 @@ class _CloseWhileDraining:
 def http_app(service: InferenceService) -> FastAPI:
     """Return the app of a service."""
     # A redirect would name the address that a proxy in front has reached, not the caller's.
-    app = FastAPI(
-        title="gmeta", docs_url=None, redoc_url=None, openapi_url=None, redirect_slashes=False
-    )
+    no_pages: Any = dict.fromkeys(("docs_url", "redoc_url", "openapi_url"))
+    app = FastAPI(title="gmeta", redirect_slashes=False, **no_pages)
     page = resources.files(__package__).joinpath("page.html").read_text()
 
     async def live(request: Request) -> Response:
@@ -108,9 +106,8 @@ def http_app(service: InferenceService) -> FastAPI:
 
     async def docs(request: Request) -> Response:
         check(request, Right.LOOK)
-        now = json.dumps(_describe_service(service)).replace(
-            "<", "\\u003c"
-        )  # it stands inside <script>
+        # Inside <script> a text of "</script>" would end it.
+        now = json.dumps(_describe_service(service)).replace("<", "\\u003c")
         headers = {"Content-Security-Policy": _POLICY, "Cache-Control": "no-cache"}
         content_type = "text/html; charset=utf-8"
         return Response(page.replace("NOW", now, 1), headers=headers, media_type=content_type)
@@ -150,7 +147,6 @@ def _model(request: Request) -> tuple[str, str]:
 
 
 async def _read_inference(request: Request, service: InferenceService) -> InferenceRequest:
-    """Return what a request's body asks for. Raise RequestError."""
     encoding = request.headers.get("content-encoding", "identity")
     if encoding.lower() != "identity":
         raise RequestError(
@@ -158,12 +154,9 @@ async def _read_inference(request: Request, service: InferenceService) -> Infere
             f"the body has Content-Encoding {encoding[:40]!r}; only identity is read. Send it "
             "uncompressed",
         )
-    body = await _read_body(
-        request, service.config.limits.body_bytes, service.config.batch.timeout_s
-    )
+    limits, columns = service.config.limits, service.loaded.columns
+    body = await _read_body(request, limits.body_bytes, service.config.batch.timeout_s)
     header_length = request.headers.get(BINARY_HEADER)
-    columns: ModelColumns = service.loaded.columns
-    limits = service.config.limits
     if len(body) > _LARGE_BYTES:
         return await asyncio.to_thread(parse_http, columns, body, header_length, limits)
     return parse_http(columns, body, header_length, limits)
@@ -175,12 +168,11 @@ async def _read_body(request: Request, max_bytes: int, timeout_s: float) -> byte
         f"the body has more than {max_bytes} bytes, the most that is allowed. Split the request, "
         "or start the server with a higher --max-body",
     )
-    declared_bytes = request.headers.get("content-length", "0")
-    if (
-        declared_bytes.isdecimal()
-        and int(declared_bytes[:20]) > max_bytes
-        and "expect" in request.headers
-    ):
+    # A client that sends "Expect: 100-continue" waits with its body: it can be refused before.
+    declared = request.headers.get("content-length", "0")
+    # 20 digits are beyond any limit, and Python refuses to convert thousands.
+    is_large = declared.isdecimal() and int(declared[:20]) > max_bytes
+    if is_large and "expect" in request.headers:
         raise too_large
     parts, size = [], 0
     try:
@@ -209,13 +201,11 @@ def _read_certificate(request: Request) -> tuple[list[str] | None, float]:
     certificate = request.scope.get("extensions", {}).get(CERTIFICATE)
     if not certificate:
         return None, 0.0
-    names = certificate.get("subjectAltName", ())
-    uris = [name for kind, name in names if kind == "URI"]
+    uris = [name for kind, name in certificate.get("subjectAltName", ()) if kind == "URI"]
     return uris, ssl.cert_time_to_seconds(certificate["notAfter"])
 
 
 def _describe_service(service: InferenceService) -> dict[str, Any]:
-    """Return all that the page shows."""
     columns = service.loaded.columns
     needed = {column.name for column in columns.read}
     return {
@@ -228,6 +218,7 @@ def _describe_service(service: InferenceService) -> dict[str, Any]:
 
 
 async def _answer_error(request: Request, error: Exception) -> Response:
+    # Starlette types any handler for Exception, and calls this one for what it was added for.
     assert isinstance(error, RequestError)
     headers = {}
     if error.retry_after_s is not None:

@@ -1,6 +1,4 @@
-"""uvicorn's connections with what it leaves out: a bound on the time and the bytes of a request's
-head, the body of a request that asks for another protocol, and the client certificate, which the
-app judges."""
+"""uvicorn's connections with bounds on a request's head, and the client certificate for the app."""
 
 import asyncio
 import logging
@@ -46,9 +44,10 @@ class HttpConnection(HttpToolsProtocol):
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
-        """Refuse a head that does not end. A request to upgrade stays one of HTTP/1.1: httptools
-        would drop its body, and every request of Java's own client asks for HTTP/2."""
+        """Refuse a head that does not end; keep a request to upgrade at HTTP/1.1."""
         if not self._in_body:
+            # httptools would drop the body of an upgrade, and Java's own client always asks for
+            # HTTP/2.
             head, end, rest = data.partition(b"\r\n\r\n")
             # Replaced by as many bytes: no body may end elsewhere than its sender said.
             data = _UPGRADE.sub(b"ignored:", head) + end + rest
@@ -66,11 +65,11 @@ class HttpConnection(HttpToolsProtocol):
         self.scope["extensions"] = extensions
 
     def on_headers_complete(self) -> None:
-        """Leave to the app the body's time and size, and the answer beyond the limit of
-        connections: uvicorn's is no JSON, is not counted, and goes to probes too, which would get a
-        busy pod killed."""
+        """Leave the body's time and size, and a refusal of too many connections, to the app."""
         self._refuse_slow_head()
         self._in_body = True
+        # uvicorn's own refusal is no JSON, is not counted, and goes to probes: a busy pod would
+        # die.
         most, self.limit_concurrency = self.config.limit_concurrency, None
         busy = max(len(self.connections), len(self.tasks))
         extensions: Any = self.scope["extensions"]
@@ -129,11 +128,12 @@ def http_server(
 
 
 async def reload_certificates(context: ssl.SSLContext, tls: ServerTls) -> None:
-    """Use replaced certificate files for new connections, until cancelled; where the files do not
-    fit together, log it and keep the old ones."""
+    """Use replaced certificate files for new connections, until cancelled."""
 
+    # Files that do not fit together yet are logged, and the old ones stay.
     def load() -> None:
-        tls.context()  # for its error alone
+        # Into a context of its own first: a misfit would leave the live one half changed.
+        tls.context()
         context.load_cert_chain(tls.cert, tls.key)
         if tls.client_ca is not None:
             context.load_verify_locations(tls.client_ca)

@@ -1,7 +1,6 @@
-"""The Open Inference Protocol, version 2, over HTTP: a request's JSON and the binary parts behind
-it become an Inference, an Answer becomes a response. gRPC's messages become the same in
-grpc_service.py.
-"""
+"""The Open Inference Protocol, version 2, over HTTP, to InferenceRequest and from InferenceAnswer.
+
+gRPC's messages become the same in grpc_service.py."""
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
@@ -37,13 +36,12 @@ PLATFORM = "gmeta_export"
 
 @dataclass(frozen=True)
 class InferenceRequest:
-    """What a request asks for: rows to adapt by, the name of a task whose state is kept, rows to
-    predict; each may be missing. `outputs` are computed, each for all labels; `named` are those of
-    the answer."""
+    """What a request asks for: rows to adapt by, a task key, query rows; any may be missing."""
 
     support: pa.Table | None
     query: pa.Table | None
     task_key: str | None = None
+    # What is computed, each for all labels; the answer has only `wanted_outputs` of them.
     outputs: tuple[str, ...] = (PREDICTION,)
     wanted_outputs: tuple[Output, ...] = ()
     request_id: str = ""
@@ -58,13 +56,12 @@ class InferenceRequest:
 
 @dataclass(frozen=True)
 class InferenceAnswer:
-    """What was computed for a request, by name, each [N], or [N, labels] of several labels;
-    `version` is that of the model that computed all of it, `cache` says hit, stored, restored or
-    too_large where a task key was given."""
+    """What was computed for a request, by kind of output, each [N], or [N, labels] of several."""
 
     version: str
     outputs: Mapping[str, npt.NDArray[np.float32]]
     support_rows: int
+    # hit, stored, restored or too_large where a task key was given.
     cache: str = ""
 
     @property
@@ -76,7 +73,7 @@ class InferenceAnswer:
     def iterate_outputs(
         self, request: InferenceRequest
     ) -> Iterator[tuple[str, npt.NDArray[np.float32]]]:
-        """Yield the name and the values [N] of each output that was asked for."""
+        """Yield the name and the values [N] of each output of the request."""
         for output in request.wanted_outputs:
             yield output.name, output.values_N(self.outputs[output.kind])
 
@@ -109,6 +106,7 @@ def make_inference(
             f"parameter {TASK_KEY} is {key!r:.80}; allowed are texts of 1 to {MAX_KEY_CHARS} "
             "printable characters. Correct it"
         )
+    # Bounded, as both are kept or sent back.
     if len(request_id) > MAX_ID_CHARS:
         raise bad_request(
             f"id has {len(request_id)} characters; at most {MAX_ID_CHARS} are allowed"
@@ -121,9 +119,8 @@ def make_inference(
             "the request has no rows to predict: send the model's columns as inputs; or support "
             f"rows alone with the parameter {TASK_KEY}, to keep the adapted task"
         )
-    wanted = (
-        tuple(outputs_by_name[name] for name in dict.fromkeys(outputs)) or columns.default_outputs
-    )
+    named = tuple(outputs_by_name[name] for name in dict.fromkeys(outputs))
+    wanted = named or columns.default_outputs
     computed = tuple(dict.fromkeys(output.kind for output in wanted))
     inference = InferenceRequest(support, query, key, computed, wanted, request_id, binary)
     _check_rows(inference.num_rows, limits)
@@ -142,8 +139,7 @@ def _check_rows(num_rows: int, limits: RequestLimits) -> None:
 def parse_http(
     columns: ModelColumns, body: bytes, header_length: str | None, limits: RequestLimits
 ) -> InferenceRequest:
-    """Return what an HTTP request asks for; `header_length` is the length of the JSON where binary
-    parts stand behind it. Raise RequestError."""
+    """Return what an HTTP request asks for. Raise RequestError."""
     size = len(body)
     if header_length is not None:
         # Its length first: Python refuses to convert thousands of digits.
@@ -156,6 +152,7 @@ def parse_http(
         size = int(header_length)
     request = _parse_object(body[:size])
     parameters = _parse_parameters(request)
+    # Binary parts stand behind the JSON, which ends at `size`.
     tensors = _parse_tensors(_parse_items(request, "inputs"), memoryview(body)[size:])
     names, binary = _parse_outputs(columns, request, parameters)
     request_id = request.get("id")
@@ -203,6 +200,7 @@ def _parse_tensors(inputs: Sequence[Mapping[str, Any]], rest: memoryview) -> lis
         if size is None:
             tensors.append(tensor_from_json(*head, each.get("data")))
             continue
+        # Not isinstance: JSON's true would be an int.
         if type(size) is not int or not 0 <= size <= len(rest) or each.get("data") is not None:
             raise bad_request(
                 f"input {head[0][:80]!r} has binary_data_size {size!r:.40}, and {len(rest)} bytes "
@@ -221,7 +219,7 @@ def _parse_tensors(inputs: Sequence[Mapping[str, Any]], rest: memoryview) -> lis
 def _parse_outputs(
     columns: ModelColumns, request: Mapping[str, Any], parameters: Mapping[str, Any]
 ) -> tuple[list[str], frozenset[str]]:
-    """Return the names of the outputs asked for, and those that are to travel as bytes."""
+    """Return the names of the outputs in a request, and those that are to travel as bytes."""
     names, binary = [], set()
     everywhere = parameters.get("binary_data_output") is True
     for each in _parse_items(request, "outputs"):
@@ -233,6 +231,7 @@ def _parse_outputs(
         if _parse_parameters(each).get("binary_data", everywhere) is True:
             binary.add(name)
     if not names and everywhere:
+        # Without names the answer has the default outputs.
         binary.update(output.name for output in columns.default_outputs)
     return names, frozenset(binary)
 
@@ -245,6 +244,7 @@ def render_http(
     for name, values in answer.iterate_outputs(request):
         entry: dict[str, Any] = {"name": name, "datatype": "FP32", "shape": list(values.shape)}
         if name in request.binary:
+            # In the order of the outputs: only their sizes say where each begins.
             behind.append(raw_bytes(values))
             entry["parameters"] = {"binary_data_size": len(behind[-1])}
         else:
@@ -265,8 +265,7 @@ def render_http(
 
 
 def model_metadata(name: str, version: str, columns: ModelColumns) -> dict[str, Any]:
-    """Return a model's metadata as the protocol's JSON has it: the inputs that query rows need,
-    then the optional ones of support rows."""
+    """Return a model's metadata as the protocol's JSON has it: query inputs, then support's."""
     query = [_column_metadata(column.name, column) for column in columns.read]
     support_columns = {column.name: column for column in (*columns.read, *columns.labels)}
     support = [_column_metadata(f"support.{name}", each) for name, each in support_columns.items()]

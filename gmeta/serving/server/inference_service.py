@@ -1,5 +1,4 @@
-"""What HTTP and gRPC share: a request's way from its parts to its answer, the version that answers,
-and its exchange for a newer one while requests come in."""
+"""What HTTP and gRPC share: a request's way to its answer, and the exchange of the version."""
 
 import asyncio
 import gc
@@ -39,10 +38,7 @@ CALLER_LEFT = 499  # before the answer: nginx's number, since HTTP has none
 
 @final
 class InferenceService:
-    """One model that answers requests; `load` reads it from its folder, at first and when replaced.
-
-    `ready` is false while it drains.
-    """
+    """One model that answers requests, read by `load`; `ready` is false while it drains."""
 
     def __init__(
         self,
@@ -85,15 +81,14 @@ class InferenceService:
     def _run(self, requests: Sequence[InferenceRequest]) -> list[Outcome]:
         # Taken once: a batch is answered by one version, whatever comes meanwhile.
         loaded = self.loaded
-        outcomes = answer_all(
-            loaded.model, loaded.version, self._cache, requests, self.metrics.observe_stage
-        )
+        observe = self.metrics.observe_stage
+        outcomes = answer_all(loaded.model, loaded.version, self._cache, requests, observe)
         for request, outcome in zip(requests, outcomes, strict=True):
             if request.task_key is not None:
                 if isinstance(outcome, InferenceAnswer):
-                    self.metrics.count_cache(outcome.cache)
+                    self.metrics.cache.labels(outcome.cache).inc()
                 elif outcome.status == 404:
-                    self.metrics.count_cache("miss")
+                    self.metrics.cache.labels("miss").inc()
         return outcomes
 
     async def infer(
@@ -106,8 +101,8 @@ class InferenceService:
         check: Callable[[], None],
         read: Callable[[], Any],
     ) -> tuple[InferenceRequest, InferenceAnswer]:
-        """Return a request and its answer, counted, logged and traced; `check` refuses a caller who
-        may not ask, `read` waits for the request and returns it. Raise RequestError."""
+        """Return a request and its answer, counted, logged and traced. Raise RequestError."""
+        # 500 unless something better is known: a defect counts too.
         began_s, status, num_rows, message = time.perf_counter(), 500, 0, ""
         try:
             check()
@@ -134,26 +129,21 @@ class InferenceService:
             status = CALLER_LEFT
             raise
         finally:
+            # Also what was refused or left: an error rate needs every request.
             self.metrics.count_answer(protocol, status, began_s)
             if self.config.access_log:
-                event(
-                    logging.INFO,
-                    "infer",
-                    protocol=protocol,
-                    status=status,
-                    ms=round((time.perf_counter() - began_s) * 1000, 2),
-                    rows=num_rows,
-                    peer=peer,
-                    **({"message": message} if message else {}),
-                )
+                ms = round((time.perf_counter() - began_s) * 1000, 2)
+                fields = {"protocol": protocol, "status": status, "ms": ms, "rows": num_rows}
+                why = {"message": message} if message else {}
+                event(logging.INFO, "infer", **fields, peer=peer, **why)
 
     def check_model(self, name: str, version: str) -> None:
-        """Raise RequestError unless this is the model and the version that answers; an empty
-        version is whichever does."""
+        """Raise RequestError unless this is the model and the version that answers."""
         if name != self.config.name:
             raise RequestError(
                 404, f"model {name[:80]!r} is not served here; {self.config.name} is. Correct it"
             )
+        # An empty version is whichever answers.
         if version and version != self.loaded.version:
             raise RequestError(
                 404,
@@ -199,14 +189,14 @@ class InferenceService:
             await asyncio.to_thread(self.reload)
 
     def reload(self) -> bool:
-        """Serve the version that stands in the folder now; return whether it is another one than
-        before. One that cannot serve is named in the log and the status, and the old one stays."""
+        """Serve the version that is in the folder now; return whether it is a new one."""
         folder, before = self.config.folder, self.loaded
         try:
             with translate_access_errors(folder):
                 version = version_in(folder)
         except (GMetaError, MetaIOError) as error:
-            # An exported folder may be between the old one and the new, but not for two looks.
+            # While an export is replaced its folder may be missing for a moment: reported only if
+            # two looks in a row miss it.
             if is_url(folder) or not isinstance(error, UserError) or self._is_away:
                 self._refuse("", error)
             self._is_away = True
@@ -229,12 +219,12 @@ class InferenceService:
             return False
         self.loaded = loaded
         self._load_failure.clear()
-        # Support rows stay: a task adapts anew when it is next asked for.
+        # Support rows stay: a task adapts anew with its next request.
         self._cache.forget_states(loaded.version)
         self.metrics.reloads.labels("loaded").inc()
         self._report_version()
         event(logging.INFO, "model_reloaded", version=loaded.version, before=before.version)
-        # Modules and their hooks are cycles: without this the old tables stay mapped for a while.
+        # Modules and their hooks are cycles: uncollected, they keep the old tables mapped.
         del before
         gc.unfreeze()
         _freeze_garbage()
@@ -245,24 +235,16 @@ class InferenceService:
         if not self._load_failure.note_failure(version, error):
             return
         self.metrics.reloads.labels("refused").inc()
-        event(
-            logging.ERROR,
-            "model_refused",
-            version=version,
-            serving=self.loaded.version,
-            folder=str(self.config.folder),
-            message=str(error),
-        )
+        kept = {"serving": self.loaded.version, "folder": str(self.config.folder)}
+        event(logging.ERROR, "model_refused", version=version, **kept, message=str(error))
 
     def _report_version(self) -> None:
-        loaded = self.loaded
-        self.metrics.set_version(
-            self.config.name, loaded.version, loaded.exported_at_s, loaded.loaded_at_s
-        )
+        now, name = self.loaded, self.config.name
+        self.metrics.set_version(name, now.version, now.exported_at_s, now.loaded_at_s)
 
 
 def _freeze_garbage() -> None:
-    """Collect garbage, and keep what is left out of later collections: a full one would stop all
-    requests for 0.2 s, mostly to walk over torch."""
+    """Collect garbage, and keep what is left out of later collections."""
     gc.collect()
+    # A full collection would stop all requests for 0.2 s, mostly to walk over torch.
     gc.freeze()

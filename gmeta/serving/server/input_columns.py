@@ -1,8 +1,6 @@
-"""The columns of a model as the inputs of a server: their description, and rows made of tensors.
+"""The columns of a model as the inputs of a server, and rows made of tensors.
 
-Inputs named like the model's columns are the rows to predict; with `support.` in front, the
-labelled rows to adapt by.
-"""
+Inputs named like the model's columns are query rows; with `support.` in front, support rows."""
 
 import difflib
 from collections.abc import Mapping, Sequence
@@ -25,19 +23,18 @@ LENGTHS = ".lengths"
 
 @dataclass(frozen=True)
 class InputColumn:
-    """One column: `role` is task, label, single, multi, dense or vector; a list holds several
-    values a row."""
+    """One column: `role` is task, label, single, multi, dense or vector."""
 
     name: str
     role: str
     datatype: str  # as metadata names it; other numeric types are taken too
-    is_list: bool
+    is_list: bool  # several values a row
     values: str  # in words
 
 
 @dataclass(frozen=True)
 class ModelColumns:
-    """All columns of a model. `read` are those that query rows need, in order."""
+    """All columns of a model; `read` are those that query rows need, in order."""
 
     task: InputColumn
     labels: tuple[InputColumn, ...]  # and masks and weights: what support rows need beside `read`
@@ -48,7 +45,7 @@ class ModelColumns:
 
     @cached_property
     def default_outputs(self) -> tuple[Output, ...]:
-        """Return what is answered where no output is asked for: each label after adaptation."""
+        """Return what a request without outputs is answered: labels after adaptation."""
         return tuple(output for output in self.outputs if output.kind == PREDICTION)
 
     @cached_property
@@ -58,8 +55,7 @@ class ModelColumns:
 
     @property
     def signature(self) -> dict[str, tuple[str, bool]]:
-        """Return what a caller must send, by name: two models with the same one take the same
-        requests."""
+        """Return what a caller must send: models with the same one take the same requests."""
         return {column.name: (column.datatype, column.is_list) for column in self.by_name.values()}
 
 
@@ -93,17 +89,18 @@ def describe_columns(config: ExportedConfig) -> ModelColumns:
         for vector in schema.vector:
             numbers = format_count(vector.width, "number")
             read[vector.column] = InputColumn(vector.column, "vector", "FP32", True, numbers)
+        # Taken and left alone: callers may send entire rows of their logs.
         ignored = set(schema.columns) - read.keys()
+    task = InputColumn(exported.task, "task", "INT64", False, "integer or text")
     model_columns = ModelColumns(
-        read.get(
-            exported.task, InputColumn(exported.task, "task", "INT64", False, "integer or text")
-        ),
+        read.get(exported.task, task),
         tuple(read.get(label.name, label) for label in _label_columns(config)),
         tuple(read.values()),
         frozenset(ignored),
         list_outputs(config),
     )
     for name in model_columns.by_name:
+        # Such a name could mean two things in a request.
         if name.startswith(SUPPORT) or (name.endswith(LENGTHS) and name[: -len(LENGTHS)] in read):
             raise UserError(
                 f"column {name} cannot be an input of a server: {SUPPORT}NAME are the support rows "
@@ -120,20 +117,16 @@ def _label_columns(config: ExportedConfig) -> list[InputColumn]:
         return [InputColumn(config.columns.label, "label", "FP32", False, values[0])]
     values_by_column = dict.fromkeys(schema.label_columns, "a number")
     for label, range_text in zip(schema.labels, values, strict=True):
-        values_by_column[label.column] = range_text + (
-            "; null allowed" if label.null == "unknown" else ""
-        )
-    return [
-        InputColumn(name, "label", "FP32", False, range_text)
-        for name, range_text in values_by_column.items()
-    ]
+        nulls = "; null allowed" if label.null == "unknown" else ""
+        values_by_column[label.column] = range_text + nulls
+    described = values_by_column.items()
+    return [InputColumn(name, "label", "FP32", False, text) for name, text in described]
 
 
 def to_tables(
     columns: ModelColumns, tensors: Sequence[Tensor]
 ) -> tuple[pa.Table | None, pa.Table | None]:
-    """Return the support rows and the query rows of a request; None where it has no such input.
-    Raise RequestError."""
+    """Return the support and the query rows of a request, or None. Raise RequestError."""
     sides: tuple[dict[str, Tensor], dict[str, Tensor]] = ({}, {})
     for tensor in tensors:
         is_support = tensor.name.startswith(SUPPORT)
@@ -163,6 +156,7 @@ def _to_table(columns: ModelColumns, side: Mapping[str, Tensor]) -> pa.Table | N
             )
     sizes = {name: len(array) for name, array in arrays.items()}
     if len(set(sizes.values())) > 1:
+        # The message stays one line, however many columns there are.
         sizes_text = ", ".join(f"{name} {size}" for name, size in list(sizes.items())[:6])
         raise bad_request(
             f"inputs of one side differ in rows ({sizes_text}); all need the same. Correct them"
@@ -190,6 +184,7 @@ def _to_array(column: InputColumn, tensor: Tensor, lengths: Tensor | None) -> pa
                 f"send [N, M] for lists of one length, or all values in [V] and the {tensor.name}"
                 f"{LENGTHS} of the lists in [N]"
             )
+        # [N, M]: every list has M values.
         offsets = np.arange(tensor.shape[0] + 1, dtype=np.int64) * tensor.shape[1]
         return pa.LargeListArray.from_arrays(offsets, tensor.values)
     sizes = lengths.values
@@ -201,7 +196,8 @@ def _to_array(column: InputColumn, tensor: Tensor, lengths: Tensor | None) -> pa
         )
     if sizes.null_count:
         raise bad_request(f"input {lengths.name} holds null; the length of each list is needed")
-    counts = sizes.to_numpy().astype(np.float64)  # no sum of integers can wrap around
+    # As floats: the sum of integers that a stranger chose could wrap around.
+    counts = sizes.to_numpy().astype(np.float64)
     if (counts < 0).any() or counts.sum() != len(tensor.values):
         raise bad_request(
             f"input {lengths.name} adds up to {counts.sum():.0f}; {tensor.name} has "

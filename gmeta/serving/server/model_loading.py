@@ -16,8 +16,7 @@ _TRIES = 3
 
 
 def model_folder(folder: Path | str, verify: bool) -> Path:
-    """Return the exported folder to serve, its files checked: this one, or where it is a channel,
-    as each URL is, that of the version it serves. Without `verify` checksums are left alone."""
+    """Return the exported folder to serve, its files checked, from an export or a channel."""
     if not is_url(folder) and not is_channel(Path(folder)):
         check_files(Path(folder), read_config(Path(folder)), checksums=verify)
         return Path(folder)
@@ -26,13 +25,14 @@ def model_folder(folder: Path | str, verify: bool) -> Path:
 
 
 def load_version(folder: Path | str, verify: bool = True) -> LoadedModel:
-    """Return the model in a folder, or that a channel serves, all of its files from one export even
-    while the folder is being replaced."""
+    """Return the model in a folder, or that a channel serves, with all files from one export."""
     for last in (False,) * (_TRIES - 1) + (True,):
         version = version_in(folder)
         try:
+            # model_folder has compared the files already.
             model = load(model_folder(folder, verify), verify=False)
         except GMetaError:
+            # An error while the folder was replaced says nothing of either version.
             if last or version_in(folder) == version:
                 raise
             continue

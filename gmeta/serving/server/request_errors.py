@@ -6,20 +6,17 @@ from typing import Any
 from gmeta.access.log import LOGGER_NAME
 from gmeta.errors import GMetaError
 
-# HTTP status -> name of the gRPC status
+# The name of the gRPC status of the same meaning for an HTTP status.
 GRPC_CODES = {
-    400: "INVALID_ARGUMENT",
+    **dict.fromkeys((400, 413, 415), "INVALID_ARGUMENT"),
     401: "UNAUTHENTICATED",
     403: "PERMISSION_DENIED",
     404: "NOT_FOUND",
     405: "UNIMPLEMENTED",
-    408: "DEADLINE_EXCEEDED",
-    413: "INVALID_ARGUMENT",
-    415: "INVALID_ARGUMENT",
+    **dict.fromkeys((408, 504), "DEADLINE_EXCEEDED"),
     429: "RESOURCE_EXHAUSTED",
     500: "INTERNAL",
     503: "UNAVAILABLE",
-    504: "DEADLINE_EXCEEDED",
 }
 
 
@@ -31,12 +28,14 @@ class RequestError(GMetaError):
     """A request that is not answered: what is wrong, the value, what is allowed, what to do."""
 
     def __init__(self, status: int, message: str, retry_after_s: int | None = None) -> None:
-        # One line, whatever text of the caller is in it, and not a long one.
+        # One short line, whatever text of the caller is in it: it goes into logs and headers.
         super().__init__(" ".join(message.split())[:1000])
         self.status = status
         self.retry_after_s = retry_after_s
 
     def __reduce__(self) -> tuple[Any, ...]:
+        # An exception is pickled by its message alone, which this constructor would take for a
+        # status.
         return type(self), (self.status, str(self), self.retry_after_s)
 
     @property
@@ -51,6 +50,6 @@ def bad_request(message: str) -> RequestError:
 
 
 def defect_error(error: Exception) -> RequestError:
-    """Return the error of a request that met a defect, which the log describes in full."""
+    """Return the error of a request that met a defect, and log the defect in full."""
     logging.getLogger(LOGGER_NAME).error("request_failed", exc_info=error)
     return RequestError(500, "the server failed on this request; its log says why")

@@ -44,9 +44,11 @@ class ServeConfig(Protection):
 
     def check(self) -> None:
         """Raise UserError for an address that is malformed, or that strangers could reach."""
+        # A malformed address is refused whatever protects the server.
         hosts = {option: split_address(option, at)[0] for option, at in self.addresses.items()}
         if self.workers > 1:
             for option, address in self.addresses.items():
+                # Each worker binds for itself: port 0 would give each of them another port.
                 if split_address(option, address)[1] == 0:
                     raise UserError(
                         f"{option} {address} takes any free port, which --workers {self.workers} "

@@ -5,6 +5,7 @@ import os
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, final
 
@@ -24,8 +25,10 @@ _VERSION = "gmeta_serve_model_info"
 _SECONDS = (0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0)
 _TASKS = (1, 2, 4, 8, 16, 32, 64)
 _ROWS = (1, 10, 30, 100, 300, 1_000, 3_000, 10_000, 30_000)
-_FILE_BYTES = 1 << 16  # what prometheus_client begins a file with
-_SAMPLE_BYTES = 1 << 12  # more than any sample's name, labels and help take
+# What prometheus_client begins a file with.
+_FILE_BYTES = 1 << 16
+# More than any sample's name, labels and help take: reserved before each new one.
+_SAMPLE_BYTES = 1 << 12
 
 
 @final
@@ -34,73 +37,50 @@ class ServerMetrics:
 
     def __init__(self) -> None:
         self.registry = registry = CollectorRegistry()
-        self.requests = Counter(
-            "gmeta_serve_requests",
-            "Inference requests by protocol and HTTP status (gRPC: that of the same meaning).",
-            ["protocol", "status"],
-            registry=registry,
-        )
-        self.seconds = Histogram(
-            "gmeta_serve_request_seconds",
-            "From a request's head to its answer, with the time that its body took to come.",
-            ["protocol"],
-            buckets=_SECONDS,
-            registry=registry,
-        )
-        self.stage_seconds = Histogram(
+        counter = partial(Counter, registry=registry)
+        histogram = partial(Histogram, registry=registry)
+        text = "Inference requests by protocol and HTTP status (gRPC: that of the same meaning)."
+        self.requests = counter("gmeta_serve_requests", text, ["protocol", "status"])
+        text = "From a request's head to its answer, with the time that its body took to come."
+        name = "gmeta_serve_request_seconds"
+        self.seconds = histogram(name, text, ["protocol"], buckets=_SECONDS)
+        name, text = (
             "gmeta_serve_stage_seconds",
             "Where the time goes: parse and queue of a request; encode, adapt, predict of a batch.",
-            ["stage"],
-            buckets=_SECONDS,
-            registry=registry,
         )
-        self.batch_tasks = Histogram(
-            "gmeta_serve_batch_tasks", "Requests of a batch.", buckets=_TASKS, registry=registry
-        )
-        self.batch_rows = Histogram(
-            "gmeta_serve_batch_rows", "Rows of a batch.", buckets=_ROWS, registry=registry
-        )
-        self.cache = Counter(
-            "gmeta_serve_cache",
-            "Requests with a task key: hit, stored, restored from its rows, too_large or miss.",
-            ["result"],
-            registry=registry,
-        )
-        self.reloads = Counter(
-            "gmeta_serve_reloads", "Newer versions found, by result.", ["result"], registry=registry
-        )
-        for result in ("loaded", "refused"):  # at 0, from which an alert sees the first
+        self.stage_seconds = histogram(name, text, ["stage"], buckets=_SECONDS)
+        name, text = "gmeta_serve_batch_tasks", "Requests of a batch."
+        self.batch_tasks = histogram(name, text, buckets=_TASKS)
+        self.batch_rows = histogram("gmeta_serve_batch_rows", "Rows of a batch.", buckets=_ROWS)
+        text = "Requests with a task key: hit, stored, restored from its rows, too_large or miss."
+        self.cache = counter("gmeta_serve_cache", text, ["result"])
+        text = "Newer versions found, by result."
+        self.reloads = counter("gmeta_serve_reloads", text, ["result"])
+        # At 0 from the start: an alert on an increase needs a value before the first.
+        for result in ("loaded", "refused"):
             self.reloads.labels(result)
-        self.cache_bytes = self._gauge("cache_bytes", "Bytes of adapted tasks.", "livesum")
-        self.cache_tasks = self._gauge("cache_tasks", "Adapted tasks that are kept.", "livesum")
-        self.cache_unshared = self._gauge(
-            "cache_unshared", "Times that the workers' shared file failed.", "livesum"
-        )
-        self.waiting = self._gauge("waiting", "Requests that wait for a batch.", "livesum")
-        self.exported = self._gauge(
-            "model_exported_timestamp_seconds", "When the model was exported.", "livemin"
-        )
-        self.loaded = self._gauge(
-            "model_loaded_timestamp_seconds", "When the model was loaded.", "livemax"
-        )
-        self.refused = self._gauge(
-            "model_refused", "1 while the folder holds a version that was refused.", "livemax"
-        )
-        self.version = Gauge(
-            _VERSION,
-            "1 for the version that answers.",
-            ["model", "version"],
-            registry=registry,
-            multiprocess_mode="livemax",
-        )
-        self._told: tuple[str, str] | None = None
+        # Over all workers that live: sizes add up, and an alert is on the oldest model or on any
+        # refusal.
+        total = partial(Gauge, registry=registry, multiprocess_mode="livesum")
+        least = partial(Gauge, registry=registry, multiprocess_mode="livemin")
+        most = partial(Gauge, registry=registry, multiprocess_mode="livemax")
+        self.cache_bytes = total("gmeta_serve_cache_bytes", "Bytes of adapted tasks.")
+        self.cache_tasks = total("gmeta_serve_cache_tasks", "Adapted tasks that are kept.")
+        text = "Times that the workers' shared file failed."
+        self.cache_unshared = total("gmeta_serve_cache_unshared", text)
+        self.waiting = total("gmeta_serve_waiting", "Requests that wait for a batch.")
+        text = "When the model was exported."
+        self.exported = least("gmeta_serve_model_exported_timestamp_seconds", text)
+        text = "When the model was loaded."
+        self.loaded = most("gmeta_serve_model_loaded_timestamp_seconds", text)
+        text = "1 while the folder holds a version that was refused."
+        self.refused = most("gmeta_serve_model_refused", text)
+        self.version = most(_VERSION, "1 for the version that answers.", ["model", "version"])
+        self._answering: tuple[str, str] | None = None
 
-    def _gauge(self, name: str, text: str, mode: Any) -> Gauge:
-        return Gauge(f"gmeta_serve_{name}", text, registry=self.registry, multiprocess_mode=mode)
-
-    def observe_stage(self, observe_stage: str, seconds: float) -> None:
+    def observe_stage(self, stage: str, seconds: float) -> None:
         """Count the seconds of one stage."""
-        self.stage_seconds.labels(observe_stage).observe(seconds)
+        self.stage_seconds.labels(stage).observe(seconds)
 
     def observe_batch(self, what: str, value: float) -> None:
         """Count what a batcher measures."""
@@ -114,17 +94,13 @@ class ServerMetrics:
         self.requests.labels(protocol, str(status)).inc()
         self.seconds.labels(protocol).observe(time.perf_counter() - began_s)
 
-    def count_cache(self, result: str) -> None:
-        """Count what the cache did for a request with a task key."""
-        self.cache.labels(result).inc()
-
     def set_version(
         self, model: str, version: str, exported_at_s: float, loaded_at_s: float
     ) -> None:
-        """Tell which version answers from now on."""
-        if self._told is not None:
-            self.version.labels(*self._told).set(0)
-            self._told = None
+        """Set which version answers from now on."""
+        if self._answering is not None:
+            self.version.labels(*self._answering).set(0)
+            self._answering = None
         self.exported.set(exported_at_s)
         self.loaded.set(loaded_at_s)
         self.refused.set(0)
@@ -133,12 +109,13 @@ class ServerMetrics:
         except GMetaError as error:  # it serves all the same
             event(logging.ERROR, "version_not_measured", version=version, message=str(error))
         else:
-            self._told = (model, version)
+            self._answering = (model, version)
 
     def page(self, accept: str) -> tuple[bytes, str]:
         """Return the metrics and their content type, in the format that the scraper asks for."""
         encode, content_type = choose_encoder(accept)
         counted: Any = self.registry
+        # This worker answers for all: a scraper reaches any of them.
         if MULTIPROCESS_DIR in os.environ:
             counted = MultiProcessCollector(None)
         return encode(_CurrentMetrics(counted)), content_type
@@ -146,34 +123,33 @@ class ServerMetrics:
 
 @dataclass
 class _CurrentMetrics:
-    """Metrics without the versions that nobody serves any more: prometheus_client forgets none, and
-    a server may serve thousands."""
+    """Metrics without the versions that serve no more."""
 
     counted: Any
 
     def collect(self) -> Iterator[Metric]:
-        """Yield each metric."""
         for metric in self.counted.collect():
+            # prometheus_client forgets no label, and a server may serve thousands of versions.
             metric.samples = [one for one in metric.samples if one.value or one.name != _VERSION]
             yield metric
 
 
 def share_metrics() -> None:
-    """Keep the metrics made from now on in the folder that MULTIPROCESS_DIR names, if it does:
-    prometheus_client itself looks only when it is imported."""
+    """Keep the metrics made from now on in the folder MULTIPROCESS_DIR, if it is set."""
+    # prometheus_client itself looks at the variable only when it is imported.
     values.MmapedDict = _ReservedFile  # type: ignore[attr-defined]
     values.ValueClass = values.get_value_class()
 
 
 @final
 class _ReservedFile(MmapedDict):  # type: ignore[misc]
-    """A file of metrics whose disk space is reserved when it is made and when it grows:
-    prometheus_client's has holes, and writing into one kills the process once the disk is full.
-    Raise GMetaError."""
+    """A file of metrics whose disk space is reserved. Raise GMetaError where there is none."""
 
     def __init__(self, filename: str, read_mode: bool = False) -> None:
         try:
             with open(filename, "ab") as file:
+                # prometheus_client leaves holes, and writing into one on a full disk kills the
+                # process.
                 _reserve(file.fileno(), filename, _FILE_BYTES)
         except GMetaError:  # this worker never serves, and half a file cannot be read
             for left in Path(filename).parent.glob(f"*_{os.getpid()}.db"):
@@ -183,6 +159,7 @@ class _ReservedFile(MmapedDict):  # type: ignore[misc]
 
     def _init_value(self, key: str) -> None:
         if self._used + _SAMPLE_BYTES > self._capacity:
+            # prometheus_client is about to double the file.
             _reserve(self._f.fileno(), self._fname, 2 * self._capacity)
         super()._init_value(key)
 

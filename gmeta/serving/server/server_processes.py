@@ -1,6 +1,4 @@
-"""The processes of one server: itself, or several workers that share its addresses and mapped
-tables, and that are started again when one dies.
-"""
+"""The processes of one server: itself, or several workers, started again when one dies."""
 
 import logging
 import multiprocessing as mp
@@ -11,6 +9,7 @@ import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass, replace
+from functools import partial
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
 from pathlib import Path
@@ -40,8 +39,7 @@ RunWorker = Callable[[ServeConfig, Callable[[], None]], None]
 
 
 def serve_until_signal(config: ServeConfig, log_level: str, run_worker: RunWorker) -> int:
-    """Serve until a signal, then answer what is under way; return the exit code. `run_worker` is
-    what a worker process does."""
+    """Serve by `run_worker` until a signal, then answer what is under way; return the exit code."""
     if config.workers == 1:
         configure_logging(log_level)
         run_worker(config, lambda: None)
@@ -61,8 +59,8 @@ def serve_until_signal(config: ServeConfig, log_level: str, run_worker: RunWorke
 
 
 def _folder_in_memory() -> AbstractContextManager[str]:
-    """Return a folder of this process alone, in memory where the system has such a place; the
-    workers hold its lock, too."""
+    """Return a folder of this process alone, in memory where the system has such a place."""
+    # The workers inherit its lock: it is not taken for a dead process's folder while one lives.
     place = str(_IN_MEMORY) if os.access(_IN_MEMORY, os.W_OK) else None
     return open_temporary_folder("gmeta-serving-", place)
 
@@ -71,15 +69,13 @@ def _folder_in_memory() -> AbstractContextManager[str]:
 class _WorkerProcess:
     process: BaseProcess
     sign: Connection  # readable once it serves, or has ended
-    pause_s: float = 0.0  # before it, or once it has died the next one; 0: the first here
+    pause_s: float = 0.0  # before its start or, once it has died, the next one's; 0: the first
     serves: bool = False
     again_at_s: float | None = None  # once it has died: when another takes its place
 
 
 @final
 class _WorkerGroup:
-    """Keeps the workers running."""
-
     def __init__(self, config: ServeConfig, run_worker: RunWorker) -> None:
         self._config = config
         self._run_worker = run_worker
@@ -90,20 +86,19 @@ class _WorkerGroup:
         self._workers_side, self._own_side = self._context.Pipe(duplex=False)
 
     def run(self) -> int:
-        """Start the workers, and again each that dies, until a signal; return the exit code, which
-        is that of a worker that could not start the first time."""
+        """Keep the workers running until a signal; return the exit code."""
         for number in stop_signals():
             signal.signal(number, self._stop_flag.stop)
         workers = [self._start() for _ in range(self._config.workers)]
         code = 0
         while not code and not self._stop_flag.wait(_LOOK_EVERY_S):
+            # Not 0: a worker could not start the first time, as with a wrong config.
             code = self._restart_dead(workers)
         self._stop(workers)
         return code
 
     def _restart_dead(self, workers: list[_WorkerProcess]) -> int:
-        """Start again each worker that has died; return the exit code of one that could not start
-        the first time, else 0."""
+        """Start each dead worker again; return the exit code of one that could never start."""
         for place, worker in enumerate(workers):
             if not worker.serves and worker.sign.poll():
                 with suppress(EOFError):  # it has ended without having served
@@ -127,16 +122,16 @@ class _WorkerGroup:
 
     def _start(self, pause_s: float = 0.0) -> _WorkerProcess:
         sign, its_sign = self._context.Pipe(duplex=False)
-        process = self._context.Process(
-            target=self._work, args=(its_sign,), name="gmeta-serve-worker"
-        )
-        # Held back until the child has set its own: in between it would take this process's, and
-        # a worker that is told to end at once would serve on.
+        work, name = partial(self._work, its_sign), "gmeta-serve-worker"
+        process = self._context.Process(target=work, name=name)
+        # Signals are held back until the child has handlers of its own: with this process's, a
+        # worker that is to end at once would serve on.
         signal.pthread_sigmask(signal.SIG_BLOCK, stop_signals())
         try:
             process.start()
         finally:
             signal.pthread_sigmask(signal.SIG_UNBLOCK, stop_signals())
+        # This process's copy: while it is open, the pipe does not end with the worker.
         its_sign.close()
         return _WorkerProcess(process, sign, pause_s)
 
@@ -153,10 +148,10 @@ class _WorkerGroup:
                 worker.process.join()
 
     def _work(self, sign: Connection) -> None:
-        """Be a worker, which checks the model again as it loads it, now and when it is replaced."""
         for number in stop_signals():
             signal.signal(number, signal.SIG_DFL)  # until the worker has its own
         signal.pthread_sigmask(signal.SIG_UNBLOCK, stop_signals())
+        # The parent's end, inherited: open here, it would hide the parent's death.
         self._own_side.close()
         threading.Thread(target=_end_with, args=(self._workers_side,), daemon=True).start()
         try:
@@ -167,7 +162,7 @@ class _WorkerGroup:
 
 
 def _end_with(parent: Connection) -> None:
-    """End this process as SIGTERM does when the one at the other side dies, however it does."""
+    """End this process by SIGTERM when the one at the other side of the pipe dies."""
     with suppress(EOFError):
         parent.recv()
     os.kill(os.getpid(), signal.SIGTERM)

@@ -1,4 +1,4 @@
-"""One worker process: loads the model, listens, and answers until it is told to end."""
+"""One worker process: loads the model, listens, and answers until a signal ends it."""
 
 import asyncio
 import logging
@@ -34,8 +34,7 @@ _KEPT_BYTES = 256 << 20  # of memory that batches freed, kept for the next
 
 
 def run_worker(config: ServeConfig, report_ready: Callable[[], None]) -> None:
-    """Serve until a signal, then answer what is under way and return; `tell` is called when
-    requests are answered."""
+    """Serve until a signal, then answer what is under way and return."""
     torch.set_num_threads(config.threads)
     keep_freed_memory(_KEPT_BYTES)
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
@@ -60,7 +59,9 @@ async def _serve_until_stopped(config: ServeConfig, report_ready: Callable[[], N
         tracing_from_environment(),
     )
     service.warm_up()
-    ended = _stop_on_signal()
+    ended = asyncio.Event()
+    for number in stop_signals():
+        asyncio.get_running_loop().add_signal_handler(number, ended.set)
     server = http_server(http_app(service), config.max_connections, config.drain_s, tls)
     coroutines: list[Coroutine[Any, Any, Any]] = [server.serve(sockets)]
     if config.reload_every_s:
@@ -79,15 +80,9 @@ async def _serve_until_stopped(config: ServeConfig, report_ready: Callable[[], N
     grpc_server, grpc_health, grpc_port = None, None, 0
     if config.grpc_listen:
         grpc_server, grpc_health, grpc_port = await _grpc_server(config, service, tls)
-    event(
-        logging.INFO,
-        "serving",
-        listen=f"{split_address('--listen', config.listen)[0]}:{sockets[0].getsockname()[1]}",
-        grpc_port=grpc_port,
-        model=config.name,
-        version=service.loaded.version,
-        folder=str(config.folder),
-    )
+    listen = f"{split_address('--listen', config.listen)[0]}:{sockets[0].getsockname()[1]}"
+    what = {"model": config.name, "version": service.loaded.version, "folder": str(config.folder)}
+    event(logging.INFO, "serving", listen=listen, grpc_port=grpc_port, **what)
     report_ready()
     await asyncio.wait([asyncio.create_task(ended.wait()), tasks[0]], return_when="FIRST_COMPLETED")
     event(logging.INFO, "draining", listen=config.listen)
@@ -100,7 +95,9 @@ async def _serve_until_stopped(config: ServeConfig, report_ready: Callable[[], N
     ending = [tasks[0]]
     if grpc_server is not None:
         ending.append(asyncio.create_task(grpc_server.stop(config.drain_s)))
+    # Longer than either side's own limit, which closes what is left.
     await asyncio.wait(ending, timeout=config.drain_s + 5)
+    # The watchers of versions and certificates never end by themselves.
     for task in tasks[1:]:
         task.cancel()
     service.stop()
@@ -109,18 +106,8 @@ async def _serve_until_stopped(config: ServeConfig, report_ready: Callable[[], N
     event(logging.INFO, "stopped", listen=config.listen)
 
 
-def _stop_on_signal() -> asyncio.Event:
-    """Return an event that is set when the process is told to end."""
-    ended = asyncio.Event()
-    for number in stop_signals():
-        asyncio.get_running_loop().add_signal_handler(number, ended.set)
-    return ended
-
-
 def bind_socket(option: str, address: str, shared: bool) -> socket.socket:
-    """Return a socket that is bound to HOST:PORT. It listens, unless it is `shared` with other
-    processes of this user, among which the kernel divides the connections: then it listens once a
-    server takes it. Raise AddressError."""
+    """Return a socket bound to HOST:PORT; it listens unless `shared`. Raise AddressError."""
     host, port = split_address(option, address)
     try:
         family, kind, protocol, _, where = socket.getaddrinfo(
@@ -128,8 +115,10 @@ def bind_socket(option: str, address: str, shared: bool) -> socket.socket:
         )[0]
         opened = socket.socket(family, kind, protocol)
         try:
+            # Else the address would stay taken for a while after a restart.
             opened.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             if shared:
+                # The kernel divides connections among the processes of this user that have it.
                 opened.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
             opened.bind(where)
             # Of several, one that reads its model must not be given connections yet.
@@ -165,6 +154,7 @@ async def _grpc_server(
             ("grpc.server_handshake_timeout_ms", _HANDSHAKE_MS),
             ("grpc.max_allowed_incoming_connections", config.max_connections),
         ),
+        # Above what may wait, so that the batcher refuses first, with a time to retry after.
         maximum_concurrent_rpcs=2 * config.batch.waiting,
     )
     certificates = tls is not None and tls.client_ca is not None

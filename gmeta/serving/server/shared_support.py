@@ -1,9 +1,6 @@
-"""The support rows behind the task keys, for all processes of one server: any of them may be asked
-for a task that another one was given.
+"""The support rows behind the task keys, for all processes of one server.
 
-A SQLite file in a folder of the server's own, in memory where the system has such a place; it ends
-with the server.
-"""
+A SQLite file in a folder of the server's own, which ends with it."""
 
 import io
 import logging
@@ -51,6 +48,7 @@ class SharedSupport:
         self._is_failing = False
         self._lock = threading.Lock()
         # Nothing here must outlive the machine: no write waits for the disk.
+        # No isolation level: `_transaction` begins and ends each by itself.
         self._db = sqlite3.connect(
             file, timeout=_BUSY_S, isolation_level=None, check_same_thread=False
         )
@@ -66,10 +64,11 @@ class SharedSupport:
             self._db.execute("insert or ignore into total values (1, 0)")
 
     def put(self, key: str, support: pa.Table, expires_s: float) -> str:
-        """Keep a task's rows for all processes and return the stamp of this put; "" where the rows
-        are larger than the room for all, or cannot be written, as on a full disk: this is logged
-        once, and each put tries again."""
-        rows, stamp = _to_bytes(support), uuid.uuid4().hex
+        """Keep a task's rows for all processes; return the stamp of this put, "" if it failed."""
+        sink = io.BytesIO()
+        with pa.ipc.new_stream(sink, support.schema) as writer:
+            writer.write_table(support)
+        rows, stamp = sink.getvalue(), uuid.uuid4().hex
         with self._lock:
             try:
                 if len(rows) > self._max_bytes:  # its older rows go, and nobody else's
@@ -93,11 +92,11 @@ class SharedSupport:
         return stamp
 
     def get(self, key: str, stamp: str, now_s: float) -> SharedRows | None:
-        """Return the task's rows, without them where their stamp is this one; None if there are
-        none, their time is over, or the file cannot be read now."""
+        """Return the task's rows, without them where their stamp is this one, or None."""
         with self._lock:
             try:
                 shared_rows = self._db.execute(
+                    # Rows that the caller has already are not read again.
                     "select stamp, expires_s, case when stamp = ? then null else rows end "
                     "from tasks where key = ?",
                     (stamp, key),
@@ -105,10 +104,12 @@ class SharedSupport:
             except sqlite3.Error as error:
                 self._note_failure(error)
                 return None
+        # Expired rows go with the oldest: removing them here would make each get a write.
         if shared_rows is None or shared_rows[1] <= now_s:
             return None
-        support = None if shared_rows[2] is None else _from_bytes(shared_rows[2])
-        return SharedRows(support, shared_rows[0], shared_rows[1])
+        stamp, expires_s, rows = shared_rows
+        support = None if rows is None else pa.ipc.open_stream(rows).read_all()
+        return SharedRows(support, stamp, expires_s)
 
     def close(self) -> None:
         """Close the file."""
@@ -117,6 +118,7 @@ class SharedSupport:
 
     @contextmanager
     def _transaction(self) -> Iterator[None]:
+        # Immediate: a reader that turns writer could find the file changed, and fail midway.
         self._db.execute("begin immediate")
         try:
             yield
@@ -153,22 +155,9 @@ class SharedSupport:
             self._drop(oldest)
 
     def _drop(self, key: str) -> None:
-        """Remove a task, if it is there."""
         self._db.execute(
             "update total set num_bytes = num_bytes - "
             "coalesce((select num_bytes from tasks where key = ?), 0)",
             (key,),
         )
         self._db.execute("delete from tasks where key = ?", (key,))
-
-
-def _to_bytes(table: pa.Table) -> bytes:
-    sink = io.BytesIO()
-    with pa.ipc.new_stream(sink, table.schema) as writer:
-        writer.write_table(table)
-    return sink.getvalue()
-
-
-def _from_bytes(content: bytes) -> pa.Table:
-    with pa.ipc.open_stream(content) as reader:
-        return reader.read_all()

@@ -1,8 +1,7 @@
 """Adapted tasks by their keys: the least recently used go first, and all go after their time.
 
 An entry keeps the support rows beside the state that a version of the model made of them: with a
-newer version the task adapts anew, and its callers notice nothing.
-"""
+newer version the task adapts anew, and its callers notice nothing."""
 
 import threading
 import time
@@ -21,7 +20,7 @@ _ENTRY_BYTES = 1_000  # of an entry's own objects, about
 
 @dataclass(frozen=True)
 class CachedTask:
-    """One task; `stamp` tells the puts of a key apart."""
+    """One task; each put of a key has a `stamp` of its own."""
 
     support: pa.Table
     state: TaskState | None
@@ -38,8 +37,7 @@ class CachedTask:
 
 @final
 class TaskCache:
-    """The tasks of one process; with `shared`, those whose support rows another process of the
-    server was given, too. Safe to use from several threads."""
+    """The tasks of one process, and what others of the server share. Safe for several threads."""
 
     def __init__(
         self,
@@ -48,8 +46,8 @@ class TaskCache:
         shared: SharedSupport | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        # One for all processes of a machine, which nobody sets: where the time of day was set back,
-        # rows that came later would count as the older ones.
+        # The clock is one for all processes of a machine and is never set: by the time of day, set
+        # back, later rows would count as the older ones.
         self._max_bytes = max_bytes
         self._ttl_s = ttl_s
         self._shared = shared
@@ -94,12 +92,11 @@ class TaskCache:
         """Keep a task whose support rows a caller sent; return whether there is room for it."""
         expires_s = self._clock() + self._ttl_s
         stamp = self._shared.put(key, support, expires_s) if self._shared is not None else ""
-        return self._insert(key, CachedTask(support, state, version, stamp, expires_s)) or bool(
-            stamp
-        )
+        is_kept = self._insert(key, CachedTask(support, state, version, stamp, expires_s))
+        return is_kept or bool(stamp)
 
     def restore(self, key: str, entry: CachedTask, state: TaskState, version: str) -> None:
-        """Keep the state that a newer version, or this process, made of an entry's support rows."""
+        """Keep the state that a newer version, or this process, made of kept support rows."""
         held = self._entries.get(key)
         if held is None or held.expires_s <= entry.expires_s:  # else newer rows came meanwhile
             self._insert(key, replace(entry, state=state, version=version))
@@ -115,6 +112,7 @@ class TaskCache:
     def _insert(self, key: str, entry: CachedTask) -> bool:
         with self._lock:
             self._drop(key)
+            # Room for it would cost all others.
             if entry.num_bytes > self._max_bytes:
                 return False
             self._entries[key] = entry

@@ -1,8 +1,6 @@
-"""Tensors of the Open Inference Protocol, version 2, and Arrow arrays: from JSON, from raw bytes
-and from gRPC's typed fields, each value checked against its datatype.
+"""Tensors of the Open Inference Protocol to Arrow arrays: from JSON, raw bytes and typed fields.
 
-Elements stand row by row. BYTES holds UTF-8 text here: no model of ours reads anything else.
-"""
+Elements stand row by row. BYTES holds UTF-8 text: no model of ours reads anything else."""
 
 import math
 import struct
@@ -18,14 +16,9 @@ import pyarrow as pa
 from gmeta.serving.server.request_errors import bad_request
 
 _INTEGERS = {
-    "INT8": np.int8,
-    "INT16": np.int16,
-    "INT32": np.int32,
-    "INT64": np.int64,
-    "UINT8": np.uint8,
-    "UINT16": np.uint16,
-    "UINT32": np.uint32,
-    "UINT64": np.uint64,
+    f"{sign}{bits}": np.dtype(f"{sign.lower()}{bits}")
+    for sign in ("INT", "UINT")
+    for bits in (8, 16, 32, 64)
 }
 _FLOATS = {"FP16": np.float16, "FP32": np.float32, "FP64": np.float64}
 _NUMBERS: dict[str, Any] = {"BOOL": np.bool_, **_INTEGERS, **_FLOATS}
@@ -74,19 +67,18 @@ def check_head(name: object, datatype: object, shape: object) -> tuple[str, str,
         )
     is_shape = isinstance(shape, list | tuple) and 1 <= len(shape) <= 2
     for size in shape if is_shape else [None]:  # type: ignore[attr-defined]
+        # Not isinstance: JSON's true would be a size of 1.
         if type(size) is int and 0 <= size <= MAX_DIMENSION:
             continue
         raise bad_request(
-            f"input {_abbreviate(name)} has shape {_abbreviate(shape)}; allowed are [N] and [N, "
-            "M] with "
-            "sizes from 0 on. Correct it"
+            f"input {_abbreviate(name)} has shape {_abbreviate(shape)}; allowed are [N] and [N, M] "
+            "with sizes from 0 on. Correct it"
         )
     return name, datatype, tuple(shape)  # type: ignore[arg-type]
 
 
 def tensor_from_json(name: str, datatype: str, shape: tuple[int, ...], data: object) -> Tensor:
-    """Return a tensor whose elements came as JSON, in one list or in one for each row. Raise
-    RequestError."""
+    """Return a tensor whose elements came as JSON, in one list or in one for each row."""
     if not isinstance(data, list):
         raise bad_request(
             f"input {_abbreviate(name)} has data {_abbreviate(data)}; a list of its elements is "
@@ -100,14 +92,14 @@ def tensor_from_json(name: str, datatype: str, shape: tuple[int, ...], data: obj
             )
         data = list(chain.from_iterable(data))
     _check_count(name, shape, len(data))
+    # The types of all elements at once: far fewer steps of Python than a check of each.
     kinds = set(map(type, data))
     if not kinds <= _PYTHON_TYPES[datatype]:
         wrong = kinds - _PYTHON_TYPES[datatype]
         wrong_value = next(value for value in data if type(value) in wrong)
         raise bad_request(
             f"input {_abbreviate(name)} of datatype {datatype} holds {_abbreviate(wrong_value)}, "
-            "which is not of "
-            "it. Send values of the datatype, or name another one"
+            "which is not of it. Send values of the datatype, or name another one"
         )
     return Tensor(name, shape, _json_array(name, datatype, data, kinds))
 
@@ -119,6 +111,7 @@ def _json_array(name: str, datatype: str, data: Sequence[Any], kinds: set[type])
         kind = pa.string() if datatype == "BYTES" else pa.from_numpy_dtype(_NUMBERS[datatype])
         if datatype == "FP16":
             with np.errstate(over="ignore"):  # becomes infinite, which is refused later
+                # Arrow makes 16-bit floats of NumPy's scalars alone.
                 data = [None if value is None else np.float16(value) for value in data]
         return pa.array(data, kind)
     except (pa.ArrowException, OverflowError, ValueError) as error:
@@ -129,14 +122,14 @@ def _json_array(name: str, datatype: str, data: Sequence[Any], kinds: set[type])
 
 
 def tensor_from_raw(name: str, datatype: str, shape: tuple[int, ...], content: bytes) -> Tensor:
-    """Return a tensor whose elements came as bytes: little-endian numbers, or BYTES each behind its
-    length in 4 bytes. Raise RequestError."""
+    """Return a tensor of little-endian numbers, or of BYTES each behind its length."""
     if datatype == "BYTES":
         texts = _split_raw_texts(name, content)
         _check_count(name, shape, len(texts))
         return Tensor(name, shape, _decode_texts(name, texts))
     dtype = np.dtype(_NUMBERS[datatype]).newbyteorder("<")
     num_bytes = math.prod(shape) * dtype.itemsize
+    # Also what keeps a large shape from asking for memory that no byte stands for.
     if len(content) != num_bytes:
         raise bad_request(
             f"input {_abbreviate(name)} of datatype {datatype} and shape {list(shape)} has "
@@ -145,6 +138,7 @@ def tensor_from_raw(name: str, datatype: str, shape: tuple[int, ...], content: b
     values = np.frombuffer(content, np.uint8 if datatype == "BOOL" else dtype)
     if datatype == "BOOL":
         values = values != 0
+    # Arrow takes the machine's own byte order alone.
     return Tensor(name, shape, pa.array(values.astype(values.dtype.newbyteorder("="))))
 
 
@@ -154,11 +148,11 @@ def _split_raw_texts(name: str, content: bytes) -> list[bytes]:
         stop = place + 4
         if stop <= len(content):
             stop += struct.unpack_from("<I", content, place)[0]
+        # The length is the caller's: it may point behind the content.
         if stop > len(content) or stop < place + 4:
             raise bad_request(
                 f"input {_abbreviate(name)} ends within an element of its BYTES: each stands "
-                "behind its "
-                "length in 4 bytes, little-endian. Correct the data"
+                "behind its length in 4 bytes, little-endian. Correct the data"
             )
         texts.append(content[place + 4 : stop])
         place = stop
@@ -166,8 +160,7 @@ def _split_raw_texts(name: str, content: bytes) -> list[bytes]:
 
 
 def tensor_from_typed(name: str, datatype: str, shape: tuple[int, ...], contents: Any) -> Tensor:
-    """Return a tensor whose elements stand in a field of gRPC's InferTensorContents. Raise
-    RequestError."""
+    """Return a tensor whose elements stand in a field of gRPC's InferTensorContents."""
     field = _TYPED_FIELDS.get(datatype)
     others = [each.name for each, _ in contents.ListFields() if each.name != field]
     if field is None or others:
@@ -218,5 +211,6 @@ def raw_bytes(values: npt.NDArray[Any]) -> bytes:
 def _abbreviate(value: object) -> str:
     """Return a caller's value for a message: short, and without control characters."""
     text = value if isinstance(value, str) else repr(value)
+    # A caller's line ends could forge lines of the log.
     text = "".join(char if char.isprintable() else "?" for char in text[:80])
     return repr(text) if isinstance(value, str) else text

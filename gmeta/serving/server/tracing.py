@@ -1,5 +1,4 @@
-"""A span for each inference, where OpenTelemetry is installed and its environment variables name an
-exporter; nothing otherwise."""
+"""A span for each inference, where OpenTelemetry and an exporter are there; else nothing."""
 
 import importlib
 import os
@@ -21,42 +20,40 @@ _OTLP = {
 
 @final
 class Tracing:
-    """Makes spans; without a provider of them it makes none."""
+    """Makes spans; without a provider it makes none."""
 
     def __init__(self, provider: Any = None) -> None:
         self._provider = provider
         self._tracer = provider and provider.get_tracer("gmeta.server")
 
     def stop(self) -> None:
-        """Export the last spans, which wait for a full batch; give up soon if nobody takes them."""
+        """Export the last spans, which wait for a full batch, or give up after a while."""
         if self._provider is not None:
+            # In a thread: shutdown waits for an unreachable collector much longer than a server may
+            # drain.
             last = threading.Thread(target=self._provider.shutdown, daemon=True)
             last.start()
             last.join(_LAST_SPANS_S)
 
     @contextmanager
     def span(self, protocol: str, carrier: dict[str, str]) -> Iterator[Callable[..., None]]:
-        """Trace a request inside; `carrier` holds the caller's headers, which name its own span.
-        Yield what adds attributes to it, such as the number of rows."""
+        """Trace a request inside, as a child of the span that the headers `carrier` name."""
         if self._tracer is None:
             yield lambda **attributes: None
             return
+        # Imported by name: the package is an extra.
         propagate: Any = importlib.import_module("opentelemetry.propagate")
         context = propagate.extract(carrier)
         with self._tracer.start_as_current_span(f"infer {protocol}", context=context) as span:
-            yield lambda **told: span.set_attributes({f"gmeta.{name}": told[name] for name in told})
+            yield lambda **values: span.set_attributes({f"gmeta.{k}": v for k, v in values.items()})
 
 
 def tracing_from_environment(exporter: Any = None) -> Tracing:
-    """Return the tracing that the environment asks for: OTEL_TRACES_EXPORTER is console, otlp or
-    none; the exporter reads its own variables. `exporter`, if given, is used in its place.
-
-    Raises:
-        UserError: an exporter is asked for that is not installed or not known.
-    """
+    """Return the tracing that OTEL_TRACES_EXPORTER (console, otlp, none) asks for."""
     name = os.environ.get(EXPORTER, "none")
     if exporter is None and name == "none":
         return Tracing()
+    # The parent first: find_spec raises for a part of a package that is not there.
     if find_spec("opentelemetry") is None or find_spec("opentelemetry.sdk") is None:
         raise UserError(
             f"{EXPORTER} = {name} needs the extra: pip install 'gmeta[opentelemetry]'. Install it, "

@@ -18,18 +18,17 @@ VERSION_CHARS = 12
 
 @dataclass(frozen=True)
 class LoadedModel:
-    """One version of a model; `version` names its content: a part of config.json's hash, which
-    holds the checksum of every other file."""
+    """One version of a model; `version` names its content."""
 
     model: ServedModel
+    # The beginning of config.json's hash, which holds the checksum of every other file.
     version: str
     columns: ModelColumns
     loaded_at_s: float = field(default_factory=time.time)
 
     @property
     def exported_at_s(self) -> float:
-        """Return when it was exported, in seconds since 1970; when it was loaded if it does not
-        say."""
+        """Return when it was exported, in seconds since 1970; when it was loaded if unknown."""
         try:
             return datetime.fromisoformat(str(self.model.config.source["exported_at"])).timestamp()
         except (KeyError, ValueError):
@@ -37,8 +36,7 @@ class LoadedModel:
 
 
 def version_in(folder: Path | str) -> str:
-    """Return the version that stands in a folder now, or that a channel at a path or URL serves.
-    Raise UserError where there is none, GMetaError where a URL cannot be reached."""
+    """Return the version in a folder, or that a channel serves. Raise UserError, GMetaError."""
     if is_url(folder) or is_channel(Path(folder)):
         return current_at(folder).checksum[:VERSION_CHARS]
     return checksum_in(Path(folder))[:VERSION_CHARS]

@@ -1,9 +1,7 @@
-"""prepare on a cluster: the same dataset to the byte; Spark reads, shuffles and places the work.
+"""prepare on a cluster: Spark reads, shuffles and places the work. Needs the extra `spark`."""
 
-Spark only moves rows. Encoding, order, episodes and files are the functions that the one-machine
-engine calls, so the two cannot drift apart. Needs the extra `spark`.
-"""
-
+# Encoding, order, episodes and files are the functions of the one-machine engine, so both write the
+# same dataset to the byte.
 import io
 import pickle
 import shutil
@@ -64,29 +62,26 @@ from metaio.ragged import Int64
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame
 
-# A folder below the dataset until all shards are there, for what workers have not finished (on a
-# disk), and for the ids that each shard uses, too many to send to the driver.
+# A folder below the dataset until all shards are there: for what workers have not finished (on a
+# disk), and for each shard's used ids, too many to send to the driver.
 _PARTS = ".parts"
-# Where a row stands in the input, while Spark moves it about.
+# Columns with a row's file and its place there, while Spark moves it.
 _FILE, _ROW = "file of the row", "row of the file"
+# More than any file has, so that file and row make one number.
 _ROWS_OF_A_FILE = 1 << 40
 
 
 def prepare_with_spark(
     frame: "DataFrame", out: str, schema: Schema, options: PrepareOptions | None = None
 ) -> None:
-    """Write a dataset at URL `out` from the rows of a Spark DataFrame.
-
-    `out` must be reachable from every worker: a shared file system or an object store. In a store
-    the dataset to overwrite is gone once its first shard is. The options' memory and threads are
-    Spark's own matter.
-    """
+    """Write a dataset at URL `out`, which all workers reach, from a Spark DataFrame."""
     options = options or PrepareOptions()
     find_free_place(out, options.overwrite)  # before hours of reading
     _check_frame(frame, schema)
     column = schema.splits.column
     # As on one machine, names come first: a row's split is an index into them.
     names = list_split_names(schema, _find_distinct(frame, column) if column else None)
+    # Arrow's types, as workers see them: columns are encoded by these.
     types = dict(zip(schema.columns, _arrow_types(frame, schema), strict=True))
     splits = make_splits(schema, names, types, partial(_count_times, frame))
     survey = _survey(frame, schema, splits)
@@ -101,7 +96,7 @@ def prepare_with_spark(
 
 
 def _with_items(frame: "DataFrame", job: Job) -> Job:
-    """Return the job with the items from which negatives are drawn, if it needs any."""
+    """Return the job with the catalogue of negatives, if it needs one."""
 
     def look(batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
         encoder, own = Encoder(job.schema, job.fitted), job.make_catalogue_builder()
@@ -127,9 +122,7 @@ def _find_distinct(frame: "DataFrame", column: str) -> list[str]:
 
 
 def _with_places(frame: "DataFrame", schema: Schema) -> tuple["DataFrame", list[str]]:
-    """Return the rows, where the schema needs the order of the input with each one's file and place
-    in it, and the names of the files in order. Raise DataError for rows without an order, which are
-    not those of Parquet files."""
+    """Return the rows with file and place, if the schema needs an order, and the files' names."""
     from pyspark.errors import AnalysisException
     from pyspark.sql import functions
 
@@ -152,7 +145,7 @@ def _with_places(frame: "DataFrame", schema: Schema) -> tuple["DataFrame", list[
 
 def _count_times(frame: "DataFrame", search: WindowSearch, column: str) -> Int64:
     """Return how many times of all rows fall into each bin of this pass of a search."""
-    # Sent to the workers as it is now: it is of this pass alone.
+    # Pickled now: the state of this pass, before `narrow` changes it.
     pickled = pickle.dumps(search)
 
     def count(batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
@@ -186,7 +179,7 @@ def _check_frame(frame: "DataFrame", schema: Schema) -> None:
 
 
 def _arrow_types(frame: "DataFrame", schema: Schema) -> list[pa.DataType]:
-    """Return the types as workers see them: those of a batch of Spark's own making."""
+    """Return the types as workers see them, from a batch that Spark makes."""
 
     def first(batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
         for batch in batches:
@@ -217,7 +210,7 @@ def _write_shards(rows: "DataFrame", job: Job, writer: DatasetWriter, out: str) 
     fs, root = find_file_system(target)
     if writer.is_local:
         (writer.folder / _PARTS).mkdir()
-    # In a store workers write into the dataset itself: an old manifest must not speak of new files.
+    # In a store workers write into the dataset itself: an old manifest must not list new files.
     elif fs.exists(f"{root}/{MANIFEST_NAME}"):
         fs.rm_file(f"{root}/{MANIFEST_NAME}")
     try:
@@ -230,7 +223,7 @@ def _write_shards(rows: "DataFrame", job: Job, writer: DatasetWriter, out: str) 
 
 def _remove_parts(fs: Any, parts: str) -> None:
     if is_local(fs):
-        # Renamed, so that no task that Spark forgot finds it and writes there meanwhile.
+        # Renamed first, so that a task that Spark abandoned cannot write there meanwhile.
         shutil.rmtree(Path(parts).rename(f"{parts}.gone"), ignore_errors=True)
         return
     # A store has no folder before its first file.
@@ -246,7 +239,7 @@ def _adopt_shards(
     fs, root = find_file_system(target)
     for index, name in enumerate(job.fitted.splits.names):
         for bucket in job.plan.list_buckets(index):
-            # Spark starts no task for a bucket without rows; its shard is empty but exists.
+            # Spark starts no task for a bucket without rows; its shard is empty but must exist.
             none = concatenate_rows(job.schema, [])
             shard = found.get(bucket) or _write_shard(job, target, bucket, none)
             writer.adopt_shard(name, shard.entry, shard.block_table)
@@ -289,8 +282,7 @@ def _name_used_file(bucket: int) -> str:
 
 
 def _write_shard(job: Job, target: str, bucket: int, rows: EncodedRows) -> WrittenShard:
-    """Write a bucket's shard below `target`, and the ids that it uses; return what the manifest
-    must say of it."""
+    """Write a bucket's shard and its used ids below `target`; return what the manifest needs."""
     use = HashedShardUse(job)
     fs, root = find_file_system(target)
     parts = Path(root) / _PARTS if is_local(fs) else None
@@ -310,13 +302,14 @@ def _write_shard(job: Job, target: str, bucket: int, rows: EncodedRows) -> Writt
 
 
 def _move_into_place(fs: Any, folder: Path, root: str) -> None:
-    """Put finished files into place, each at once: Spark may run a task twice, or kill it."""
+    """Move finished files into place, each atomically."""
+    # Spark may run a task twice, or kill it: files must appear complete.
     paths = sorted(path for path in folder.rglob("*") if path.is_file())
     if is_local(fs):
         flush_to_disk(paths)
         for path in paths:
             place = Path(root) / path.relative_to(folder)
-            # Not its parents: a task that Spark forgot must not make a folder that is gone.
+            # No `parents`: a task that Spark abandoned must not recreate a folder that is gone.
             place.parent.mkdir(exist_ok=True)
             path.replace(place)
         return

@@ -1,6 +1,4 @@
-"""What travels between a driver and its workers: pickled objects as rows of Spark, by bucket where
-they are dealt.
-"""
+"""Moves pickled objects between Spark's driver and workers, as rows that are dealt by bucket."""
 
 import pickle
 import re
@@ -29,21 +27,21 @@ def make_payload_batch(found: Any) -> pa.RecordBatch:
 
 
 def make_keyed_batch(found: list[tuple[int, Any]]) -> pa.RecordBatch:
-    """Return objects, each with the bucket that it is for, as a batch of KEYED."""
-    # A few large values instead of many small rows: Spark's shuffle just copies them.
+    """Return objects, each with its bucket, as a batch of KEYED."""
+    # A few large values, not many small rows: Spark's shuffle then just copies bytes.
     buckets = pa.array([bucket for bucket, _ in found], pa.int32())
     payloads = pa.array([pickle.dumps(each) for _, each in found], pa.binary())
     return pa.record_batch({"bucket": buckets, "payload": payloads})
 
 
 def repartition_by_bucket(frame: "DataFrame", num_parts: int) -> "DataFrame":
-    """Return a frame of KEYED, each bucket in one of `num_parts` parts, its rows together."""
-    # The sort keeps a bucket's batches together where two share a task.
+    """Return a frame of KEYED in `num_parts` parts, the rows of each bucket together in one."""
+    # Two buckets may share a part: the sort separates their rows.
     return frame.repartition(num_parts, "bucket").sortWithinPartitions("bucket")
 
 
 def group_by_bucket(batches: Iterator[pa.RecordBatch]) -> Iterator[tuple[int, Iterator[Any]]]:
-    """Yield each bucket of batches of KEYED that were dealt, with its objects one at a time."""
+    """Yield each bucket of dealt batches of KEYED, with its objects one at a time."""
     rows = (row for batch in batches for row in batch.to_pylist())
     for bucket, own in groupby(rows, key=itemgetter("bucket")):
         yield bucket, (pickle.loads(row["payload"]) for row in own)
@@ -51,9 +49,7 @@ def group_by_bucket(batches: Iterator[pa.RecordBatch]) -> Iterator[tuple[int, It
 
 @contextmanager
 def translate_failures() -> Iterator[None]:
-    """Turn a failure in Spark into an error of ours; ours that a worker raised are raised as they
-    are. Raises MetaIOError: a worker raised it. Raises AccessError: Spark failed for another
-    reason."""
+    """Raise a worker's own MetaIOError, and AccessError for other failures of Spark."""
     from py4j.protocol import Py4JError
     from pyspark.errors import PySparkException
 
@@ -61,23 +57,22 @@ def translate_failures() -> Iterator[None]:
         yield
     except (Py4JError, PySparkException) as error:
         text = str(error)
+        # Spark passes a worker's error on as the text of its traceback.
         for name, message in re.findall(r"metaio\.errors\.(\w+): (.*)", text)[:1]:
             raise getattr(errors, name)(message.strip()) from error
         raise AccessError(
             f"Spark failed: {errors.to_one_line(_find_reason(text)).rstrip('.')}. Its log says "
-            "more; mend the "
-            "input, or give Spark what it lacks, and run again"
+            "more; mend the input, or give Spark what it lacks, and run again"
         ) from error
 
 
 def _find_reason(text: str) -> str:
     """Return the most telling line of an error of Spark.
 
-    >>> _reason("An error occurred while calling o1.x.\\n: java.io.IOException: no\\n\\tat x.y")
+    >>> _find_reason("An error occurred in o1.x.\\n: java.io.IOException: no\\n\\tat x.y")
     'java.io.IOException: no'
-    >>> _reason("A worker: Traceback (most recent call last):\\n  File ...\\nOSError: no\\n")
-    'OSError: no'
-    """
+    >>> _find_reason("A worker: Traceback (most recent call last):\\n  File ...\\nOSError: no\\n")
+    'OSError: no'"""
     lines = text.partition("Traceback (most recent call last)")[2].splitlines()[1:]
     of_python = (line for line in lines if line[:1].strip())
     of_java = re.findall(r"^: (.*)", text, re.MULTILINE)
@@ -96,20 +91,20 @@ def collect_objects(frame: "DataFrame") -> list[Any]:
 
 
 def quote_columns(columns: list[str]) -> list[str]:
-    """Return the names of columns as Spark takes them, whatever characters they have."""
+    """Return column names as Spark takes them, whatever characters they have."""
     return ["`" + column.replace("`", "``") + "`" for column in columns]
 
 
 def map_batches(
     frame: "DataFrame", columns: list[str], function: BatchFunction, schema: str = PAYLOAD
 ) -> "DataFrame":
-    """Return the frame of what a function makes of the batches of these columns."""
+    """Return the frame that `function` makes of the batches of these columns."""
     from pyspark.sql import functions
 
     def map_named_batches(batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
         return function(pa.RecordBatch.from_arrays(b.columns, names=columns) for b in batches)
 
-    # Under other names on the way: mapInArrow does not find its own column `a.b`.
+    # Renamed on the way: mapInArrow does not find a column called `a.b`.
     chosen = [functions.col(name).alias(f"c{i}") for i, name in enumerate(quote_columns(columns))]
     return frame.select(*chosen).mapInArrow(map_named_batches, schema)
 

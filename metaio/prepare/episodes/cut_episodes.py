@@ -1,7 +1,6 @@
-"""Cuts the sorted rows of whole tasks into episodes of support and query rows.
+"""Cuts the sorted rows of complete tasks into episodes of support and query rows.
 
-Shape suffixes: T tasks, N rows, E chosen episodes.
-"""
+Shape suffixes: T tasks, N rows, E chosen episodes"""
 
 from __future__ import annotations
 
@@ -25,16 +24,19 @@ from metaio.ragged import Int64, find_run_starts, offsets, owners, places, ragge
 
 @dataclass(frozen=True)
 class DroppedRows:
-    """What a bucket lost: tasks and rows below min_rows, tasks with one side only, rows cut off by
-    truncate, tasks and rows above max_rows, tasks without a row before a window of time."""
+    """What a bucket lost, by reason."""
 
+    # Below min_rows.
     short_tasks: int = 0
     short_rows: int = 0
+    # With support rows or query rows alone.
     one_sided_episodes: int = 0
     one_sided_rows: int = 0
     truncated_rows: int = 0
+    # Above max_rows.
     long_tasks: int = 0
     long_rows: int = 0
+    # Without a row before a window of time.
     new_tasks: int = 0
     new_rows: int = 0
 
@@ -44,21 +46,20 @@ class DroppedRows:
         )
 
     def report(self) -> dict[str, int]:
-        """Return the counts by name; for rules that few schemas have, only those above 0."""
+        """Return the counts by name; of rules that few schemas have, only those above 0."""
         rare = ("long_tasks", "long_rows", "new_tasks", "new_rows")
         return {name: count for name, count in vars(self).items() if count or name not in rare}
 
 
 def check_not_empty(num_episodes: int, dropped: DroppedRows) -> None:
-    """Raise TooFewRowsError for a dataset without episodes: whoever trains on it would find out
-    much later."""
+    """Raise TooFewRowsError for a dataset without episodes."""
+    # Training on an empty dataset would fail much later, and with a worse message.
     if not num_episodes:
         long = f", {dropped.long_tasks:,} with more than max_rows" if dropped.long_tasks else ""
         raise TooFewRowsError(
             f"the inputs make 0 episodes: {format_count(dropped.short_tasks, 'task')} with fewer "
-            "rows "
-            f"than min_rows, {dropped.one_sided_episodes:,} without support or query{long}. Lower "
-            "min_rows or query_rows under [episodes], or look into the task column"
+            f"rows than min_rows, {dropped.one_sided_episodes:,} without support or query{long}. "
+            "Lower min_rows or query_rows under [episodes], or look into the task column"
         )
 
 
@@ -90,17 +91,10 @@ def make_episodes(
     catalogue: Catalogue | None = None,
     is_train: bool = True,
 ) -> tuple[BucketEpisodes, DroppedRows]:
-    """Return the episodes of all rows, which hold whole tasks in any order, and what was dropped.
-
-    Tasks stand in the order of their hash; rows of a task by side where it is given, then by (time,
-    row hash), or by row hash alone where the rule is random. `cut_time` is `episodes.at` on the
-    scale of the time column. Negatives come from the catalogue where there is one. Raises
-    DataError: a task is longer than max_rows and the rule refuses that, two of its rows have one
-    row id, or only some of its rows have a side.
-    """
+    """Return the episodes of all rows, which hold complete tasks, and what was dropped."""
     rule = schema.episodes
     by_windows = cutting in ("window or rule", "window", "new")
-    # One sort brings tasks together and their rows into order; the rest is offsets into it.
+    # One sort brings tasks together, by their hash, and their rows into order: the rest is offsets.
     identity_N = hash_row_identity(schema, rows)
     order_N = sort_rows(schema, rows, identity_N, by_windows)
     task_N = rows.task_N[order_N]
@@ -119,7 +113,7 @@ def make_episodes(
         ranges, dropped = _cut_by_sides(
             schema, cutting, _SidedTasks(starts_T, lengths_T, support_T, query_T), task_N
         )
-    # Dropped rows fall out here, and are never copied.
+    # Dropped rows are left out here, so they are never copied.
     parts = np.stack([ranges.support_start_T, ranges.query_start_T], axis=1).ravel()
     lengths = np.stack([ranges.support_T, ranges.query_T], axis=1).ravel()
     chosen_N = order_N[ragged_indices(parts, lengths)]
@@ -136,9 +130,9 @@ def _cut_by_rule(
     time_N: Int64,
     cut_time: int | None,
 ) -> tuple[_EpisodeRanges, DroppedRows]:
-    """Return the episodes of whole tasks as [episodes] cuts them."""
+    """Return the episodes of complete tasks as [episodes] cuts them."""
     first_T, length_T, dropped = _cut_tasks(rule, starts_T, lengths_T, task_N)
-    # By the rule, which may leave a side empty: `by = time` knows nothing of lengths.
+    # May leave a side empty: `by = time` does not look at lengths.
     support_T = _count_support_rows(rule, first_T, length_T, time_N, cut_time)
     # An episode without support cannot adapt, one without query cannot be scored.
     both = (support_T > 0) & (support_T < length_T)
@@ -152,7 +146,7 @@ def _cut_by_rule(
 
 @dataclass(frozen=True)
 class _SidedTasks:
-    """Whole tasks of the sorted rows, and how many rows of each side they have."""
+    """Complete tasks of the sorted rows, and their numbers of rows by side."""
 
     start_T: Int64
     length_T: Int64
@@ -167,8 +161,7 @@ class _SidedTasks:
 def _cut_by_sides(
     schema: Schema, cutting: Cutting, tasks: _SidedTasks, task_N: npt.NDArray[np.int64]
 ) -> tuple[_EpisodeRanges, DroppedRows]:
-    """Return the episodes of tasks whose rows have sides; those whose rows are undecided are cut by
-    [episodes], in the order in which they stand."""
+    """Return the episodes of tasks with given sides; undecided tasks are cut by [episodes]."""
     rule = schema.episodes
     with_query, with_support = tasks.query_T > 0, tasks.support_T > 0
     none = np.zeros(len(tasks.start_T), dtype=np.bool_)
@@ -187,7 +180,7 @@ def _cut_by_sides(
             one_sided_episodes=int(lost.sum()), one_sided_rows=int(tasks.length_T[lost].sum())
         )
     else:
-        # A task without rows in the window is not in this split, and loses nothing here.
+        # A task without rows in the window does not belong to this split: nothing is lost.
         new = with_query & ~with_support
         sided_tasks = none if cutting == "new" else with_query & with_support
         ruled_tasks = none if cutting == "window" else new
@@ -204,13 +197,9 @@ def _cut_by_sides(
     most = schema.membership.max_rows if schema.membership else None
     sides_rule = replace(rule, max_rows=most or rule.max_rows)
     given, lost_of_sides = _cut_sided_tasks(sides_rule, tasks.select(sided_tasks), task_N)
+    ruled = tasks.select(ruled_tasks)
     by_rule, lost_of_rule = _cut_by_rule(
-        rule,
-        tasks.start_T[ruled_tasks],
-        tasks.length_T[ruled_tasks],
-        task_N,
-        np.zeros(0, np.int64),
-        None,
+        rule, ruled.start_T, ruled.length_T, task_N, np.zeros(0, np.int64), None
     )
     return given.merge(by_rule), dropped + lost_of_sides + lost_of_rule
 
@@ -218,12 +207,7 @@ def _cut_by_sides(
 def _cut_sided_tasks(
     rule: EpisodeRule, tasks: _SidedTasks, task_N: npt.NDArray[np.int64]
 ) -> tuple[_EpisodeRanges, DroppedRows]:
-    """Return the episodes of tasks with given sides, none longer than max_rows.
-
-    A longer task keeps its last support rows, half of max_rows at least; by "episodes" its query
-    rows are then dealt to as few episodes as there is room for, equal but for one row, each with
-    the same support, and by "truncate" the last of them are kept.
-    """
+    """Return the episodes of tasks with given sides, none longer than max_rows."""
     most = rule.max_rows
     too_long = tasks.length_T > most
     if rule.longer == "refuse":
@@ -232,6 +216,8 @@ def _cut_sided_tasks(
     if rule.longer == "drop":
         dropped = _count_long(tasks.length_T, too_long)
         tasks, too_long = tasks.select(~too_long), too_long[~too_long]
+    # A longer task keeps its newest support rows; its query rows are dealt to several episodes with
+    # that support ("episodes"), or the last of them are kept ("truncate").
     support_T, query_T = tasks.support_T, tasks.query_T
     parts_T, skipped_T = np.ones_like(query_T), np.zeros_like(query_T)
     if rule.longer == "truncate":
@@ -239,15 +225,14 @@ def _cut_sided_tasks(
         skipped_T = np.maximum(query_T - (most - support_T), 0)
         query_T = query_T - skipped_T
     elif rule.longer == "episodes":
-        # Each of these episodes repeats the support: half for query bounds how many copies there
-        # are.
+        # Each episode repeats the support: half of the room for query rows bounds the copies.
         room_T = np.minimum(support_T, np.maximum(most - query_T, most // 2))
         support_T = np.where(too_long, room_T, support_T)
         parts_T = -(-query_T // (most - support_T))
     dropped += DroppedRows(
         truncated_rows=int((tasks.length_T - support_T - query_T).sum(dtype=np.int64))
     )
-    # Support stands before query, old before new on both sides.
+    # Rows are sorted: support before query, and on each side old before new.
     query_start_T = tasks.start_T + tasks.support_T
     task_E, first_E, query_E = _split_equally(query_T, parts_T)
     ranges = _EpisodeRanges(
@@ -272,13 +257,13 @@ def _cut_tasks(
         too_long = lengths_T > rule.max_rows
         dropped += _count_long(lengths_T, too_long)
         return starts_T[~too_long], lengths_T[~too_long], dropped
-    # Rows stand from old to new: what is kept is the end.
+    # Rows are sorted from old to new, so the kept ones are the last.
     if rule.longer == "truncate":
         kept_T = np.minimum(lengths_T, rule.max_rows)
         dropped += DroppedRows(truncated_rows=int((lengths_T - kept_T).sum()))
         return starts_T + lengths_T - kept_T, kept_T, dropped
-    # As few parts as max_rows allows, of equal size but for one row, none shorter than min_rows.
-    # Where both limits cannot hold (14 rows, 13 to 13), the oldest rows go: they say least.
+    # As few parts as max_rows allows, of equal size but for one row, none below min_rows. Where
+    # both cannot hold (14 rows, 13 to 13), the oldest rows go: they say least.
     parts_T = np.minimum(-(-lengths_T // rule.max_rows), lengths_T // rule.min_rows)
     kept_T = np.minimum(lengths_T, parts_T * rule.max_rows)
     dropped += DroppedRows(truncated_rows=int((lengths_T - kept_T).sum()))
@@ -288,8 +273,7 @@ def _cut_tasks(
 
 
 def _split_equally(lengths_T: Int64, parts_T: Int64) -> tuple[Int64, Int64, Int64]:
-    """Cut the `lengths_T` rows of each task into `parts_T` parts, equal but for one row; return the
-    task, the first row and the length of each part [E]."""
+    """Return the task, first row and length of each of `parts_T` parts [E] of a task's rows."""
     task_E, part_E = owners(parts_T), places(parts_T)
     first_E = part_E * lengths_T[task_E] // parts_T[task_E]
     stop_E = (part_E + 1) * lengths_T[task_E] // parts_T[task_E]
@@ -320,7 +304,7 @@ def _count_support_rows(
 ) -> Int64:
     if rule.by == "time":
         rows = ragged_indices(first_T, length_T)
-        # Rows stand from old to new, so counting those before the time finds the border.
+        # Rows are sorted by time, so the number of those before `cut_time` is the border.
         before = offsets(time_N[rows] < np.int64(cut_time or 0))
         ends = offsets(length_T)
         support_T: Int64 = before[ends[1:]] - before[ends[:-1]]

@@ -1,11 +1,9 @@
-"""Encodes raw rows by a schema: ids, dense values, and the keys that decide split, bucket and
-order.
+"""Encodes raw rows by a schema: ids, dense values, and the keys of split, bucket and order.
 
-The same function serves DuckDB, Spark and prediction, so that all of them agree to the byte.
+DuckDB, Spark and prediction share it, so that they agree to the byte.
 
 Shape suffixes: N rows, F single-id or pooled features, M multi-id features, V values, K dense
-columns, L labels.
-"""
+columns, L labels"""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -42,11 +40,10 @@ _ONE = np.uint64(1)
 
 @dataclass(frozen=True)
 class FittedEncoding:
-    """What prepare learnt from the train split: needed again to encode new rows."""
+    """What prepare learnt from the train split, and new rows are encoded by."""
 
-    vocabularies: dict[str, pa.Array] = field(
-        default_factory=dict
-    )  # table -> values of rows 1, 2, ...; null: none
+    # table -> values of rows 1, 2, ...; null: none
+    vocabularies: dict[str, pa.Array] = field(default_factory=dict)
     # Mean and deviation of each column.
     moments: dict[str, tuple[float, float]] = field(default_factory=dict)
     splits: Splits = field(default_factory=Splits)
@@ -55,9 +52,10 @@ class FittedEncoding:
 
 
 def hash_tasks(schema: Schema, batch: pa.RecordBatch) -> tuple[UInt64, Int64]:
-    """Return hash and id of each row's task; text tasks have the xxh3_64 of their name as id."""
+    """Return hash and id of each row's task; the id of text is its xxh3_64."""
     column = batch[schema.task.column]
     values = hash_values(column, infer_kind(schema.task.column, column.type, "task"))
+    # Mixed, since buckets are ranges of the hash: small integers would all share the first one.
     return splitmix64(values), values.view(np.int64)
 
 
@@ -76,21 +74,17 @@ def check_nulls(schema: Schema, nulls: dict[str, int]) -> None:
     for name in schema.columns:
         count = nulls.get(name, 0)
         if count and (name in required or name not in allowed):
-            remedy = (
-                "Remove those rows"
-                if name in required
-                else "Remove those rows, or allow it in the schema: "
-            )
+            remedy = "Remove those rows"
             if name not in required:
-                remedy += "fill = VALUE" if name in numbers else 'null = "unknown"'
+                key = "fill = VALUE" if name in numbers else 'null = "unknown"'
+                remedy += f", or allow it in the schema: {key}"
             raise DataError(
                 f"column {name} has {format_count(count, 'null')}; none are allowed. {remedy}"
             )
 
 
 class Encoder:
-    """Encodes raw record batches. Pure: the same rows give the same records, whatever batch they
-    stand in."""
+    """Encodes raw record batches: equal rows give equal records, in whatever batch they are."""
 
     def __init__(
         self, schema: Schema, fitted: FittedEncoding, indexes: Mapping[str, RowIndex] | None = None
@@ -98,15 +92,14 @@ class Encoder:
         self.schema = schema
         self.fitted = fitted
         self._types = list_array_types(schema)
-        # First the indexes at hand; those of the vocabularies are made when they are asked for.
+        # Indexes of vocabularies are built when they are first needed; a stream passes its own.
         kinds: tuple[Kind, Kind] = ("integer", "text")
         self._indexes: dict[tuple[str, Kind], RowIndex] = {
             (table, kind): index for table, index in (indexes or {}).items() for kind in kinds
         }
 
     def encode(self, batch: pa.RecordBatch, with_label: bool = True) -> EncodedRows:
-        """Return the batch with its columns encoded. Raises DataError: a column has the wrong type,
-        a null where none is allowed, or a number that is not finite."""
+        """Return the encoded rows of a batch; raise DataError for values that break the schema."""
         schema, types = self.schema, self._types
         check_nulls(schema, {name: batch[name].null_count for name in batch.schema.names})
         num_rows = batch.num_rows
@@ -120,7 +113,7 @@ class Encoder:
         if with_label:
             split_N = assign_splits(schema, self.fitted.splits, batch, task_hash_N).astype(np.int32)
             label_N, weight_NW = read_labels(schema, batch), read_weights(schema, batch)
-        # Column by column into row-major arrays: rows are what is dealt to buckets and sorted.
+        # Row-major arrays: rows are what buckets, sorts and episodes move.
         ids_NF = np.empty((num_rows, len(schema.single)), dtype=types["ids_NF"][0])
         for index, single in enumerate(schema.single):
             ids_NF[:, index] = self._encode_ids(single, batch[single.column])
@@ -164,22 +157,21 @@ class Encoder:
         bits_N: UInt64,
         *columns: npt.NDArray[np.integer[Any]],
     ) -> UInt64:
-        """Return a number that tells a row from others of its task, mixed with the seed."""
+        """Return what tells a row from others of its task, mixed with the seed."""
         schema, seed = self.schema, np.uint64(self.schema.seed)
         if schema.row_id is not None:
             return splitmix64(splitmix64(row_id_NR[:, 0].view(np.uint64)) ^ seed)
         if schema.needs_input_order:
-            # Its place in the task, which is known where all rows of a task meet. A hash of the
-            # row's values would not do: with one feature less, other rows would be the query.
+            # Its place among the task's rows, known where these meet. Not a hash of its values:
+            # with one feature less, other rows would become query rows.
             if PLACE in batch.schema.names:
                 return to_int64(batch[PLACE]).view(np.uint64)
             return np.zeros(batch.num_rows, np.uint64)
-        # The task is left out: the hash orders rows within a task, where it is always the same.
+        # Without the task: the hash orders rows within a task only.
         return _hash_rows(bits_N ^ seed, *columns)
 
     def _encode_row_ids(self, batch: pa.RecordBatch) -> Int64:
-        """Return the ids of rows, [N, 1] or [N, 0]: integers as they are, text as its xxh3_64, as
-        with tasks."""
+        """Return the ids of rows, [N, 1] or [N, 0]: integers as they are, text as its xxh3_64."""
         rule = self.schema.row_id
         if rule is None:
             return np.zeros((batch.num_rows, 0), np.int64)
@@ -190,7 +182,7 @@ class Encoder:
     def _encode_sides(self, batch: pa.RecordBatch) -> npt.NDArray[np.int8]:
         rule, num_rows = self.schema.membership, batch.num_rows
         name = SIDE_OF_FILE if rule is None or rule.column is None else rule.column
-        # Windows of time give sides later, for each window its own.
+        # Windows of time give sides later, a different one in each window.
         if rule is None or name not in batch.schema.names:
             return np.zeros((num_rows, int(self.schema.has_sides)), np.int8)
         return read_sides(name, batch[name])[:, None]
@@ -207,21 +199,21 @@ class Encoder:
     def _encode_ids(self, rule: IdColumn, column: pa.Array) -> Int64:
         kind = infer_kind(rule.column, column.type, "sparse")
         self._check_kind(rule.column, column, kind)
-        # Row 0 for what is null; check_nulls has let through only what the schema allows.
+        # Nulls get row 0; check_nulls let through only those that the schema allows.
         if column.null_count:
             known = column.is_valid().to_numpy(zero_copy_only=False)
             ids = np.zeros(len(column), dtype=np.int64)
             ids[known] = self._encode_ids(rule, column.drop_null())
             return ids
-        # Row 0 stays free for unknown values, hence rows - 1 places. The remainder's bias is below
-        # rows / 2^64.
+        # Row 0 is for unknown values, so values share num_rows - 1 rows. The bias of the remainder
+        # is below num_rows / 2^64.
         if rule.hash is not None:
             return hash_to_rows(column, kind, rule.hash)
         return self._look_up(rule.table_name, column, kind)
 
     def _check_kind(self, name: str, column: pa.Array, kind: Kind) -> None:
         expected = self.fitted.kinds.get(name, kind)
-        # A column without a value has no kind, whatever its type.
+        # A column without a value may have any type.
         if kind != expected and column.null_count < len(column):
             raise DataError(
                 f"sparse column {name} holds {kind} values; they were {expected} when the data was "
@@ -231,7 +223,7 @@ class Encoder:
     def _look_up(self, table: str, column: pa.Array, kind: Kind) -> Int64:
         key = (table, kind)
         if key not in self._indexes:
-            # Two threads may both build an index; the first one stays.
+            # Two threads may both build an index; setdefault keeps the first.
             self._indexes.setdefault(key, make_index(self.fitted.vocabularies[table], kind))
         if kind == "integer":
             column = pa.array(to_int64(column))  # written as they were counted
@@ -240,7 +232,7 @@ class Encoder:
     def _encode_dense(self, rule: DenseColumn, column: pa.Array) -> npt.NDArray[np.float64]:
         numbers = read_dense(rule, column.drop_null())
         if column.null_count:
-            # As numbers: a fill of 0.5 would become 0 in a column of integers.
+            # As float64: a fill of 0.5 would become 0 in a column of integers.
             known = column.is_valid().to_numpy(zero_copy_only=False)
             filled = read_dense(rule, pa.array([rule.fill], pa.float64())).repeat(len(column))
             filled[known] = numbers
@@ -253,8 +245,7 @@ class Encoder:
     def _encode_lists(
         self, batch: pa.RecordBatch, lengths_NM: npt.NDArray[np.int32]
     ) -> tuple[Int64, UInt64]:
-        """Return the ids [V] row by row, and per row a hash of its lists; fill in the lengths [N,
-        M]."""
+        """Return the ids [V] row by row, and a hash of each row's lists; fill in `lengths_NM`."""
         ids = []
         for index, rule in enumerate(self.schema.multi):
             lists = read_lists(rule, batch[rule.column])
@@ -267,7 +258,7 @@ class Encoder:
 def hash_to_rows(column: pa.Array, kind: Kind, num_rows: int) -> Int64:
     """Return the row of each value, no nulls, in a hashed table: 1 to num_rows - 1."""
     mixed = splitmix64(hash_values(column, kind))
-    # numpy divides by a constant with multiplications, its remainder does not.
+    # numpy turns division by a constant into multiplications, but not its remainder.
     whole = mixed // np.uint64(num_rows - 1)
     whole *= np.uint64(num_rows - 1)
     mixed -= whole
@@ -276,13 +267,10 @@ def hash_to_rows(column: pa.Array, kind: Kind, num_rows: int) -> Int64:
 
 
 def _hash_rows(bits_N: UInt64, *columns: npt.NDArray[np.integer[Any]]) -> UInt64:
-    """Return the hash that orders rows of equal time; equal hashes mean equal stored rows.
-
-    Multilinear hashing modulo 2^64 with fixed odd multipliers, then a final mix (Lemire, Kaser
-    2014).
-    """
+    """Return the hash that orders rows of equal time; equal hashes mean equal stored rows."""
+    # Multilinear hashing modulo 2^64 with fixed odd multipliers, then a final mix (Lemire, Kaser
+    # 2014): mixing each entry would take five times as long.
     total_N = splitmix64(bits_N)
-    # Two multiplications an entry; mixing each one would take five times as long.
     multipliers = splitmix64(np.arange(sum(c.shape[1] for c in columns), dtype=np.uint64)) | _ONE
     for column in columns:
         for index in range(column.shape[1]):

@@ -1,8 +1,7 @@
-"""Rows of a log as ids and numbers: what the encoder makes, for buckets, episodes and streams.
+"""Rows of a log as ids and numbers: what the encoder makes for buckets, episodes and streams.
 
 Shape suffixes: N rows, F single-id or pooled features, M multi-id features, V values, K dense
-columns.
-"""
+columns"""
 
 from dataclasses import dataclass
 from typing import Any
@@ -17,16 +16,13 @@ from metaio.ragged import Int64, index_entries, offsets, sum_rows
 
 @dataclass(frozen=True)
 class EncodedRows:
-    """Rows as ids and numbers, with the keys that decide split, bucket and order.
-
-    The second axis of what not every log has (row ids, weights, sides, items) is 1, or 0 without.
-    `values_V` holds the ids of all multi-hot columns, row by row and column by column within a row.
-    """
+    """Rows as ids and numbers, with the keys that decide split, bucket and order."""
 
     task_hash_N: UInt64
     task_N: Int64
     time_N: Int64
     row_hash_N: UInt64
+    # The second axis of row ids, weights, sides and items is 1, or 0 in logs without them.
     row_id_NR: Int64
     split_N: npt.NDArray[np.int32]
     label_N: npt.NDArray[np.float32]  # [N, labels] of several; NaN: not known
@@ -36,6 +32,7 @@ class EncodedRows:
     lengths_NM: npt.NDArray[np.int32]
     side_NS: npt.NDArray[np.int8]  # SUPPORT, QUERY or UNDECIDED
     item_NI: UInt64  # hash of the item
+    # Ids of all multi-id features, row by row, and column by column within a row.
     values_V: npt.NDArray[np.integer[Any]]
 
     @property
@@ -45,9 +42,8 @@ class EncodedRows:
 
 
 def list_array_types(schema: Schema) -> dict[str, tuple[np.dtype[Any], int | None]]:
-    """Return the type of each array of EncodedRows and the width of its rows; None for arrays of
-    one axis."""
-    # Half the bytes through disk and caches; a vocabulary of 2^31 values would not fit in memory.
+    """Return dtype and row width of each array of EncodedRows; None for arrays of one axis."""
+    # int32 halves the bytes on disk and in caches; larger vocabularies would not fit in memory.
     small = all(column.hash is None or column.hash <= 1 << 31 for column in schema.sparse)
     ids = np.dtype("<i4" if small else "<i8")
     return {
@@ -69,7 +65,7 @@ def list_array_types(schema: Schema) -> dict[str, tuple[np.dtype[Any], int | Non
 
 
 def allocate_rows(schema: Schema, num_rows: int, num_values: int) -> EncodedRows:
-    """Return rows to be filled in: arrays of the right types and sizes, with any content."""
+    """Return uninitialised rows, whose arrays have the right types and sizes."""
     arrays: dict[str, npt.NDArray[Any]] = {}
     for name, (dtype, width) in list_array_types(schema).items():
         length = num_values if name == "values_V" else num_rows
@@ -93,6 +89,7 @@ def concatenate_rows(schema: Schema, parts: list[EncodedRows]) -> EncodedRows:
         schema, sum(part.num_rows for part in parts), sum(len(part.values_V) for part in parts)
     )
     for name, array in vars(found).items():
+        # Without parts np.concatenate would fail, hence the empty first one.
         np.concatenate([array[:0], *(getattr(part, name) for part in parts)], out=array)
     return found
 

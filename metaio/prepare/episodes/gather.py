@@ -1,8 +1,7 @@
-"""Gathers the rows of episodes, and their negatives, from their places in a bucket.
+"""Gathers the rows of episodes, and their negatives, from a bucket.
 
 Shape suffixes: T tasks, N rows, F single-id or pooled features, M multi-id features, V values, K
-dense columns.
-"""
+dense columns"""
 
 from __future__ import annotations
 
@@ -23,10 +22,7 @@ NO_RAW_ROW = -1
 
 
 class BucketEpisodes:
-    """Episodes of a bucket's rows: which rows, in which order. `part` gathers some of them.
-
-    With a sampler, each positive is followed by its negatives, on its side.
-    """
+    """Episodes of a bucket's rows, in order; with a sampler, negatives follow their positive."""
 
     def __init__(
         self,
@@ -43,7 +39,8 @@ class BucketEpisodes:
         self._value_starts_NM, self._values_V = find_value_starts(rows), rows.values_V
         self.row_lengths_T, self._support_lengths_T = row_lengths_T, support_lengths_T
         if sampler is not None:
-            # The lists of drawn items stand behind those of the rows: one gather takes from both.
+            # The lists of drawn items are appended to those of the rows: one gather takes from
+            # both.
             self._values_V = np.concatenate([rows.values_V, sampler.catalogue.rows.values_V])
             added = offsets(sampler.count_negatives(order_N))
             first, ends = self._row_offsets_T1[:-1], self._row_offsets_T1[1:]
@@ -52,10 +49,8 @@ class BucketEpisodes:
             self._support_lengths_T = support_lengths_T + in_support
 
     def gather(self, first: int, stop: int) -> Rows:
-        """Return episodes [first, stop), each array gathered once from its place in the bucket.
-
-        A part at a time, because a bucket in order would be a second copy of it in memory.
-        """
+        """Return episodes [first, stop), each array gathered once from the bucket."""
+        # A part at a time: a sorted bucket would be a second copy of it in memory.
         begin, end = self._row_offsets_T1[[first, stop]].tolist()
         chosen_N = self._order_N[begin:end]
         rows, sampler = self._rows, self._sampler
@@ -84,8 +79,8 @@ class BucketEpisodes:
 
 
 def _insert_negatives(sampler: NegativeSampler, chosen: Int64) -> tuple[Int64, Int64]:
-    """Return the row that each row of an episode is made of, and the item that takes the place of
-    its own: -1 where it keeps it."""
+    """Return the row behind each episode row, and the item that replaces its own (-1: none)."""
+    # Each row once, and a positive once more for each of its negatives.
     repeats = 1 + sampler.count_negatives(chosen)
     items_N = np.full(int(repeats.sum()), -1, dtype=np.int64)
     is_negative = np.ones(len(items_N), np.bool_)
@@ -97,8 +92,7 @@ def _insert_negatives(sampler: NegativeSampler, chosen: Int64) -> tuple[Int64, I
 def _write_items(
     rows: Rows, starts_NM: Int64, sampler: NegativeSampler, items_N: Int64, first_value: int
 ) -> None:
-    """Turn rows into negatives where they get an item: its columns, and label 0. `starts_NM` are
-    where their lists begin, the catalogue's from `first_value` on."""
+    """Turn rows that get an item into negatives: the item's columns, label 0."""
     negative = np.flatnonzero(items_N >= 0)
     items, known = items_N[negative], sampler.catalogue.rows
     rows.label_N[negative] = 0.0
@@ -108,6 +102,7 @@ def _write_items(
         rows.ids_NF[negative, index] = known.ids_NF[items, index]
     for index in sampler.columns.dense:
         rows.dense_NK[negative, index] = known.dense_NK[items, index]
+    # Lists of the catalogue begin behind those of the rows, at `first_value`.
     starts_of_item = find_value_starts(known)
     for index in sampler.columns.multi:
         rows.multi_lengths_NM[negative, index] = known.lengths_NM[items, index]

@@ -1,12 +1,10 @@
-"""Negatives for logs of positives alone: rows of items that a task does not have, with label 0.
-
-Items come from a catalogue that is gathered while rows are encoded, so memory follows the number of
-items; negatives are drawn where a bucket's episodes are built, a portion at a time.
+"""Draws negatives for logs of positives alone: rows of items that a task does not have, label 0.
 
 Shape suffixes: N rows, F single-id or pooled features, M multi-id features, V values, K dense
-columns, A items.
-"""
+columns, A items"""
 
+# Items come from a catalogue gathered while rows are encoded, so memory follows the number of
+# items; negatives are drawn where a bucket's episodes are built, a portion at a time.
 from dataclasses import dataclass
 
 import numpy as np
@@ -26,15 +24,15 @@ from metaio.prepare.schema.schema import IdColumn, Schema
 from metaio.prepare.schema.values import hash_lists
 from metaio.ragged import Int64, find_run_starts, offsets, ragged_indices
 
-# If the task has the drawn item, draw again, this often at most; then take the next item that it
-# lacks.
+# If the task has the drawn item, draw again, so often at most; then take the next free item.
 _ATTEMPTS = 32
+# Independent of the hashes that draw splits and order rows.
 _SALT = np.uint64(0x4E6)
 
 
 @dataclass(frozen=True)
 class ItemColumns:
-    """Where the columns of the item stand among the features of each kind."""
+    """The indexes of the item's columns among the features of each kind."""
 
     single: tuple[int, ...]
     multi: tuple[int, ...]
@@ -42,7 +40,7 @@ class ItemColumns:
 
 
 def find_item_columns(schema: Schema) -> ItemColumns:
-    """Return the places of the columns that [negatives] names."""
+    """Return the indexes of the columns that [negatives] names."""
     names = schema.negatives.features if schema.negatives else ()
 
     def places(columns: tuple[IdColumn, ...]) -> tuple[int, ...]:
@@ -54,7 +52,7 @@ def find_item_columns(schema: Schema) -> ItemColumns:
 
 @dataclass(frozen=True)
 class Catalogue:
-    """The items of a log in the order of their hash, a row of each, and how many rows they have."""
+    """The items of a log in the order of their hash, with one row each, and their row counts."""
 
     rows: EncodedRows
     train_A: Int64  # rows of the train split
@@ -68,7 +66,7 @@ class Catalogue:
 
 
 class CatalogueBuilder:
-    """Gathers the items of encoded rows: the same catalogue in whatever order they come."""
+    """Gathers the items of encoded rows; the order of rows does not matter."""
 
     def __init__(self, schema: Schema, train: int) -> None:
         self._schema = schema
@@ -79,6 +77,7 @@ class CatalogueBuilder:
     def add(self, part: Catalogue) -> None:
         """Add the items of other rows."""
         self._parts.append(part)
+        # Merged now and then, so that memory follows the number of items.
         if should_merge([len(part.train_A) for part in self._parts]):
             self._parts = [self.build()]
 
@@ -96,9 +95,10 @@ class CatalogueBuilder:
         return self._merge_items(rows, train, every)
 
     def _merge_items(self, rows: EncodedRows, train_N: Int64, all_N: Int64) -> Catalogue:
-        """Return one row an item. If an item's attributes differ between rows, it is the row with
-        their least hash, so that the order of rows does not matter."""
+        """Return one row an item."""
         item_N = rows.item_NI[:, 0]
+        # If attributes of an item differ between rows, the row with their least hash wins, so that
+        # the order of rows does not matter.
         order_N = np.lexsort((_hash_attributes(rows, self._columns), item_N))
         ordered = item_N[order_N]
         firsts = np.flatnonzero(find_run_starts(ordered))
@@ -126,8 +126,7 @@ def _hash_attributes(rows: EncodedRows, columns: ItemColumns) -> UInt64:
 
 
 class NegativeSampler:
-    """Draws the negatives of a bucket's positives: a pure function of seed, task, row and
-    catalogue."""
+    """Draws the negatives of a bucket: a pure function of seed, task, row and catalogue."""
 
     def __init__(
         self,
@@ -141,38 +140,33 @@ class NegativeSampler:
         self._per_positive = rule.per_positive if rule else 0
         self.catalogue = catalogue
         self.columns = find_item_columns(schema)
-        # A model in training may not learn which items come later.
+        # In training only items of the train split: a model must not learn which items come later.
         counts_A = catalogue.train_A if is_train else catalogue.all_A
-        weights_A = (
-            counts_A if rule and rule.by == "popularity" else (counts_A > 0).astype(np.int64)
-        )
+        by_count = rule is not None and rule.by == "popularity"
+        weights_A = counts_A if by_count else (counts_A > 0).astype(np.int64)
         self._ends_A = np.cumsum(weights_A)
         self._allowed_A = weights_A > 0
         self._rows = rows
-        # Of the row and its task, not of its place: whatever bucket or engine draws, draws the
-        # same.
+        # Seeded by the row and its task, not by its position, so that every engine draws the same.
         self._key_N = splitmix64(identity_N ^ splitmix64(rows.task_hash_N ^ _SALT))
         _, self._task_N = np.unique(rows.task_hash_N, return_inverse=True)
         item_N = np.searchsorted(catalogue.item_A, rows.item_NI[:, 0])
         self._has = np.unique(self._task_N * len(catalogue.item_A) + item_N)
 
     def count_negatives(self, chosen: Int64) -> Int64:
-        """Return how many negatives stand behind each chosen row."""
-        count_negatives: Int64 = self._per_positive * (self._rows.label_N[chosen] > 0).astype(
-            np.int64
-        )
-        return count_negatives
+        """Return the number of negatives of each chosen row."""
+        is_positive_N = self._rows.label_N[chosen] > 0
+        return self._per_positive * is_positive_N.astype(np.int64)
 
     def draw(self, chosen: Int64) -> Int64:
-        """Return the items of the negatives of each positive among the chosen rows, as places in
-        the catalogue, a line each: no two alike, none that the task has. Raises DataError: there
-        are too few items that a task lacks."""
+        """Return the items drawn for each positive: distinct, and none that its task has."""
         positives = chosen[self._rows.label_N[chosen] > 0]
         found = np.full((len(positives), self._per_positive), -1, dtype=np.int64)
         for index in range(self._per_positive):
             unfilled = np.arange(len(positives))
             for attempt in range(_ATTEMPTS):
                 salt = splitmix64(np.uint64(index << 32 | attempt))
+                # The salt differs for each negative and attempt, so their draws are independent.
                 mixed = splitmix64(self._key_N[positives[unfilled]] ^ salt)
                 at = (mixed % np.uint64(self._ends_A[-1])).astype(np.int64)
                 proposed = np.searchsorted(self._ends_A, at, side="right")
@@ -187,8 +181,8 @@ class NegativeSampler:
         return found
 
     def _find_taken(self, rows: Int64, items: Int64, drawn: Int64) -> npt.NDArray[np.bool_]:
-        """Tell which items the row's task has, or the row has as negatives already."""
-        # (task, item) as one integer, looked up among those of all rows by bisection.
+        """Return which items the row's task has, or the row has as negatives already."""
+        # (task, item) is one integer, looked up by bisection among those of all rows.
         keys = self._task_N[rows] * len(self._allowed_A) + items
         places = np.minimum(np.searchsorted(self._has, keys), len(self._has) - 1)
         is_taken: npt.NDArray[np.bool_] = self._has[places] == keys
@@ -196,8 +190,7 @@ class NegativeSampler:
         return is_taken
 
     def _find_free_item(self, row: int, own: Int64) -> int:
-        """Return the first item that the row's task lacks, from a drawn place of the catalogue on.
-        Raise DataError where there is none."""
+        """Return the first item from a drawn place on that the task lacks, or raise DataError."""
         items = np.flatnonzero(self._allowed_A)
         items = np.roll(items, -int(self._key_N[row] % np.uint64(len(items))))
         rows = np.full(len(items), row)

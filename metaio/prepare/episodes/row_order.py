@@ -1,7 +1,6 @@
-"""The order of a bucket's rows: by task, side, time, and what tells the rows of a task apart.
+"""Sorts a bucket's rows by task, side, time, and what distinguishes the rows of a task.
 
-Shape suffix: N rows.
-"""
+Shape suffix: N rows"""
 
 from typing import Any
 
@@ -16,25 +15,22 @@ from metaio.ragged import Int64, find_run_starts, places
 
 
 def hash_row_identity(schema: Schema, rows: EncodedRows) -> UInt64:
-    """Return what orders the rows of a task where nothing else does: a hash of their row id, of
-    their place in the input, or of what they hold."""
+    """Return what orders the rows of a task where nothing else does."""
     if schema.needs_input_order:
         return _hash_places(rows.task_hash_N, rows.row_hash_N, schema.seed)
     return rows.row_hash_N
 
 
 def sort_rows(schema: Schema, rows: EncodedRows, identity_N: UInt64, by_windows: bool) -> Int64:
-    """Return the order by task, side, time and row hash: it is total, since rows that agree in all
-    of these are equal. Raises DataError: two rows of a task have one row id, so that nothing orders
-    them."""
+    """Return the order by task, side, time and row hash; rows equal in all of these are equal."""
     task_N = _rank_values(rows.task_hash_N)
-    # Windows have given sides by time, also where the train split is shuffled.
+    # Windows of time have sides by time, even where the train split is shuffled.
     if schema.is_shuffled and not by_windows:
         order_N = _sort_by_ranks(task_N, _rank_values(identity_N), rows.side_NS)
         _check_row_ids(schema, rows, order_N, np.flatnonzero(np.diff(task_N[order_N]) == 0))
         return order_N
     order_N = _sort_by_ranks(task_N, _rank_values(rows.time_N), rows.side_NS)
-    # Few rows share task and time, so only they are sorted by their hash.
+    # Few rows share task and time, so only those are sorted by their hash.
     same = np.diff(task_N[order_N]) == 0
     same &= np.diff(rows.time_N[order_N]) == 0
     if rows.side_NS.shape[1]:
@@ -51,9 +47,8 @@ def sort_rows(schema: Schema, rows: EncodedRows, identity_N: UInt64, by_windows:
 
 
 def _hash_places(task_hash_N: UInt64, place_N: UInt64, seed: int) -> UInt64:
-    """Return a hash of each row's task and of its place among the task's rows, as they stand in the
-    input."""
-    # On one machine all places are 0: rows come in order, and a stable sort keeps it.
+    """Return a hash of each row's task and of its place among the task's rows in the input."""
+    # One machine leaves all places 0: its rows come in order, and the stable sort keeps it.
     order_N = np.argsort(place_N, kind="stable") if place_N.any() else np.arange(len(place_N))
     order_N = order_N[np.argsort(task_hash_N[order_N], kind="stable")]
     ordered = task_hash_N[order_N]
@@ -61,7 +56,7 @@ def _hash_places(task_hash_N: UInt64, place_N: UInt64, seed: int) -> UInt64:
     place = places(np.diff(starts, append=len(ordered)))
     hash_N = np.empty_like(task_hash_N)
     mixed = splitmix64(ordered ^ splitmix64(np.uint64(seed)))
-    # Of task, seed and place alone: features that come or go move no row to the other side.
+    # Of task, seed and place alone: added or removed features move no row to another side.
     hash_N[order_N] = splitmix64(mixed + place.astype(np.uint64))
     return hash_N
 
@@ -83,8 +78,7 @@ def _check_row_ids(
 
 
 def _rank_values(values_N: npt.NDArray[Any]) -> Int64:
-    """Return ranks: 0 for the least value, 1 for the next one, and so on; equal values share a
-    rank."""
+    """Return dense ranks: 0 for the least value; equal values share a rank."""
     order_N = np.argsort(values_N)
     ordered = values_N[order_N]
     ranks_N = np.empty(len(values_N), dtype=np.int64)
@@ -93,8 +87,8 @@ def _rank_values(values_N: npt.NDArray[Any]) -> Int64:
 
 
 def _sort_by_ranks(first_N: Int64, then_N: Int64, side_NS: npt.NDArray[np.int8]) -> Int64:
-    # One key of 64 bits: sorting it (AVX2, AVX-512) is four times as fast as a sort by two keys.
-    # Sides come between both: a bucket has far less than 2^30 rows.
+    # One 64-bit key sorts (AVX2, AVX-512) four times as fast as two. Sides lie between: a bucket
+    # has far less than 2^30 rows.
     key_N = (first_N << 32) | then_N
     if side_NS.shape[1]:
         key_N |= side_NS[:, 0].astype(np.int64) << 30

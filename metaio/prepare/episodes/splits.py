@@ -1,7 +1,6 @@
-"""Deals rows to splits: by a column, by the hash of their task, or by windows of time.
+"""Assigns rows to splits: by a column, by the hash of their task, or by windows of time.
 
-Shape suffixes: N rows, V values.
-"""
+Shape suffixes: N rows, V values"""
 
 from collections import Counter
 from collections.abc import Callable, Iterable
@@ -29,30 +28,29 @@ from metaio.prepare.schema.values import (
 )
 from metaio.ragged import Int64
 
-# Where a row stands in the input, for engines that do not keep its order.
+# The column with a row's place in the input, for engines that do not keep its order.
 PLACE = "place in the input"
 
-# Keeps the hashes that draw splits and validation apart from the one that orders tasks.
+# Independent hashes: tasks drawn for one purpose must not be the same for another.
 _SPLIT_SALT, _VALIDATION_SALT = np.uint64(0x5EED), np.uint64(0x7A11D)
 _ITEM_SALT = np.uint64(0x17E3)
 _BINS = 1 << 16
 
-# How a split's tasks become episodes: by [episodes]; by given sides; by sides that windows of time
-# give, where tasks without support are cut by [episodes], or left out; or only those tasks, by
-# [episodes].
+# How a split's tasks become episodes: by [episodes]; by given sides; by sides of windows, tasks
+# without support by [episodes] or left out; or only these tasks, by [episodes].
 Cutting = Literal["rule", "given", "window or rule", "window", "new"]
 
 
 @dataclass(frozen=True)
 class Splits:
-    """The splits of a dataset, and where each window of time after the first one begins."""
+    """The splits of a dataset, and where each window of time after the first begins."""
 
     names: tuple[str, ...] = ("train",)
     window_starts: tuple[int, ...] = ()
 
     @property
     def num_windows(self) -> int:
-        """Return W, 1 without windows."""
+        """Return the number of windows, 1 without [splits] by_time."""
         return 1 + len(self.window_starts)
 
     def choose_cutting(self, schema: Schema, split: int) -> Cutting:
@@ -69,10 +67,7 @@ class Splits:
 
 
 def list_split_names(schema: Schema, found: list[str] | None = None) -> tuple[str, ...]:
-    """Return the splits in the order of the manifest: shares and windows as listed, the values
-    `found` in a column sorted, the train split first; new tasks and validation behind them. Raises
-    SchemaError: one has a name that no split may have. Raises DataError: none of them is the train
-    split, or a name stands twice."""
+    """Return the splits in the order of the manifest; `found` are the values of a split column."""
     rule = schema.splits
     if schema.stream is not None:
         return (rule.train, GATE)
@@ -92,12 +87,13 @@ def list_split_names(schema: Schema, found: list[str] | None = None) -> tuple[st
                     f"{' and '.join(carved)}, which are new, but column {rule.column} holds "
                     f"{', '.join(sorted(names))}. Correct it, or leave it out"
                 )
+    # The train split first, then by name: an order that no order of rows changes.
     columns = sorted(names, key=lambda name: (name != rule.train, name))
     ordered = list(rule.windows or rule.shares or columns)
     if rule.by_time is not None and rule.new_tasks == "apart":
         ordered += [f"{name}-cold" for name in rule.windows[1:]]
     ordered += carved
-    # Before anything is written: they become folders, and a log may hold any text.
+    # Checked before anything is written: names become folders, and a log may hold any text.
     for name in ordered:
         check_split_name(name)
         if ordered.count(name) > 1:
@@ -108,8 +104,7 @@ def list_split_names(schema: Schema, found: list[str] | None = None) -> tuple[st
 def assign_splits(
     schema: Schema, splits: Splits, batch: pa.RecordBatch, task_hash: UInt64
 ) -> Int64:
-    """Return the index into `splits.names` of each row [N]: of windows, the one it falls into.
-    Raises DataError: the split column holds a name that no earlier row had."""
+    """Return the index into `splits.names` of each row [N]: of windows, the one it falls into."""
     rule = schema.splits
     if rule.by_time is not None and schema.time is not None:
         times_N = to_time_ticks(schema.time.column, batch[schema.time.column])
@@ -119,8 +114,9 @@ def assign_splits(
     if schema.stream is not None:
         shares = {rule.train: 1 - schema.stream.gate, GATE: schema.stream.gate}
     if shares is not None:
+        # Without the last bound: rounding must not leave a task without a split.
         bounds = np.cumsum(np.array(list(shares.values()), np.float64))[:-1]
-        # By the task, so that all its rows are of one split, in whatever file they stand.
+        # By the task's hash: all its rows get one split, in whatever file they are.
         unit = _hash_to_unit(task_hash ^ _SPLIT_SALT ^ np.uint64(schema.seed))
         split_N = np.searchsorted(bounds, unit, side="right")
     elif rule.column is not None:
@@ -160,13 +156,11 @@ def _hash_to_unit(mixed: UInt64) -> npt.NDArray[np.floating[Any]]:
 
 
 def count_split_rows(splits: Splits, split_N: Int64) -> Counter[str]:
-    """Return how many rows each split's buckets hold: those of earlier windows, which may support
-    a later one, included."""
+    """Return how many rows each split's buckets hold, rows of earlier windows included."""
     counts = np.bincount(split_N, minlength=len(splits.names))
     windows = splits.num_windows
     if windows > 1:
-        # copy_to_windows: an earlier row is held once more by each later split that it may
-        # support.
+        # copy_to_windows repeats an earlier row in each later split that it may support.
         num_rows = np.cumsum(counts[:windows])[1:]
         counts[1:windows] = num_rows
         counts[windows:] = num_rows[: len(counts) - windows]
@@ -174,8 +168,8 @@ def count_split_rows(splits: Splits, split_N: Int64) -> Counter[str]:
 
 
 def copy_to_windows(splits: Splits, window_N: Int64) -> tuple[Int64, Int64, npt.NDArray[np.int8]]:
-    """Return which rows each split needs, the split, and the side of each: a row is a query row of
-    its own window and may be support in all later ones."""
+    """Return the rows that each split needs, with their split and side."""
+    # A row is query in its own window, and may be support in all later ones.
     chosen, split = [np.flatnonzero(window_N == 0)], [0]
     sides = [np.full(len(chosen[0]), UNDECIDED, np.int8)]
     for index in range(1, len(splits.names)):
@@ -188,12 +182,10 @@ def copy_to_windows(splits: Splits, window_N: Int64) -> tuple[Int64, Int64, npt.
     return np.concatenate(chosen), split_N, np.concatenate(sides)
 
 
+# Each pass counts the next 16 bits of the times. Counts of parts add up, so any engine may split
+# the work, and memory stays the same.
 class WindowSearch:
-    """Finds where windows begin that hold given shares of the rows: exactly, in four passes over
-    the times, each of which counts the next 16 bits of their values.
-
-    Counts of parts of the rows add up, so any engine may split the work, and memory stays the same.
-    """
+    """Finds where windows begin that hold given shares of the rows, exactly, in four passes."""
 
     def __init__(self, shares: Iterable[float]) -> None:
         self._cumulated: npt.NDArray[np.float64] = np.cumsum(np.array(list(shares), np.float64))[
@@ -205,17 +197,17 @@ class WindowSearch:
 
     @property
     def is_done(self) -> bool:
-        """Tell whether `starts` are known."""
+        """Return whether `starts` are known."""
         return self._shift < 0
 
     def count(self, times_N: Int64) -> Int64:
         """Return how many times fall into each bin of this pass, for each wanted rank."""
-        # The order of int64 as that of uint64.
+        # Flipping the sign bit gives uint64 the order of int64.
         values_N = times_N.view(np.uint64) ^ np.uint64(1 << 63)
         # A radix search: each pass fixes 16 bits more of the time at each wanted rank.
         found = np.zeros((len(self._prefixes), _BINS), dtype=np.int64)
         for index, prefix in enumerate(self._prefixes):
-            # Beyond 64 bits numpy does not shift.
+            # The first pass takes all values: numpy cannot shift by 64 bits.
             above = np.uint64(self._shift + 16)
             own = values_N if self._shift == 48 else values_N[values_N >> above == prefix >> above]
             bins = (own >> np.uint64(self._shift)) & np.uint64(_BINS - 1)
@@ -223,8 +215,7 @@ class WindowSearch:
         return found
 
     def count_all(self, batches: Iterable[pa.RecordBatch], column: str) -> Int64:
-        """Return the counts of all times in a column of some batches, as `count` does; 0 without a
-        batch."""
+        """Return the sum of `count` over the times of some batches; 0 without a batch."""
         counts = (self.count(to_time_ticks(column, batch[column])) for batch in batches)
         return sum(counts, start=np.zeros(1, np.int64))
 
@@ -232,7 +223,7 @@ class WindowSearch:
         """Go on to the next 16 bits, given the sum of all counts of this pass."""
         if self._ranks is None:
             total = int(counts[0].sum())
-            # Rounding must not turn 0.7 + 0.1 of ten rows into the seventh.
+            # Rounding must not turn 0.7 + 0.1 of ten rows into the seventh row.
             ranks = np.floor(self._cumulated * total + 1e-9).astype(np.int64)
             self._ranks = np.minimum(ranks, total - 1)
         for index, own in enumerate(counts):
@@ -255,9 +246,7 @@ def make_splits(
     types: dict[str, pa.DataType],
     count: Callable[[WindowSearch, str], Int64],
 ) -> Splits:
-    """Return the splits with the windows' beginnings on the scale of the time column; `count`
-    counts the times of all rows, in this column, as a pass of a search does. Raises DataError: a
-    beginning is no value of the column's type, or not after the one before."""
+    """Return the splits with their windows in ticks; `count` counts all times for a search."""
     rule = schema.splits
     if schema.time is None or rule.by_time is None:
         return Splits(names)

@@ -11,21 +11,20 @@ from metaio.prepare.episodes.encoded_rows import EncodedRows, allocate_rows, sel
 from metaio.prepare.schema.schema import Schema
 from metaio.ragged import Int64, offsets, sum_rows
 
-# Rows gathered before they go to the files of their buckets: fewer, longer writes.
+# Gathered before they are written to their buckets' files: fewer, longer writes.
 _FLUSH_ROWS = 131_072
 _Part = tuple[int, EncodedRows]  # a bucket and some of its rows
 
 
 def assign_buckets(task_hash: npt.NDArray[np.uint64], num_buckets: npt.NDArray[np.uint64]) -> Int64:
-    """Return which of `num_buckets` a task falls into: ranges of its hash, to keep the order of
-    tasks."""
-    # The top 32 bits are enough to spread tasks evenly, and leave room for the product in 64 bits.
+    """Return the bucket of each task: ranges of its hash, which keep the order of tasks."""
+    # 32 bits spread tasks evenly, and leave room for the product in 64 bits.
     return ((task_hash >> np.uint64(32)) * num_buckets >> np.uint64(32)).astype(np.int64)
 
 
 @dataclass(frozen=True)
 class BucketPlan:
-    """How many buckets each split has; a bucket becomes a shard. Split by split."""
+    """How many buckets each split has; they are numbered split by split, and become shards."""
 
     buckets_of_split: tuple[int, ...]
 
@@ -42,12 +41,12 @@ class BucketPlan:
         return range(int(bounds[split]), int(bounds[split + 1]))
 
     def find_split(self, assign: int) -> int:
-        """Return the split that a bucket belongs to."""
+        """Return the split of a bucket."""
         return int(np.searchsorted(offsets(self.buckets_of_split), assign, side="right")) - 1
 
 
 def plan_buckets(rows_of_split: list[int], rows_per_bucket: int) -> BucketPlan:
-    """Plan one bucket for about `rows_per_bucket` rows of a split, at least one."""
+    """Return a plan of about one bucket for `rows_per_bucket` rows of a split."""
     # From counts alone, so that every engine plans the same buckets.
     return BucketPlan(tuple(max(1, round(rows / rows_per_bucket)) for rows in rows_of_split))
 
@@ -55,8 +54,9 @@ def plan_buckets(rows_of_split: list[int], rows_per_bucket: int) -> BucketPlan:
 def split_by_bucket(plan: BucketPlan, rows: EncodedRows) -> list[_Part]:
     """Return the rows of each bucket that has any, ascending; rows keep their order."""
     buckets = plan.assign(rows.split_N, rows.task_hash_N)
+    # numpy sorts 16-bit integers by radix, which is faster.
     narrow = buckets.astype(np.uint16) if buckets.max(initial=0) < 1 << 16 else buckets
-    ordered = select_rows(rows, np.argsort(narrow, kind="stable"))  # a radix sort for 16 bits
+    ordered = select_rows(rows, np.argsort(narrow, kind="stable"))
     value_offsets = offsets(sum_rows(ordered.lengths_NM))
     bounds = offsets(np.bincount(buckets))
     found = []
@@ -70,7 +70,7 @@ def split_by_bucket(plan: BucketPlan, rows: EncodedRows) -> list[_Part]:
 
 
 class Spool:
-    """Bucket files below a folder of its own; the caller deletes the folder."""
+    """Bucket files below a folder of its own; the caller removes the folder."""
 
     def __init__(self, folder: Path, schema: Schema) -> None:
         self._folder = folder
@@ -90,9 +90,10 @@ class Spool:
             self.flush()
 
     def flush(self) -> None:
-        """Write what is pending; needed before `take`."""
+        """Write what is pending; needed before `pop_bucket`."""
         for bucket, parts in self._pending.items():
-            # Opened anew each time: a log of a billion rows has more buckets than open files.
+            # Opened each time: a log of a billion rows has more buckets than a process may open
+            # files.
             with self._path(bucket).open("ab") as file:
                 file.writelines(array.data for part in parts for array in vars(part).values())
             self._parts[bucket] += [(part.num_rows, len(part.values_V)) for part in parts]
@@ -100,8 +101,8 @@ class Spool:
         self._pending_rows = 0
 
     def pop_bucket(self, bucket: int) -> EncodedRows:
-        """Return all rows of a bucket; its file is removed to free the space."""
-        # A part is its arrays one after another; their lengths are in memory, not in the file.
+        """Return all rows of a bucket, and remove its file to free the space."""
+        # A part in a file is its arrays, one after another; their lengths are kept in memory.
         parts = self._parts.pop(bucket, [])
         found = allocate_rows(self._schema, sum(n for n, _ in parts), sum(v for _, v in parts))
         if not parts:
@@ -125,7 +126,7 @@ class Spool:
         self._folder.rmdir()
 
     def num_bytes(self, bucket: int) -> int:
-        """Return the size of a bucket in memory once taken."""
+        """Return the size of a bucket in memory, once read."""
         path = self._path(bucket)
         return path.stat().st_size if path.exists() else 0
 

@@ -1,9 +1,6 @@
-"""First look at the raw rows: how many each split has, and what vocabularies and means are learnt
-from.
+"""Surveys raw rows: how many each split has, and what vocabularies and means are fitted to."""
 
-Surveys of parts of the data add up to the survey of all of it, so any engine may split the work.
-"""
-
+# Surveys of parts add up to the survey of all rows, so any engine may split the work.
 import math
 from collections import Counter
 from dataclasses import dataclass, field
@@ -21,10 +18,10 @@ from metaio.prepare.schema.schema import IdColumn, Schema
 from metaio.prepare.schema.values import Kind, infer_kind, to_int64
 from metaio.ragged import Int64
 
-# Rounding gives a constant column a deviation of up to this share of its mean.
+# Rounding alone gives a constant column a deviation of up to this share of its mean.
 _NOISE = 1e-10
 
-# For a dense column: the count, the mean and the sum of squared deviations from it.
+# Of a dense column: count, mean, and sum of squared deviations from it.
 Moments = tuple[int, float, float]
 
 
@@ -55,6 +52,7 @@ class Survey:
 
 def list_survey_columns(schema: Schema) -> list[str]:
     """Return the raw columns that a survey reads."""
+    # Every column costs time, as a survey reads all rows.
     names = [schema.task.column]
     names += [schema.splits.column] if schema.splits.column else []
     names += [schema.time.column] if schema.time and schema.splits.by_time else []
@@ -66,11 +64,11 @@ def list_survey_columns(schema: Schema) -> list[str]:
 
 
 def survey_batch(schema: Schema, batch: pa.RecordBatch, splits: Splits) -> Survey:
-    """Return the survey of one batch; it must have no nulls in the task and split columns."""
+    """Return the survey of one batch; its task and split columns must have no nulls."""
     task_hash, _ = hash_tasks(schema, batch)
     split_N = assign_splits(schema, splits, batch, task_hash)
     found = Survey(batch.num_rows, count_split_rows(splits, split_N))
-    # What is learnt from the data is learnt from training rows alone, or evaluation would leak.
+    # Fitted to training rows alone, or evaluation would leak.
     train = batch.filter(pa.array(split_N == splits.names.index(schema.splits.train)))
     for column in schema.sparse:
         if column.vocabulary is None:
@@ -87,8 +85,7 @@ def survey_batch(schema: Schema, batch: pa.RecordBatch, splits: Splits) -> Surve
 
 
 def list_values(schema: Schema, column: IdColumn, train: pa.RecordBatch) -> tuple[pa.Array, Int64]:
-    """Return the values of a column, or of its lists, as integers or text without nulls, and the
-    row that each stands in."""
+    """Return a column's values, or those in its lists, without nulls, and the row of each."""
     values, rows_V = train[column.column], np.arange(train.num_rows)
     if column in schema.multi:
         lists = read_lists(column, values)
@@ -101,12 +98,13 @@ def list_values(schema: Schema, column: IdColumn, train: pa.RecordBatch) -> tupl
 
 
 def _unify_type(values: pa.Array, kind: Kind) -> pa.Array:
-    """Return values as integers or text: counts of int32 and int64 batches must merge."""
+    """Return values as int64 or string."""
+    # Counts of int32 and int64 batches must merge.
     return values.cast(pa.string()) if kind == "text" else pa.array(to_int64(values))
 
 
 def _count_values(values: pa.Array) -> pa.Table:
-    """Return the distinct values and how often each is there."""
+    """Return the distinct values and their counts."""
     counted = pc.value_counts(values)
     return pa.table({"value": counted.field(0), "count": counted.field(1)})
 
@@ -116,7 +114,7 @@ def measure_moments(schema: Schema, train: pa.RecordBatch) -> dict[str, Moments]
     found = {}
     for dense in schema.dense:
         if dense.standardise:
-            # As far as it is known: what fills a null is no measurement.
+            # Of known values: what fills a null is no measurement.
             numbers = read_dense(dense, train[dense.column].drop_null())
             mean = float(numbers.mean()) if len(numbers) else 0.0
             squares = float(np.square(numbers - mean).sum())
@@ -125,8 +123,7 @@ def measure_moments(schema: Schema, train: pa.RecordBatch) -> dict[str, Moments]
 
 
 def find_raw_id_columns(schema: Schema) -> dict[str, str]:
-    """Return the columns whose raw values are kept beside the dataset: the task's, and the item's
-    where its ids are hashed."""
+    """Return the columns whose raw values are kept: the task's, and a hashed item's."""
     found, rule = {"task": schema.task.column}, schema.item_rule
     hashed = [column.column for column in schema.single if column.hash is not None]
     if rule is not None and rule.column in hashed:
@@ -135,9 +132,8 @@ def find_raw_id_columns(schema: Schema) -> dict[str, str]:
 
 
 def add_moments(ours: dict[str, Moments], theirs: dict[str, Moments]) -> None:
-    """Add the moments of other rows to ours (Chan, Golub, LeVeque, 1979, equation 2.1). For a
-    column far from 0, such as a time stamp, the squares themselves would leave no digit for its
-    deviation."""
+    """Add the moments of other rows to ours (Chan, Golub, LeVeque, 1979, equation 2.1)."""
+    # Not sums of squares: far from 0, as time stamps are, these leave no digit for a deviation.
     for column, (num_rows, mean, squares) in theirs.items():
         n, own_mean, own_squares = ours.get(column, (0, 0.0, 0.0))
         count, mean_gap = n + num_rows, mean - own_mean
@@ -147,11 +143,10 @@ def add_moments(ours: dict[str, Moments], theirs: dict[str, Moments]) -> None:
 
 
 def merge_counts(parts: list[pa.Table]) -> pa.Table:
-    """Return the counts of each value of all parts. Raises DataError: there are too many texts for
-    an array of Arrow."""
+    """Return the counts of each value of all parts; raise DataError if Arrow cannot hold them."""
     types = {part.schema.field("value").type for part in parts}
     if len(types) > 1:
-        # Two columns of one table, one of integers and one of text: text can hold both.
+        # Columns of integers and of text may share a table: text can hold both.
         parts = [part.set_column(0, "value", part["value"].cast(pa.string())) for part in parts]
     try:
         found = pa.concat_tables(parts).group_by("value").aggregate([("count", "sum")])
@@ -166,8 +161,7 @@ def merge_counts(parts: list[pa.Table]) -> pa.Table:
 
 
 def fit_encoding(schema: Schema, survey: Survey, splits: Splits) -> FittedEncoding:
-    """Return vocabularies in the order of their values, and the moments of dense columns. Raises
-    DataError: the train split has no rows."""
+    """Return vocabularies in the order of their values, and the moments of dense columns."""
     if not survey.rows_of_split[schema.splits.train]:
         raise DataError(
             f"the train split {schema.splits.train} has no rows; the splits found are "
@@ -177,22 +171,21 @@ def fit_encoding(schema: Schema, survey: Survey, splits: Splits) -> FittedEncodi
     vocabularies = {}
     for table, count in least.items():
         counted = merge_counts(survey.counts[table])
-        # Sorted by value: the row of an id does not depend on the order in which batches came.
+        # Sorted by value: an id's row must not depend on the order of batches.
         kept = counted.filter(pc.greater_equal(counted["count"], count))["value"].combine_chunks()
         vocabularies[table] = kept.take(pc.sort_indices(kept))
-    # A table that several columns share learns from all of them: they were counted together.
+    # Columns of one table were counted together, so it learns from all of them.
     moments = {name: compute_mean_and_deviation(*known) for name, known in survey.moments.items()}
     return FittedEncoding(vocabularies, moments, splits)
 
 
 def compute_mean_and_deviation(count: int, mean: float, squares: float) -> tuple[float, float]:
-    """Return mean and deviation from count, mean and sum of squared deviations; 1 for a
-    constant."""
+    """Return mean and deviation, rounded; a deviation of 1 for a constant."""
     deviation = math.sqrt(squares / max(count, 1))
     if deviation <= _NOISE * abs(mean):
         return mean, 1.0  # a constant
-    # Their last bits depend on the order of adding; six digits do not, so engines agree. The mean
-    # has as many more as it is larger: it is the deviation that tells values apart.
+    # The last bits depend on the order of adding, six digits do not, so engines agree. The mean has
+    # more digits if it is larger: the deviation distinguishes values.
     larger = math.log10(abs(mean) / deviation) if mean else 0.0
     digits = 6 + max(0, math.ceil(larger))
     return float(f"{mean:.{digits}g}"), float(f"{deviation:.6g}")

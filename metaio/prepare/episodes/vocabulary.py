@@ -1,4 +1,4 @@
-"""Looks up values in a vocabulary: put in order once, then bisected, however often."""
+"""Looks values up in a vocabulary, which is sorted once and then bisected."""
 
 from typing import Protocol
 
@@ -11,29 +11,29 @@ from metaio.ragged import Int64
 
 
 class RowIndex(Protocol):
-    """Tells the rows of values in one table."""
+    """Knows the rows of values in one table."""
 
     def rows(self, column: pa.Array) -> Int64:
-        """Return the row of each value [N], 0 for what has none; no nulls."""
+        """Return the row of each value [N], 0 for unknown ones; no nulls."""
         ...
 
 
 def make_index(vocabulary: pa.Array, kind: Kind) -> RowIndex:
-    """Return the index of a vocabulary, whose line i, from 1 on, is the value of row i; null: no
-    value. `kind` is that of the column looked up: a table that columns of integers and of text
-    share has a vocabulary of text."""
+    """Return the index of a vocabulary, whose value i (from 1 on) has row i; null: no value."""
+    # `kind` is that of the column: integers looked up in a vocabulary that they share with text are
+    # text there.
     if kind == "integer" and pa.types.is_integer(vocabulary.type):
         return IntegerIndex(vocabulary)
     return TextIndex(vocabulary)
 
 
 class IntegerIndex:
-    """Rows of a vocabulary of integers: bisection needs no hash table and gives the row at once."""
+    """Rows of a vocabulary of integers: bisection gives the row, without a hash table."""
 
     def __init__(self, vocabulary: pa.Array) -> None:
         self._rows = _valid_rows(vocabulary)
         self._values = to_int64(vocabulary.drop_null())
-        # Sorted as prepare leaves it; in a stream of increments the order is that of arrival.
+        # prepare leaves vocabularies sorted; in a stream they are in the order of arrival.
         if (self._values[1:] < self._values[:-1]).any():
             order = np.argsort(self._values)
             self._values, self._rows = self._values[order], self._rows[order]
@@ -47,11 +47,9 @@ class IntegerIndex:
         return np.where(self._values[place] == wanted, self._rows[place], 0)
 
 
+# pyarrow's index_in hashes the complete vocabulary at every call: 0.3 s for a million words.
 class TextIndex:
-    """Rows of a vocabulary of text.
-
-    pyarrow's index_in hashes the whole vocabulary at every call: 0.3 s for a million words.
-    """
+    """Rows of a vocabulary of text, by bisecting hashes."""
 
     def __init__(self, vocabulary: pa.Array) -> None:
         self._rows = _valid_rows(vocabulary)
@@ -59,7 +57,7 @@ class TextIndex:
         hashes = hash_values(self._words, "text")
         self._order = np.argsort(hashes, kind="stable")
         self._hashes = hashes[self._order]
-        # Two words of one 64-bit hash are a chance of 1 in 37 million among a million words.
+        # Among a million words two share a 64-bit hash with a chance of 1 in 37 million.
         self._is_exact = not (self._hashes[1:] == self._hashes[:-1]).any()
 
     def rows(self, column: pa.Array) -> Int64:
@@ -72,11 +70,11 @@ class TextIndex:
             place = to_int64(pc.fill_null(found, 0))
             return np.where(found.is_valid().to_numpy(zero_copy_only=False), self._rows[place], 0)
         wanted = hash_values(words, "text")
-        # Beyond the last hash there is none: the last one is compared and differs.
+        # Beyond the last hash: the last word is compared instead, and differs.
         at = np.minimum(np.searchsorted(self._hashes, wanted), len(self._hashes) - 1)
         place = self._order[at]
         rows = np.where(self._hashes[at] == wanted, self._rows[place], 0)
-        # An unknown word may have the hash of a known one.
+        # An unknown word may have the hash of a known one, so words are compared too.
         hits = np.flatnonzero(rows)
         equal = pc.equal(words.take(pa.array(hits)), self._words.take(pa.array(place[hits])))
         rows[hits[~equal.to_numpy(zero_copy_only=False)]] = 0

@@ -1,7 +1,6 @@
 """Labels and weights of raw rows, as their columns and masks give them.
 
-Shape suffix: N rows.
-"""
+Shape suffix: N rows"""
 
 import numpy as np
 import numpy.typing as npt
@@ -14,15 +13,13 @@ from metaio.quantities import format_count
 
 
 def read_labels(schema: Schema, batch: pa.RecordBatch) -> npt.NDArray[np.float32]:
-    """Return the labels of raw rows, [N] of one, [N, labels] of several; NaN: not known. Raises
-    DataError: one is no finite number, or a mask neither 0 nor 1."""
+    """Return the labels of raw rows, [N] of one, [N, labels] of several; NaN: not known."""
     columns = [_read_label(rule, batch) for rule in schema.labels]
     return columns[0] if len(columns) == 1 else np.stack(columns, axis=1)
 
 
 def read_weights(schema: Schema, batch: pa.RecordBatch) -> npt.NDArray[np.float32]:
-    """Return the weights of raw rows, [N, 1] or [N, 0]. Raises DataError: one is no finite number
-    from 0 on."""
+    """Return the weights of raw rows, [N, 1] or [N, 0]; raise DataError for one below 0."""
     if schema.weight is None:
         return np.zeros((batch.num_rows, 0), np.float32)
     name = schema.weight.column
@@ -50,15 +47,15 @@ def _read_label(rule: LabelColumn, batch: pa.RecordBatch) -> npt.NDArray[np.floa
     if rule.null == "unknown":
         known_N &= column.is_valid().to_numpy(zero_copy_only=False)
     if not known_N.all():
+        # Taken out first: where a label is not known its value may be anything, even null.
         column = column.filter(pa.array(known_N))
     if column.null_count:
         raise DataError(
             f"label column {rule.column} has {format_count(column.null_count, 'null')} in rows "
-            "whose "
-            f'mask {rule.mask} is 1. Correct the mask, or add null = "unknown"'
+            f'whose mask {rule.mask} is 1. Correct the mask, or add null = "unknown"'
         )
     numbers = to_float64(rule.column, column, "label")
-    # Before the threshold: NaN is not above it, but no click of 0 either.
+    # Checked before the threshold, which would turn NaN into a label of 0.
     found_N = to_float32(rule.column, numbers, "label")
     if rule.threshold is not None:
         found_N = (numbers >= rule.threshold).astype(np.float32)

@@ -1,4 +1,4 @@
-"""Dense and multi-hot columns as numbers and lists, before anything is learnt from them."""
+"""Dense, vector and multi-hot columns as numbers and lists, before anything is learnt from them."""
 
 import numpy as np
 import numpy.typing as npt
@@ -12,8 +12,7 @@ from metaio.quantities import format_count
 
 
 def read_dense(rule: DenseColumn, column: pa.Array) -> npt.NDArray[np.float64]:
-    """Return the numbers before standardising. Raises DataError: log1p is asked for and a value is
-    -1 or less, or a value is not finite."""
+    """Return the numbers before standardising; raise DataError for infinite or NaN ones."""
     numbers = to_float64(rule.column, column, "dense")
     if rule.log1p:
         if (numbers <= -1).any():
@@ -31,7 +30,7 @@ def read_dense(rule: DenseColumn, column: pa.Array) -> npt.NDArray[np.float64]:
 
 
 def read_vectors(rule: VectorColumn, column: pa.Array) -> npt.NDArray[np.float32]:
-    """Return the vectors of all rows, [N, width]; those of null rows are full of `fill`."""
+    """Return the vectors of all rows, [N, width]; null rows are filled with `fill`."""
     name, width = rule.column, rule.width
     kind = column.type
     if pa.types.is_fixed_size_list(kind):
@@ -45,9 +44,8 @@ def read_vectors(rule: VectorColumn, column: pa.Array) -> npt.NDArray[np.float32
     lengths_N = pc.list_value_length(known).to_numpy()
     if (wrong_N := lengths_N != width).any():
         raise DataError(
-            f"vector column {name} holds {format_count(int(lengths_N[wrong_N][0]), 'number')} in "
-            "a row, "
-            f"and its width is {width}. Replace those values, or correct width in the schema"
+            f"vector column {name} holds {format_count(int(lengths_N[wrong_N][0]), 'number')} in a "
+            f"row, and its width is {width}. Replace those values, or correct width in the schema"
         )
     numbers = known.flatten()
     if numbers.null_count:
@@ -55,6 +53,7 @@ def read_vectors(rule: VectorColumn, column: pa.Array) -> npt.NDArray[np.float32
             f"vector column {name} holds a null among the numbers of a row; {width} numbers are "
             "needed. Replace those values, or make the whole row's vector null and give fill"
         )
+    # A column of nulls alone has lists of nulls, which are no numbers.
     if not len(known):
         numbers = numbers.cast(pa.float32())
     found_V = to_float32(name, to_float64(name, numbers, "vector"), "vector")
@@ -66,8 +65,7 @@ def read_vectors(rule: VectorColumn, column: pa.Array) -> npt.NDArray[np.float32
 
 
 def read_lists(rule: IdColumn, column: pa.Array) -> pa.Array:
-    """Return a multi-hot column as a list array: a list already, or text to be split; empty text is
-    an empty list. Raises DataError: it is neither."""
+    """Return a multi-hot column as a list array: its lists, or its text split at the separator."""
     if pa.types.is_list(column.type) or pa.types.is_large_list(column.type):
         return column
     if rule.separator is None:

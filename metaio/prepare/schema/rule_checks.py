@@ -1,4 +1,4 @@
-"""Whether the keys of a schema's rules go together, and go with those of its other tables."""
+"""Checks that the keys of a schema's rules fit each other and those of its other tables."""
 
 from metaio.errors import SchemaError
 from metaio.prepare.schema.rules import (
@@ -12,7 +12,7 @@ from metaio.prepare.schema.rules import (
 
 
 def check_episodes(rule: EpisodeRule, has_time: bool) -> None:
-    """Raise SchemaError where the keys of [episodes] do not go together."""
+    """Raise SchemaError where the keys of [episodes] contradict each other."""
     if rule.by == "time":
         if rule.at is None or not has_time:
             raise SchemaError(
@@ -31,7 +31,7 @@ def check_episodes(rule: EpisodeRule, has_time: bool) -> None:
         raise SchemaError(
             "episodes.by is ratio, which needs query_share. Add it, or use by = 'last'"
         )
-    # Beside the query rows at least one support row must be left.
+    # Beside the query rows an episode needs at least one support row.
     least = 1 + (rule.query_rows or 1)
     if rule.query_rows is not None and rule.query_rows < 1:
         raise SchemaError(
@@ -50,7 +50,7 @@ def check_episodes(rule: EpisodeRule, has_time: bool) -> None:
 
 
 def check_splits(rule: SplitRule, has_time: bool, by: str) -> None:
-    """Raise SchemaError where the keys of [splits] do not go together; `by` is episodes.by."""
+    """Raise SchemaError where the keys of [splits] contradict each other; `by` is episodes.by."""
     given = [name for name in ("column", "shares", "by_time") if getattr(rule, name) is not None]
     if len(given) > 1:
         raise SchemaError(f"splits has both {given[0]} and {given[1]}. Give one of them")
@@ -85,7 +85,7 @@ def check_splits(rule: SplitRule, has_time: bool, by: str) -> None:
 
 def _check_shares(name: str, shares: dict[str, float]) -> None:
     total = sum(shares.values())
-    # Tenths do not add up to exactly 1 in binary.
+    # Tenths have no exact binary form, so their sum is not exactly 1.
     if abs(total - 1) > 1e-9 or min(shares.values(), default=0) <= 0:
         raise SchemaError(
             f"splits.{name} add up to {total:g}; positive shares with sum 1 are needed. Change them"
@@ -105,6 +105,7 @@ def _check_windows(rule: SplitRule, has_time: bool, by: str) -> None:
             f"splits.by_time names {len(rule.by_time or ())} splits; a split beside {rule.train} "
             "is needed. Add one"
         )
+    # With train in by_time the values are shares, else the beginnings of windows.
     if rule.train in (rule.by_time or ()):
         if rule.windows[0] != rule.train:
             raise SchemaError(
@@ -120,6 +121,7 @@ def _check_windows(rule: SplitRule, has_time: bool, by: str) -> None:
 
 
 def _check_validation(rule: SplitRule) -> None:
+    # Of a column the names are in the rows, which are not read yet.
     names = list(rule.shares or ()) if rule.column is None else [str(rule.validation_from)]
     if rule.by_time is not None:
         raise SchemaError(
@@ -143,7 +145,7 @@ def _check_validation(rule: SplitRule) -> None:
 
 
 def check_membership(rule: MembershipRule, by: str, by_time: bool) -> None:
-    """Raise SchemaError where [membership] says too little, or contradicts other tables."""
+    """Raise SchemaError where [membership] is incomplete, or contradicts other tables."""
     patterns = [pattern for pattern in (rule.support, rule.query) if pattern is not None]
     if rule.by_files and len(patterns) != 2:
         raise SchemaError(
@@ -165,10 +167,10 @@ def check_membership(rule: MembershipRule, by: str, by_time: bool) -> None:
 
 
 def check_stream(rule: StreamRule, given: dict[str, bool], by: str) -> None:
-    """Raise SchemaError where [stream] does not go with other tables; `given` says by name which of
-    them the schema has, `by` is episodes.by."""
+    """Raise SchemaError where [stream] contradicts another table that the schema has (`given`)."""
     if not given.pop("time"):
         raise SchemaError("a stream is ordered by event time, and the schema has no [time]. Add it")
+    # Each would deal rows in its own way, which a stream decides alone.
     for name, has in given.items():
         if has:
             raise SchemaError(

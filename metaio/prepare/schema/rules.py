@@ -1,4 +1,4 @@
-"""The rules of a schema that deal rows out: which episode, side and split each one belongs to."""
+"""The rules of a schema that assign each row to an episode, a side and a split."""
 
 from dataclasses import dataclass
 from typing import Literal
@@ -8,24 +8,18 @@ from gmeta_keys import key
 
 @dataclass(frozen=True)
 class RowIdColumn:
-    """Names each row of the log, integers or text, no two rows of a task alike.
+    """Names each row of the log, integers or text, no two rows of a task alike."""
 
-    Shuffles go by it, and rows of equal time stand in the order of its hash. It is stored beside
-    the rows, where predictions take it from; no model sees it.
-    """
-
+    # Shuffles, and rows of equal time, go by its hash. Stored for predictions; no model sees it.
     column: str
 
 
 @dataclass(frozen=True)
 class EpisodeRule:
-    """Which rows of a task are support and which are query.
+    """Which rows of a task are support and which are query."""
 
-    by "last": the last `query_rows` are the query. "ratio": the last `query_share`. Both go by
-    [time], or by a seeded shuffle without it. "random": as "last" or "ratio", but shuffled even if
-    there is a time. "time": rows from `at` on are the query.
-    """
-
+    # last: the last `query_rows` are query. ratio: the last `query_share`. Both go by [time], or by
+    # a seeded shuffle without it. random: as these, but always shuffled. time: rows from `at` on.
     by: Literal["last", "ratio", "random", "time"] = "last"
     query_rows: int | None = None
     query_share: float | None = None
@@ -33,49 +27,42 @@ class EpisodeRule:
     at: float | str | None = None
     min_rows: int = 2  # smaller tasks are dropped and counted
     max_rows: int = 4_096  # of an episode
-    # truncate keeps the last rows; drop leaves the whole task out, and counts it
+    # truncate keeps the last rows; drop leaves the task out, and counts it
     longer: Literal["episodes", "truncate", "drop", "refuse"] = "episodes"
 
 
 @dataclass(frozen=True)
 class MembershipRule:
-    """Which rows are support and which are query, as somebody else decided: a raw column says
-    "support" or "query", or the names of the input files do.
+    """Which rows are support and which query, where a column or the names of input files say so."""
 
-    A null in the column leaves a task to [episodes], as long as all of its rows of a split are
-    null.
-    """
-
+    # A null leaves a task to [episodes], if all of its rows of a split are null.
     column: str | None = None
     # Patterns of file names, such as "*_support.csv"; each input matches exactly one of them.
     support: str | None = None
     query: str | None = None
-    # A task that has query rows alone: kept, it is scored without adapting.
+    # Tasks with query rows alone; those kept are scored without adapting.
     without_support: Literal["keep", "drop"] = "keep"
     # Of an episode with given sides; absent: that of [episodes].
     max_rows: int | None = None
 
     @property
     def by_files(self) -> bool:
-        """Tell whether the names of the input files decide."""
+        """Return whether the names of the input files decide."""
         return self.column is None
 
 
 @dataclass(frozen=True)
 class SplitRule:
-    """Which split a row belongs to: a raw column says so, the hash of its task falls into `shares`,
-    or its time falls into a window of `by_time`.
-
-    Vocabularies, means and deviations are taken from the split `train` alone.
-    """
+    """Which split a row belongs to: a column says so, the hash of its task, or its time."""
 
     column: str | None = None
     shares: dict[str, float] | None = None
     # Each split's share of the rows, oldest first, or where each split after train begins.
     by_time: dict[str, float] | dict[str, str] | None = None
-    # by_time: tasks without a row before a window are cut by time and stand in the window's split,
-    # in a split NAME-cold of their own, or are left out.
+    # Of by_time: tasks without a row before a window are cut by time and stand in the window's
+    # split, in a split NAME-cold, or nowhere.
     new_tasks: Literal["together", "apart", "drop"] | None = None  # absent: "together"
+    # Vocabularies, means and deviations are taken from this split alone.
     train: str = "train"
     # The split of which a share of the tasks, by their hash, becomes the split `valid`.
     validation_from: str | None = None
@@ -96,12 +83,9 @@ DEFAULT_VALIDATION_SHARE = 0.1
 
 @dataclass(frozen=True)
 class NegativesRule:
-    """Adds rows with label 0 for items that a task does not have, for logs of positives alone.
+    """Adds rows of label 0 for items that a task does not have, for logs of positives alone."""
 
-    A negative is its positive's row with another item: `item` and `columns` are those of the item,
-    all other columns stay.
-    """
-
+    # A negative is its positive's row with these columns of another item; the rest stays.
     item: str
     columns: tuple[str, ...] = ()  # the item's attributes, which change with it
     per_positive: int = key(4, "negatives beside each row whose label is above 0", min=1, max=1_000)
@@ -115,8 +99,7 @@ class NegativesRule:
 
 @dataclass(frozen=True)
 class ItemRule:
-    """Says which [[single]] column is the item, and which columns are the item's attributes: what
-    changes where another item takes its place."""
+    """Says which [[single]] column is the item, and which columns are attributes of the item."""
 
     column: str
     columns: tuple[str, ...] = ()
@@ -133,18 +116,16 @@ VALIDATION_ITEMS = ("valid-item-cold", "valid-both-cold")  # and those of valida
 
 @dataclass(frozen=True)
 class TransformRule:
-    """What turns the rows of the inputs into those that the schema describes: a function of a
-    pyarrow RecordBatch that returns another, by entry point or import path. It may add, change and
-    drop columns, and drop or repeat rows; a row's must not depend on the others of its batch."""
+    """A function, by entry point or import path, that turns raw batches into rows of the schema."""
 
+    # It sees batches of any size: what it makes of a row must not depend on the others.
     function: str
     columns: tuple[str, ...] = ()  # that the function is given; absent: all of the inputs'
 
 
 @dataclass(frozen=True)
 class StreamRule:
-    """How a log that goes on becomes increments. Durations are in seconds of event time; an integer
-    [time] column counts in `unit`."""
+    """How a growing log becomes increments; durations are in seconds of event time."""
 
     gate: float = key(0.05, "share of the tasks, by hash, that no increment trains", min=0, max=0.5)
     support: int = key(20, "newest rows of a task kept as support of later windows", min=1)
@@ -152,6 +133,7 @@ class StreamRule:
     late_share: float = key(0.05, "alarm above this share of late rows", min=0, max=1)
     ttl: float = key(0.0, "ids and rows not seen for so long are forgotten; 0: never", min=0)
     grace: float = key(0.0, "a forgotten id's row stays its own for so long", min=0)
+    # Of an integer [time] column; timestamps and dates have units of their own.
     unit: Literal["s", "ms", "us", "ns", "day"] = "s"
     capacity_block: int = key(65_536, "tables grow by multiples of so many rows", min=1)
     max_new_rows: int = key(0, "most new rows of a table in an increment; 0: any number", min=0)

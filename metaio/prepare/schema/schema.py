@@ -1,8 +1,6 @@
-"""The TOML description of a raw table: which column is what, and how its rows become episodes and
-splits.
+"""The TOML description of a raw table: the role of each column, and how rows become episodes.
 
-docs/format.md shows a whole schema. Unknown keys are refused with the nearest known one.
-"""
+docs/format.md shows a complete schema."""
 
 import json
 from dataclasses import asdict, dataclass, field
@@ -33,21 +31,18 @@ class TaskColumn:
 
 @dataclass(frozen=True)
 class LabelColumn:
-    """A number or truth value. With a threshold the label is 1 where value >= threshold, else 0.
-
-    It is not known in the rows where `mask` is 0, nor, where `null` is "unknown", in those where it
-    is null.
-    """
+    """A number or truth value; with a threshold 1 where value >= threshold, else 0."""
 
     column: str
     threshold: float | None = None
     name: str | None = None  # what config keys and metrics call it; absent: as its column
+    # Not known in rows where this column is 0.
     mask: str | None = None
     null: Literal["unknown"] | None = None  # absent: nulls are refused
 
     @property
     def is_always_known(self) -> bool:
-        """Tell whether every row must have it."""
+        """Return whether every row must have it."""
         return self.mask is None and self.null is None
 
 
@@ -69,19 +64,17 @@ class TimeColumn:
 
 @dataclass(frozen=True)
 class IdColumn:
-    """Ids of one table: exactly one of `hash` (rows of the table) and `vocabulary` (least count) is
-    given.
-
-    Hashed values use rows 1 to hash - 1; a vocabulary's rows follow its sorted values. Row 0 is for
-    values outside the vocabulary, and for nulls where `null` is "unknown". In [[multi]],
-    `separator` splits text.
-    """
+    """Ids of one table, given by exactly one of `hash` and `vocabulary`."""
 
     column: str
     table: str | None = None  # absent: a table of its own, named like the column
+    # Rows of the table: values use rows 1 to hash - 1. Row 0 is for values outside of a vocabulary,
+    # and for nulls if `null` is "unknown".
     hash: int | None = None
+    # Least count of a value in the train split; rows follow the sorted values.
     vocabulary: int | None = None
     null: Literal["refuse", "unknown"] = "refuse"
+    # Splits the text of a [[multi]] column.
     separator: str | None = None
     type: Literal["integer", "text"] | None = None
     # Of the table's rows, a multiple of 4; absent: as the model's config says.
@@ -95,19 +88,18 @@ class IdColumn:
 
 @dataclass(frozen=True)
 class DenseColumn:
-    """A float32 input; nulls are refused unless `fill` is given. log1p, then (x - mean) / std of
-    the train split."""
+    """A float32 input; nulls are refused unless `fill` is given."""
 
     column: str
     fill: float | None = None
+    # In this order: log1p, then (x - mean) / deviation of the train split.
     log1p: bool = False
     standardise: bool = False
 
 
 @dataclass(frozen=True)
 class VectorColumn:
-    """A list of `width` float32 inputs in each row, such as an embedding of its text that is there
-    already; nulls are refused unless `fill` is given, and become a vector of it."""
+    """A list of `width` float32 inputs a row, such as an embedding; `fill` replaces nulls."""
 
     column: str
     width: int
@@ -116,7 +108,7 @@ class VectorColumn:
 
 @dataclass(frozen=True)
 class TextRule:
-    """How CSV and TSV files are written, where they are not as most are."""
+    """How CSV and TSV files are written, where they differ from most."""
 
     encoding: Literal["utf-8", "latin-1", "utf-16"] = "utf-8"
     null: tuple[str, ...] = ()  # words that mean a null, such as NA; an empty field always does
@@ -126,7 +118,7 @@ class TextRule:
 
 @dataclass(frozen=True)
 class Schema:
-    """A whole description."""
+    """A complete description of a raw table."""
 
     task: TaskColumn
     label: LabelColumn | tuple[LabelColumn, ...]
@@ -160,19 +152,19 @@ class Schema:
 
     @property
     def dense_names(self) -> list[str]:
-        """Return what the dense inputs are called: numbers, then those of vectors, in order."""
+        """Return the names of the dense inputs: numbers, then those of vectors, in order."""
         names = [column.column for column in self.dense]
         return names + [name_component(v.column, i) for v in self.vector for i in range(v.width)]
 
     @property
     def labels(self) -> tuple[LabelColumn, ...]:
-        """Return what [label], or each [[label]], says."""
+        """Return the rules of [label], or of each [[label]]."""
         return (self.label,) if isinstance(self.label, LabelColumn) else self.label
 
     @property
     def label_names(self) -> tuple[str, ...]:
-        """Return the names of the labels; none if there is one that every row has: it needs no
-        name."""
+        """Return the names of the labels; () for a single one that every row has."""
+        # Such a label needs no name, and its datasets stay as they were before labels had names.
         if len(self.labels) == 1 and self.labels[0].is_always_known:
             return ()
         return tuple(label.name or label.column for label in self.labels)
@@ -184,7 +176,7 @@ class Schema:
 
     @property
     def label_columns(self) -> list[str]:
-        """Return the columns that labels, their masks and weights are read from, each once."""
+        """Return the columns that labels, masks and weights are read from, each once."""
         names = [label.column for label in self.labels]
         names += [label.mask for label in self.labels if label.mask is not None]
         names += [self.weight.column] if self.weight is not None else []
@@ -203,8 +195,7 @@ class Schema:
 
     @property
     def item_rule(self) -> ItemRule | None:
-        """Return what [item] says, else what [negatives] says of the item; None where neither names
-        a [[single]] column."""
+        """Return [item], else what [negatives] says of the item; None without a [[single]] item."""
         rule = self.negatives
         if self.item is not None or rule is None:
             return self.item
@@ -213,18 +204,18 @@ class Schema:
 
     @property
     def has_sides(self) -> bool:
-        """Tell whether more than [episodes] says which rows are support."""
+        """Return whether more than [episodes] decides which rows are support."""
         sided = self.membership is not None or self.splits.by_time is not None
         return sided or self.stream is not None
 
     @property
     def is_shuffled(self) -> bool:
-        """Tell whether no time says in which order the rows of a task stand."""
+        """Return whether the rows of a task have no order in time."""
         return self.time is None or self.episodes.by == "random"
 
     @property
     def needs_input_order(self) -> bool:
-        """Tell whether nothing but its place in the input tells a row from others of its task."""
+        """Return whether only its place in the input tells a row from others of its task."""
         return self.is_shuffled and self.row_id is None
 
     def to_json(self) -> dict[str, Any]:

@@ -1,6 +1,4 @@
-"""Schemas from TOML files, and from the JSON of manifests: unknown keys are refused, and so is what
-makes no sense though all types are right.
-"""
+"""Parses and checks schemas, from TOML files and from the JSON of manifests."""
 
 from collections import Counter
 from collections.abc import Iterable
@@ -29,13 +27,12 @@ MAX_DENSE_NUMBERS = 65_536  # of one vector
 
 
 def load_schema(path: str | Path) -> Schema:
-    """Read and check a schema file."""
+    """Return the checked schema of a TOML file."""
     return parse_schema(read_toml("schema", Path(path), SchemaError))
 
 
 def parse_schema(body: dict[str, Any]) -> Schema:
-    """Return a checked schema from the tables of a TOML file, or of a manifest's JSON. Raises
-    SchemaError: a key is unknown or missing, or a value makes no sense."""
+    """Return the checked schema of the tables of a TOML file or of a manifest's JSON."""
     schema = parse(Schema, body, WORDING)
     if isinstance(schema.label, tuple) and len(schema.label) == 1:
         schema = replace(schema, label=schema.label[0])  # [[label]] once is [label]
@@ -44,7 +41,7 @@ def parse_schema(body: dict[str, Any]) -> Schema:
 
 
 def read_item_rule(manifest: Manifest) -> ItemRule | None:
-    """Return what a dataset's schema says of the item; None where it has none, or no schema."""
+    """Return the item rule of a dataset's schema; None without one."""
     schema = manifest.recipe.get("schema")
     return parse_schema(schema).item_rule if isinstance(schema, dict) else None
 
@@ -72,7 +69,7 @@ WORDING = Wording(SchemaError, "schema key ", known="allowed", wrong_type=_wrong
 
 
 def check_schema(schema: Schema) -> None:
-    """Raise SchemaError for what makes no sense, though all types are right."""
+    """Raise SchemaError for values that have the right types but make no sense."""
     if not schema.sparse and not schema.dense_names:
         raise SchemaError(
             "the schema has no [[single]], [[multi]], [[dense]] or [[vector]] column. "
@@ -103,6 +100,7 @@ def check_schema(schema: Schema) -> None:
                 f"allowed are {NAME_RULE}. Give the column another table"
             )
         width = column.width
+        # FBGEMM's embedding kernels take widths that are multiples of 4.
         if width is not None and width not in range(4, MAX_TABLE_WIDTH + 1, 4):
             raise SchemaError(
                 f"column {column.column} has width {width}; multiples of 4 up to "
@@ -113,7 +111,7 @@ def check_schema(schema: Schema) -> None:
                 f"column {column.column} and another column of table {column.table_name} differ "
                 "in width. Columns that share a table must agree"
             )
-        # One table has one way from values to rows, or equal values would meet in different rows.
+        # One way from values to rows a table: else equal values would get different rows.
         if by_table.setdefault(column.table_name, how) != how:
             raise SchemaError(
                 f"column {column.column} and another column of table {column.table_name} differ "
@@ -132,6 +130,7 @@ def check_schema(schema: Schema) -> None:
                 f'column {column.column} has separator ""; a list is split at a text of one '
                 "character or more. Change it"
             )
+    # Hashes mix the seed in as an unsigned 64-bit number.
     if not 0 <= schema.seed < 1 << 64:
         raise SchemaError(f"seed is {schema.seed}; 0 to 2^64 - 1 is allowed. Change it")
     has_time, by = schema.time is not None, schema.episodes.by
@@ -161,15 +160,13 @@ def _check_vectors(schema: Schema) -> None:
         if not 1 <= vector.width <= MAX_DENSE_NUMBERS:
             raise SchemaError(
                 f"vector column {vector.column} has width {vector.width}; 1 to "
-                f"{MAX_DENSE_NUMBERS:,} "
-                "numbers in each row are allowed. Change it"
+                f"{MAX_DENSE_NUMBERS:,} numbers in each row are allowed. Change it"
             )
     twice = [name for name, count in Counter(schema.dense_names).items() if count > 1]
     if twice:
         raise SchemaError(
             f"dense column {twice[0]} is called like a number of vector "
-            f"{find_vector_column(twice[0])}. "
-            "Rename one of the two columns"
+            f"{find_vector_column(twice[0])}. Rename one of the two columns"
         )
 
 
@@ -255,10 +252,11 @@ def _check_inputs(schema: Schema, names: Iterable[str], kind: str) -> None:
 
 def fingerprint_schema(schema: Schema) -> str:
     """Return a mark that is equal for two streams that begin with the same schema."""
+    # With defaults: spelling them out in a schema file changes nothing.
     return xxhash.xxh3_64_hexdigest(canonical_json(with_stream_defaults(schema).to_json()))
 
 
 def with_stream_defaults(schema: Schema) -> Schema:
-    """Return the schema as that of a stream, with the defaults where it has no [stream]."""
-    # There and back: what a schema file says of a stream is checked where it is parsed.
+    """Return the schema as that of a stream, with defaults where it has no [stream]."""
+    # Through JSON and back: [stream] is checked against other tables where a schema is parsed.
     return parse_schema(replace(schema, stream=schema.stream or StreamRule()).to_json())

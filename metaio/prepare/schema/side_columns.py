@@ -1,4 +1,4 @@
-"""Which side of its episode a row was put on by somebody else: a column or its file's name says."""
+"""The given side of a row (support or query), by a column or by the name of its file."""
 
 from fnmatch import fnmatch
 
@@ -12,13 +12,12 @@ from metaio.prepare.schema.rules import MembershipRule
 
 # UNDECIDED leaves a row to [episodes].
 SUPPORT, QUERY, UNDECIDED = 0, 1, 2
-# What a batch calls the side that its file's name says.
+# The column of a batch that holds the side of its file.
 SIDE_OF_FILE = "side of the file"
 
 
 def find_file_side(rule: MembershipRule | None, name: str) -> str | None:
-    """Return which side the rows of a file are on; None where names do not decide. Raises
-    DataError: the name matches both patterns, or neither."""
+    """Return the side of a file's rows; None where names do not decide."""
     if rule is None or not rule.by_files:
         return None
     patterns = {"support": rule.support or "", "query": rule.query or ""}
@@ -33,15 +32,15 @@ def find_file_side(rule: MembershipRule | None, name: str) -> str | None:
 
 
 def with_side(batch: pa.RecordBatch, side: str | None) -> pa.RecordBatch:
-    """Return the rows with the side of their file, if it has one."""
+    """Return the rows with the side of their file as a column, if it has one."""
     if side is None:
         return batch
     return batch.append_column(SIDE_OF_FILE, pa.repeat(side, batch.num_rows))
 
 
 def read_sides(name: str, column: pa.Array) -> npt.NDArray[np.int8]:
-    """Return the side of each row [N] from a column of "support", "query" and nulls. Raises
-    DataError: it holds anything else."""
+    """Return the side of each row [N] from a column of "support", "query" and nulls."""
+    # A file whose column is null in all rows has the type null.
     if pa.types.is_null(column.type):
         return np.full(len(column), UNDECIDED, np.int8)
     words = column.cast(pa.string()) if not pa.types.is_string(column.type) else column

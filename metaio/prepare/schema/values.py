@@ -1,4 +1,4 @@
-"""Turns raw Arrow columns into numbers the same way on every engine: integers, hashes, times."""
+"""Turns raw Arrow columns into integers, hashes and times, in the same way on every engine."""
 
 from typing import Any, Literal
 
@@ -16,7 +16,7 @@ Kind = Literal["integer", "text"]
 
 
 def infer_kind(name: str, kind: pa.DataType, role: str) -> Kind:
-    """Tell whether a column of ids holds integers or text. Raises DataError: it holds neither."""
+    """Return whether a column of ids holds integers or text; raise DataError if neither."""
     if pa.types.is_dictionary(kind):
         kind = kind.value_type
     if pa.types.is_integer(kind) or pa.types.is_boolean(kind):
@@ -39,6 +39,7 @@ def to_float64(name: str, column: pa.Array, role: str) -> npt.NDArray[np.float64
             f"{role} column {name} has type {kind}; a number is needed. Cast it, or choose "
             "another column"
         )
+    # Unsafe: integers beyond 2^53 lose digits that float32 would not keep anyway.
     numbers: npt.NDArray[np.float64] = column.cast(pa.float64(), safe=False).to_numpy(
         zero_copy_only=False
     )
@@ -46,8 +47,7 @@ def to_float64(name: str, column: pa.Array, role: str) -> npt.NDArray[np.float64
 
 
 def to_float32(name: str, numbers_N: npt.NDArray[np.float64], role: str) -> npt.NDArray[np.float32]:
-    """Return the numbers as they are stored and trained on. Raises DataError: one of them is NaN,
-    infinite, or larger than float32 holds."""
+    """Return numbers as stored; raise DataError for NaN, infinity, or what float32 cannot hold."""
     with np.errstate(over="ignore"):  # what overflows is refused by its value
         stored_N = numbers_N.astype(np.float32)
     wrong_N = ~np.isfinite(stored_N)
@@ -60,15 +60,11 @@ def to_float32(name: str, numbers_N: npt.NDArray[np.float64], role: str) -> npt.
 
 
 def hash_values(column: pa.Array, kind: Kind) -> UInt64:
-    """Return a stable 64-bit hash of each value, no nulls: splitmix64 input for integers, xxh3_64
-    of UTF-8 for text.
-
-    Integers stay themselves, as 64-bit patterns: mixing is the caller's step.
-    """
+    """Return 64 bits for each value, no nulls: integers as they are, xxh3_64 of UTF-8 text."""
     if kind == "integer":
         integers: UInt64 = to_int64(column).view(np.uint64)
         return integers
-    # Hashing is a Python call a word, so each distinct word of the batch is hashed once.
+    # Hashing text is a Python call, so each distinct word of a batch is hashed once.
     encoded = column if pa.types.is_dictionary(column.type) else pc.dictionary_encode(column)
     words = encoded.dictionary.cast(pa.binary()).to_pylist()  # UTF-8 as it is
     hashes = np.fromiter(map(xxhash.xxh3_64_intdigest, words), np.uint64, len(words))
@@ -79,10 +75,10 @@ def hash_values(column: pa.Array, kind: Kind) -> UInt64:
 def hash_lists(values_V: Int64, lengths_N: Int64) -> UInt64:
     """Return a hash of each list of integers [N]: of the values in their order."""
     place_V = places(lengths_N)
-    # Places are few, so each is hashed once.
+    # Places repeat across lists, so each is hashed once.
     hash_of_place = splitmix64(np.arange(place_V.max(initial=0) + 1, dtype=np.uint64))
     mixed_V = splitmix64(values_V.view(np.uint64) ^ hash_of_place[place_V])
-    # Sums of a list as differences of running sums: both wrap around at 2^64, so they agree.
+    # Differences of running sums: both wrap around at 2^64, so they are exact.
     sums = np.concatenate([np.zeros(1, np.uint64), np.cumsum(mixed_V, dtype=np.uint64)])
     ends = offsets(lengths_N)
     hashes: UInt64 = sums[ends[1:]] - sums[ends[:-1]]
@@ -92,7 +88,7 @@ def hash_lists(values_V: Int64, lengths_N: Int64) -> UInt64:
 def to_int64(column: pa.Array) -> Int64:
     """Return an integer or boolean column without nulls as int64."""
     if pa.types.is_dictionary(column.type):
-        # Its indices are another batch's with other words: only the values mean something.
+        # Each batch has a dictionary of its own: only decoded values can be compared.
         column = column.dictionary_decode()
     # Ids above 2^63 keep their bits: they are names, not quantities.
     if pa.types.is_uint64(column.type):
@@ -106,8 +102,7 @@ def to_int64(column: pa.Array) -> Int64:
 
 
 def to_time_ticks(name: str, column: pa.Array) -> Int64:
-    """Return times as int64 in the order of time: microseconds for timestamps, days for dates,
-    numbers as they are. Raises DataError: the column holds neither numbers nor times, or NaN."""
+    """Return times as int64 in their order: us of timestamps, days of dates, numbers unchanged."""
     kind = column.type
     # Microseconds whatever the file's unit, so that files and engines with other units agree.
     if pa.types.is_timestamp(kind):
@@ -118,7 +113,7 @@ def to_time_ticks(name: str, column: pa.Array) -> Int64:
     if pa.types.is_integer(kind):
         return to_int64(column)
     if pa.types.is_floating(kind):
-        # In the order of bits NaN would be the newest time of all. Nulls are refused elsewhere.
+        # Sorted by its bits NaN would be the newest time. Nulls are refused elsewhere.
         if pc.any(pc.is_nan(column)).as_py():
             raise DataError(
                 f"time column {name} holds NaN, which is no time. Repair those rows, or drop them"
@@ -131,30 +126,26 @@ def to_time_ticks(name: str, column: pa.Array) -> Int64:
 
 
 def _to_ordered_bits(values: npt.NDArray[np.float64]) -> Int64:
-    """Return int64 patterns that sort like the floats: IEEE 754 order, negative numbers flipped."""
+    """Return int64 patterns that sort like the floats."""
+    # IEEE 754 orders positive floats as integers; negative ones are flipped.
     bits: Int64 = (values + 0.0).view(np.int64)  # + 0.0 makes -0.0 equal 0.0
     return np.where(bits < 0, bits ^ np.int64(0x7FFFFFFFFFFFFFFF), bits)
 
 
 def parse_time(value: float | str, kind: pa.DataType, key: str = "episodes.at") -> int:
-    """Return a time written in the schema under `key`, on the scale of `to_time_ticks`."""
+    """Return a time of the schema, written under `key`, on the scale of `to_time_ticks`."""
     try:
         if pa.types.is_timestamp(kind) or pa.types.is_date(kind):
-            scalar = pc.strptime(
-                pa.array([str(value)]), format=_find_date_format(str(value)), unit="us"
-            )
-            column: Any = scalar.cast(pa.timestamp("us", getattr(kind, "tz", None)))
-            return int(
-                to_time_ticks(
-                    "at", column if pa.types.is_timestamp(kind) else column.cast(pa.date32())
-                )[0]
-            )
-        return int(to_time_ticks("at", pa.array([value]).cast(kind))[0])
+            text = str(value)
+            form = "%Y-%m-%d" if len(text) == 10 else "%Y-%m-%dT%H:%M:%S"
+            times = pc.strptime(pa.array([text]), format=form, unit="us")
+            # A date has no zone.
+            column: Any = times.cast(pa.timestamp("us", getattr(kind, "tz", None)))
+            column = column if pa.types.is_timestamp(kind) else column.cast(pa.date32())
+        else:
+            column = pa.array([value]).cast(kind)
+        return int(to_time_ticks("at", column)[0])
     except (pa.ArrowInvalid, pa.ArrowTypeError) as error:
         raise DataError(
             f"{key} is {value!r}, which is no value of type {kind} ({error}). Correct it"
         ) from error
-
-
-def _find_date_format(text: str) -> str:
-    return "%Y-%m-%d" if len(text) == 10 else "%Y-%m-%dT%H:%M:%S"

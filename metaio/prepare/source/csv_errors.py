@@ -1,6 +1,4 @@
-"""Says in one line what DuckDB finds wrong with a line of text: its own words are a page long, and
-advise settings of DuckDB.
-"""
+"""Rewrites DuckDB's messages about text files in one line."""
 
 import re
 from collections.abc import Callable, Sequence
@@ -17,7 +15,8 @@ _NOT_LATIN = (
     "quotes there. Convert it: iconv -f cp1252 -t utf-8"
 )
 _FIT = "Correct that row, or declare the column's type in the schema"
-# What DuckDB says, the same in one line, and what to do.
+# A pattern of DuckDB's message, the same in one line, and what to do: its own messages are a page
+# long and advise settings of DuckDB.
 _CSV_ERRORS = (
     (
         r"Expected Number of Columns: (\d+) Found: (\d+)",
@@ -41,13 +40,12 @@ _CSV_ERRORS = (
 def explain_csv_error(
     message: str, header_of: Callable[[str], tuple[str, list[str]]]
 ) -> str | None:
-    """Return which line of which file is wrong, how, and what to do, given DuckDB's words; None
-    where they name no line. `header_of` returns a file's delimiter and columns."""
+    """Return one line on the row that DuckDB's `message` complains of; None if it names none."""
     json = re.search(r"Malformed JSON in file \"(.*?)\", at byte \d+ in line (\d+)", message)
     if json:
         # DuckDB counts these lines from 2.
         return f"input {json[1]}, line {int(json[2]) - 1}: it is no JSON. Correct it"
-    # Without the advice that follows, which is for users of DuckDB. In lists it counts otherwise.
+    # Cut before the advice, which is for users of DuckDB. In lists it counts lines otherwise.
     json = re.search(
         r"transform error in file \"(.*?)\", in line (\d+): (.*?)( Try |\n|$)", message
     )
@@ -64,12 +62,13 @@ def explain_csv_error(
     line = re.search(r"CSV Error on Line: (\d+)", message)
     if line is None:
         return None
-    # Searched from the end: the line itself is quoted before, and may hold anything.
+    # The last match: the quoted line before it may hold anything, even such a line.
     file = re.findall(r"^  file = (.*)$", message, re.MULTILINE)[-1]
     if "Invalid unicode" in message:
         number, column = find_bad_bytes(file, *header_of(file))
         what = f"column {column}" if column else "it"
         return f"input {file}, line {number}: {what} is not UTF-8. {_ENCODING}"
+    # For other errors: without the first line, which only names the place.
     text, remedy = shorten(message.partition("\n")[2]), _FIT
     for pattern, fault, known_remedy in _CSV_ERRORS:
         found = re.search(pattern, message)
@@ -80,7 +79,7 @@ def explain_csv_error(
 
 
 def check_json_objects(name: str, columns: Sequence[str]) -> None:
-    """Raise DataError for a file whose lines are JSON, but no rows."""
+    """Raise DataError for a file whose lines are JSON, but not objects."""
     if list(columns) == ["json"]:  # DuckDB's name for it
         raise DataError(
             f"input {name} has no JSON object in each line: it is one array, or holds values. "
@@ -89,21 +88,20 @@ def check_json_objects(name: str, columns: Sequence[str]) -> None:
 
 
 def shorten(text: str) -> str:
-    """Return the first lines of `text` as one, with an end."""
+    """Return the first three lines of `text` as one, with an end."""
     lines = (line.strip() for line in text.splitlines()[:3])
     return to_one_line(" ".join(line for line in lines if line).rstrip("."), 300)
 
 
 def find_bad_bytes(name: str, delimiter: str, header: Sequence[str]) -> tuple[int, str]:
-    """Return the first line of a file that is not UTF-8, and its column; "" where that is not
-    known."""
+    """Return the first line of a file that is not UTF-8, and its column; "" if unknown."""
     with open_text_lines(name, "utf-8") as lines:
         for number, line in enumerate(lines, start=1):
             own = line.encode("latin-1")
             try:
                 own.decode()
             except UnicodeDecodeError:
-                # Each byte that is no text becomes a surrogate, which UTF-8 cannot hold.
+                # surrogateescape turns each invalid byte into a surrogate, which UTF-8 cannot hold.
                 text = own.decode(errors="surrogateescape")
                 fields = zip(header, split_fields(text, delimiter), strict=False) if header else ()
                 return number, next((column for column, value in fields if _is_bad(value)), "")

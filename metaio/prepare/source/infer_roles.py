@@ -1,9 +1,7 @@
-"""What each column of a log is for, as far as its name and first rows tell.
+"""Guesses the role of each column of a log from its name and first rows."""
 
-Nothing is prepared by a guess: the schema that is written of it (first_schema.py) says of every
-column why it is there, and a person decides.
-"""
-
+# Only for a first schema (schema_template.py), which says why and which a person corrects: nothing
+# is prepared by a guess.
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
@@ -18,7 +16,7 @@ from metaio.errors import DataError, to_one_line
 from metaio.prepare.schema.schema import TextRule
 from metaio.prepare.source.profile import ColumnProfile, LogSample, is_list, profile_column
 
-# A vocabulary is kept in memory and copied into every export; beyond it ids are hashed.
+# Above this share ids are hashed: a vocabulary is kept in memory and copied into exports.
 MAX_DISTINCT_SHARE = 0.5
 MIN_DISTINCT_NUMBERS = 20  # a column named as a number with fewer values serves as ids as well
 _ID = r"(_?(id|no|nr|idx|index|key|code|hash|token|uuid|number|num))?"
@@ -40,7 +38,7 @@ TIMES = (
     r"time(_?stamp)?|ts|date(_?time)?|event_?time|unix_?time|created_?at|when",
     r".*(_?time(_?stamp)?|_date|_datetime|_ts|_at|time)",
 )
-# Integers that count or measure: only a name tells them from ids.
+# Names of integers that count or measure: only a name tells these from ids.
 _MEASURES = re.compile(
     r"price|cost|amount|count|num|qty|quantity|duration|length|width|height|weight|size|views|age"
     r"|distance|income|salary|minutes|seconds|days|hours|percent|ratio|temperature|total|sum|mean"
@@ -59,7 +57,7 @@ _INPUTS: tuple[Role, ...] = ("single", "multi", "dense", "vector")
 
 @dataclass(frozen=True)
 class InferredRoles:
-    """What each column is for; `num_rows` were looked at. `why` tells of columns left out."""
+    """What each column is for, by the first `num_rows` rows."""
 
     columns: tuple[ColumnProfile, ...]
     roles: dict[str, Role]
@@ -68,6 +66,7 @@ class InferredRoles:
     median_label: float
     task_sizes: npt.NDArray[np.int64]  # rows of each task, ascending
     of_item: tuple[str, ...] = ()  # columns that change with the item alone
+    # Why columns are left out.
     reasons: Mapping[str, str] = field(default_factory=dict)
     text: TextRule = TextRule()  # noqa: RUF009 - frozen
 
@@ -77,12 +76,12 @@ class InferredRoles:
 
     @property
     def inputs(self) -> list[ColumnProfile]:
-        """Return what the model sees."""
+        """Return the columns that the model sees."""
         return [column for role in _INPUTS for column in self.select(role)]
 
     @property
     def is_rating(self) -> bool:
-        """Tell whether the label has more than two values."""
+        """Return whether the label has more than two values."""
         return self.label.num_distinct > 2
 
     @property
@@ -93,33 +92,30 @@ class InferredRoles:
 
     @property
     def threshold(self) -> float | None:
-        """Return the threshold that turns a label of two other values, such as -1 and 1, into 0 and
-        1; None if none is needed."""
+        """Return what turns a label such as -1 and 1 into 0 and 1; None if it is not needed."""
         is_binary = {self.label.least, self.label.most} <= {0, 1}
         return None if self.is_rating or is_binary else self.label.most
 
     @property
     def is_positives(self) -> bool:
-        """Tell whether this is a log of positives alone, for which items may be drawn as
-        negatives."""
+        """Return whether the log has positives alone, so that items must be drawn as negatives."""
         return self.label.least == self.label.most == 1 and bool(self.item)
 
     @property
     def item(self) -> str:
-        """Return the column that counts as the item, "" without one: the ids with the most values,
-        except where nearly every row has an id of its own."""
+        """Return the item's column: the ids with the most values; "" without one."""
         ids = self.ids
         return max(ids, key=lambda column: column.num_distinct).name if ids else ""
 
     @property
     def ids(self) -> list[ColumnProfile]:
-        """Return the columns of one id a row whose ids come again in other rows."""
+        """Return the columns of one id a row whose ids recur in other rows."""
         most = MAX_DISTINCT_SHARE * self.num_rows
         return [column for column in self.select("single") if 1 < column.num_distinct <= most]
 
 
 def infer_roles(log: LogSample, given_roles: Mapping[Role, str]) -> InferredRoles:
-    """Return what each column is for; `given` names the task, label or time where it is known."""
+    """Return what each column is for; `given_roles` names the task, label or time where known."""
     rows = log.rows
     columns = tuple(profile_column(name, rows[name]) for name in rows.column_names)
     roles: dict[str, Role] = {name: role for role, name in given_roles.items()}
@@ -153,17 +149,11 @@ def infer_roles(log: LogSample, given_roles: Mapping[Role, str]) -> InferredRole
     (label,) = (name for name, role in roles.items() if role == "label")
     (task,) = (name for name, role in roles.items() if role == "task")
     values = pc.cast(rows[label], pa.float64(), safe=False)  # integers beyond 2^53, too
+    # A value that occurs, since it is proposed as a threshold.
     median = pc.quantile(values, 0.5, interpolation="higher")[0].as_py()
+    mean = pc.mean(values).as_py() or 0.0
     found = InferredRoles(
-        columns,
-        roles,
-        len(rows),
-        pc.mean(values).as_py() or 0.0,
-        median or 0.0,
-        log.task_sizes(task),
-        (),
-        why,
-        log.text,
+        columns, roles, len(rows), mean, median or 0.0, log.task_sizes(task), (), why, log.text
     )
     if found.task_sizes[-1] < 2:
         raise DataError(
@@ -209,11 +199,11 @@ def _check_given(columns: Iterable[ColumnProfile], given: Mapping[Role, str]) ->
 def _find_column(
     columns: list[ColumnProfile], role: Role, patterns: tuple[str, ...], num_rows: int
 ) -> str:
-    """Return the column that looks like a role; "" where none does."""
+    """Return the column that looks like a role; "" for none."""
     for pattern in patterns:
         fits = [column for column in columns if _matches_role(column, role, pattern)]
         if role == "task":
-            # Of several, the one with the most tasks, which have two rows or more on average.
+            # Of several, the one with the most tasks that still average two rows or more.
             fits = [column for column in fits if column.num_distinct <= num_rows / 2]
             fits.sort(key=lambda column: -column.num_distinct)
         if fits:
@@ -235,9 +225,10 @@ def _matches_role(column: ColumnProfile, role: Role, pattern: str) -> bool:
 
 
 def normalise_name(name: str) -> str:
-    """Return a name as patterns have it: "Customer ID" and "customerId" as "customer_ID", and
-    "user_id:token", as RecBole writes types, as "user_id"."""
+    """Return a column's name in the form of the patterns."""
+    # RecBole appends types: "user_id:token".
     name = re.sub(r":(token|float)(_seq)?$", "", name.strip())
+    # "Customer ID" and "customerId" both become "customer_ID".
     words = re.sub(r"(?<=[a-z])(?=[A-Z])", "_", name)
     return re.sub(r"\W+", "_", words).strip("_")
 
@@ -258,7 +249,7 @@ def _find_item_columns(found: InferredRoles, rows: pa.Table) -> tuple[str, ...]:
 
 
 def _infer_feature_role(column: ColumnProfile, num_rows: int, has_row_id: bool) -> tuple[Role, str]:
-    """Return what a column is for the model, and, if it is left out, why."""
+    """Return what a column is for the model, and why if it is left out."""
     name = normalise_name(column.name)
     if column.num_distinct < 2 and not pa.types.is_nested(column.type):
         return "left out", "it has one value" if column.num_distinct else "it has no value"
@@ -272,7 +263,7 @@ def _infer_feature_role(column: ColumnProfile, num_rows: int, has_row_id: bool) 
     if is_list(column.type):
         if not pa.types.is_floating(column.type.value_type):
             return "multi", ""
-        # Numbers are no ids.
+        # Lists of floats are no ids.
         return ("vector", "") if column.width else ("left out", "lists of different lengths")
     if column.is_list:
         return "multi", ""

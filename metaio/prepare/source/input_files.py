@@ -1,4 +1,4 @@
-"""Which files the inputs of prepare are: files, globs, folders and zip archives, on any URL."""
+"""Finds the input files of prepare: files, globs, folders and zip archives, on any URL."""
 
 import tempfile
 import zipfile
@@ -17,7 +17,7 @@ FileKind = Literal["Parquet", "text", "JSON"]
 
 
 class ArchiveMember(NamedTuple):
-    """What a file was called in its archive, and the archive as it was given."""
+    """The path of a file in its archive, and the archive as it was given."""
 
     archive: str
     path: str
@@ -25,7 +25,7 @@ class ArchiveMember(NamedTuple):
 
 @dataclass(frozen=True)
 class InputFiles:
-    """Expanded inputs of one kind; `file_systems` are those that DuckDB cannot read by itself."""
+    """Expanded inputs of one kind; DuckDB needs the `file_systems` registered."""
 
     names: list[str]
     kind: FileKind
@@ -36,8 +36,7 @@ class InputFiles:
 
 
 def expand_inputs(urls: list[str], folder: Path) -> InputFiles:
-    """Return the files of all URLs, globs and folders; archives are unpacked below `folder`. Raises
-    TooFewRowsError: all are empty."""
+    """Return the files of all URLs, globs and folders; archives are unpacked below `folder`."""
     names: list[str] = []
     given: list[str] = []
     remote: list[Any] = []
@@ -56,13 +55,13 @@ def expand_inputs(urls: list[str], folder: Path) -> InputFiles:
         else:  # a web server may not say
             names.append(name)
             remote += [] if is_local(fs) or fs in remote else [fs]
-    # By two globs that overlap, too: all rows of that file would count twice.
+    # Two globs may overlap: all rows of that file would count twice.
     name, times = Counter(given).most_common(1)[0]
     if times > 1:
         raise DataError(f"input {name} is given {times} times. Give it once")
     if not names:
         raise TooFewRowsError(f"input {given[0]} is empty. Remove it, or write its rows", given)
-    # One scan reads one kind; two scans could give a column two types.
+    # One kind: two scans could give one column two types.
     kinds = sorted({_find_kind(name) for name in names})
     if len(kinds) != 1:
         raise DataError(
@@ -72,7 +71,7 @@ def expand_inputs(urls: list[str], folder: Path) -> InputFiles:
 
 
 def list_file_names(urls: Iterable[str]) -> list[str]:
-    """Return the name of each file of all URLs, globs and folders; archives are files here."""
+    """Return the name of each file of all URLs, globs and folders, archives unopened."""
     return [_format_name(fs, path) for url in urls for fs, path in _iterate_files(url)]
 
 
@@ -88,6 +87,7 @@ def _format_name(fs: Any, path: str) -> str:
 
 def _find_kind(name: str) -> FileKind:
     suffixes = Path(name.lower()).suffixes
+    # DuckDB unpacks these by itself.
     if suffixes[-1:] in ([".gz"], [".zst"]):
         suffixes.pop()
     last = suffixes[-1] if suffixes else ""
@@ -97,13 +97,12 @@ def _find_kind(name: str) -> FileKind:
 
 
 def is_marker(path: str, given: str) -> bool:
-    """Tell whether `path`, to which the folder or glob `given` led, is a file that an engine left
-    beside its data: its name, or that of a folder that it is in, begins with _ or a dot, such as
-    _SUCCESS, and `given` does not spell it out.
+    """Return whether `path`, found by the folder or glob `given`, is a file that an engine left
+    beside its data, such as _SUCCESS: a part of it begins with _ or a dot, unless `given` spells
+    that part out.
 
     >>> is_marker("/_logs/day=1/_temporary/0/a.csv", "/_logs/*"), is_marker("/_x-1/a", "/_x-*/*")
-    (True, False)
-    """
+    (True, False)"""
     spelled = [part for part in given.split("/") if _is_hidden(part)]
     return any(
         _is_hidden(part) and not any(part == one or fnmatchcase(part, one) for one in spelled)
@@ -118,7 +117,7 @@ def _is_hidden(name: str) -> bool:
 def _iterate_files(url: str) -> Iterator[tuple[Any, str]]:
     """Yield the file system and the path of each file of a URL, glob or folder."""
     fs, path = find_file_system(url)
-    # A path that exists under this very name is meant, not others that the name would match.
+    # A path may hold glob characters: if it exists, it is meant literally.
     if fs.exists(path):
         matches = {path: fs.info(path)}
     else:
@@ -129,7 +128,7 @@ def _iterate_files(url: str) -> Iterator[tuple[Any, str]]:
         raise DataError(f"input {url} does not exist. Check the path")
     found: list[str] = []
     for match in sorted(matches):
-        # What is called a "file" is not checked: that would ask an object store once more for each.
+        # A "file" is not checked again: that would be one more request to a store for each.
         if matches[match]["type"] == "file" or not fs.isdir(match):
             found.append(match)
             continue
@@ -141,10 +140,11 @@ def _iterate_files(url: str) -> Iterator[tuple[Any, str]]:
 
 
 def _unpack(fs: Any, path: str, name: str, folder: Path) -> dict[str, ArchiveMember]:
-    """Return the files of an archive, unpacked below a folder that messages will speak of."""
+    """Return the files of an archive, unpacked below a folder that bears its name in messages."""
+    # A folder for each archive, since two may have one name.
     place = Path(tempfile.mkdtemp(dir=folder)) / Path(path).name.removesuffix(".zip")
     try:
-        # Members that would lead elsewhere are put below, too: zipfile leaves out such steps.
+        # extractall drops "..", so no member is written elsewhere.
         with fs.open(path) as file, zipfile.ZipFile(file) as archive:
             archive.extractall(place)
     except (zipfile.BadZipFile, NotImplementedError, RuntimeError, EOFError, zlib.error) as error:

@@ -1,4 +1,4 @@
-"""Streams local Parquet files with pyarrow, where it gives what DuckDB would: in half the time."""
+"""Streams local Parquet files with pyarrow, in half of DuckDB's time, where both read the same."""
 
 import base64
 from collections.abc import Iterable, Iterator, Sequence
@@ -9,13 +9,12 @@ import pyarrow.parquet as pq
 from metaio.errors import DataError
 
 # Column chunks come through buffers of this size, so that memory does not follow the size of row
-# groups; whole chunks at once take half as long again, for their pages are touched for the first
-# time.
+# groups. Complete chunks take half as long again, as their pages are fresh.
 _BUFFER_BYTES = 1 << 20
 
 
 def holds(name: str, types: dict[str, pa.DataType]) -> bool:
-    """Tell whether a file is local and has these columns, of these types."""
+    """Return whether a file is local and has these columns, of these types."""
     if "://" in name:  # it would need a file system of its own
         return False
     try:
@@ -23,7 +22,7 @@ def holds(name: str, types: dict[str, pa.DataType]) -> bool:
     except (pa.ArrowException, OSError):
         return False  # DuckDB reads it, or says what is wrong with it
     return all(
-        # Where two columns have one name, DuckDB and pyarrow would take different ones.
+        # Of two columns of one name DuckDB and pyarrow would read different ones.
         schema.names.count(column) == 1 and _is_same_type(schema.field(column).type, wanted)
         for column, wanted in types.items()
     )
@@ -31,14 +30,13 @@ def holds(name: str, types: dict[str, pa.DataType]) -> bool:
 
 def _is_same_type(own: pa.DataType, wanted: pa.DataType) -> bool:
     if pa.types.is_list(own) and pa.types.is_list(wanted):
-        # What the elements are called, and whether they may be null, does not matter.
+        # The elements' name and nullability do not matter.
         return bool(own.value_type.equals(wanted.value_type))
     return bool(own.equals(wanted))
 
 
 def check_durations(arrow_schemas: Iterable[tuple[str, bytes]], columns: Sequence[str]) -> None:
-    """Raise DataError for a file, given with what Arrow wrote of its types, in which one of these
-    columns holds durations."""
+    """Raise DataError for a file, given with its Arrow schema, that has a column of durations."""
     for name, arrow_schema in arrow_schemas:
         durations = find_duration_columns(arrow_schema)
         for column in columns:
@@ -51,8 +49,7 @@ def check_durations(arrow_schemas: Iterable[tuple[str, bytes]], columns: Sequenc
 
 
 def find_duration_columns(arrow_schema: bytes) -> dict[str, pa.DataType]:
-    """Return the columns that hold durations, or lists of them, by what Arrow wrote of its own
-    types into the file: Parquet has no such type, and all else in the file calls them integers."""
+    """Return the columns of durations, or of lists of them, by the Arrow schema in the file."""
     try:
         schema = pa.ipc.read_schema(pa.py_buffer(base64.b64decode(arrow_schema)))
     except (pa.ArrowException, OSError, ValueError):
@@ -67,17 +64,13 @@ def _is_duration(kind: pa.DataType) -> bool:
 
 
 def batches(name: str, columns: list[str], rows: int) -> Iterator[pa.RecordBatch]:
-    """Return the rows of a file in portions of at most `rows`.
-
-    Raises:
-        pa.ArrowException, OSError: it is damaged, or holds text that is not UTF-8.
-    """
+    """Yield the rows of a file in portions of at most `rows`; raises what pyarrow raises."""
     with pq.ParquetFile(name, buffer_size=_BUFFER_BYTES) as file:
-        # One at a time: buffers of the row groups before are kept until the iterator ends.
+        # One row group at a time: their buffers are kept until the iterator ends.
         for group in range(file.num_row_groups):
             # One thread: a portion of a column is too little work to hand to another one.
             portions = file.iter_batches(rows, [group], columns=columns, use_threads=False)
             for batch in portions:
-                # pyarrow takes text as it comes, DuckDB refuses what is none.
+                # pyarrow does not check UTF-8; DuckDB refuses such text.
                 batch.validate(full=True)
                 yield batch.select(columns)

@@ -1,4 +1,4 @@
-"""What a log's first rows look like, column by column, and how many rows its tasks have."""
+"""Profiles a log's first rows, column by column, and counts the rows of its tasks."""
 
 import re
 from collections.abc import Iterator, Sequence
@@ -31,10 +31,10 @@ from metaio.prepare.source.text_lines import DELIMITERS, split_fields
 
 SAMPLE_ROWS = 1_000_000
 MIN_SEPARATED_IDS = 0.3  # of the rows of a text column hold a separator: a list
-# What splits a list, and how many distinct parts there may be for each text: titles have more.
+# Separators of lists, and the most distinct parts there may be for each distinct text: titles,
+# which are no lists, have more.
 SEPARATORS = {"|": 1.0, ";": 1.0, ",": 0.5, " ": 0.5}
-# How text says a time, where DuckDB does not see it. Days go first: with a 13th or later in a month
-# the other order does not fit.
+# Formats of times that DuckDB does not see. Day first: a 13th or later rules out the other order.
 TIME_FORMATS = tuple(
     f"{day}{hour}"
     for day in (
@@ -44,7 +44,7 @@ TIME_FORMATS = tuple(
     for hour in ("", " %H:%M", " %H:%M:%S")
 )
 NUM_TIMES_TRIED = 200
-# What many logs write for a null; Hive's is \\N in any column, the others may be names elsewhere.
+# Words that logs write for a null. Hive's \\N is one in any column, the others may be names.
 NULL_WORDS = ("\\N", "NULL", "null", "NA", "N/A", "n/a", "None")
 _NUMBER = r"^\s*[-+]?(\d+\.?\d*|\.\d+)([eE][-+]?\d+)?\s*$"
 _UTF_16 = b"\xff\xfe"  # how such a file begins
@@ -66,29 +66,29 @@ class ColumnProfile:
 
     @property
     def is_list(self) -> bool:
-        """Tell whether a value holds several."""
+        """Return whether a value holds several."""
         return bool(self.separator) or is_list(self.type)
 
     @property
     def is_number(self) -> bool:
-        """Tell whether values are numbers or truth values."""
+        """Return whether values are numbers or truth values."""
         types = pa.types
         kinds = (types.is_integer, types.is_floating, types.is_boolean, types.is_decimal)
         return any(bool(is_kind(self.type)) for is_kind in kinds)
 
     @property
     def is_integer(self) -> bool:
-        """Tell whether values are whole numbers."""
+        """Return whether values are whole numbers."""
         return bool(pa.types.is_integer(self.type))
 
     @property
     def is_time(self) -> bool:
-        """Tell whether values are dates or times by their type."""
+        """Return whether values are dates or times by their type."""
         return bool(pa.types.is_temporal(self.type))
 
     @property
     def can_be_time(self) -> bool:
-        """Tell whether values can say when: dates and times, texts of them, numbers."""
+        """Return whether values can be times: dates and times, texts of them, or numbers."""
         counts = self.is_number and not pa.types.is_boolean(self.type)
         return counts or self.is_time or bool(self.time_format)
 
@@ -103,10 +103,11 @@ class LogSample:
     text: TextRule = TextRule()  # noqa: RUF009 - frozen
 
     def task_sizes(self, column: str) -> npt.NDArray[np.int64]:
-        """Return how many rows each value of a column has in the whole log, ascending."""
+        """Return how many rows each value of a column has in the complete log, ascending."""
         if self.is_whole:
             counts = pc.value_counts(self.rows[column].combine_chunks())
             return np.sort(counts.field("counts").to_numpy())
+        # Counted in the log, since a sample has but some rows of a task.
         name = quote_column(column)
         with _open_log(self.urls) as (connection, files), _translate_errors(files):
             read = format_scan(files, files.names, format_text_options(self.text))
@@ -117,6 +118,7 @@ class LogSample:
 def read_log_sample(urls: Sequence[str]) -> LogSample:
     """Return the first rows of a log: files, globs or folders of CSV, JSON lines or Parquet."""
     with _open_log(urls) as (connection, files), _translate_errors(files):
+        # DuckDB reads UTF-16 only where its options say so.
         with fsspec.open(files.names[0], "rb", compression="infer") as file:
             text = TextRule("utf-16" if file.read(2) == _UTF_16 else "utf-8")
         try:
@@ -124,6 +126,7 @@ def read_log_sample(urls: Sequence[str]) -> LogSample:
         except duckdb.InvalidInputException as error:
             if "Invalid unicode" not in str(error) or files.kind != "text":
                 raise
+            # Latin-1 decodes any bytes, so it is the last guess.
             text = TextRule("latin-1")
             found = _fetch_rows(connection, files, text)
         _check_columns(connection, files, found.column_names, text)
@@ -140,6 +143,7 @@ def _fetch_rows(
     connection: duckdb.DuckDBPyConnection, files: InputFiles, text: TextRule
 ) -> pa.Table:
     read = format_scan(files, files.names, format_text_options(text))
+    # One row more than the sample, to see whether the log ends there.
     return connection.sql(f"FROM {read} LIMIT {SAMPLE_ROWS + 1}").to_arrow_table()
 
 
@@ -150,10 +154,9 @@ def _find_null_words(rows: pa.Table) -> tuple[str, ...]:
         if pa.types.is_string(values.type):
             distinct = pc.unique(values).drop_null()
             is_word = pc.is_in(distinct, pa.array(NULL_WORDS))
-            words, others = (
-                distinct.filter(is_word).to_pylist(),
-                distinct.filter(pc.invert(is_word)),
-            )
+            words = distinct.filter(is_word).to_pylist()
+            others = distinct.filter(pc.invert(is_word))
+            # One such word among numbers makes DuckDB read the column as text.
             is_numbers = len(others) and pc.all(pc.match_substring_regex(others, _NUMBER)).as_py()
             found |= {word for word in words if is_numbers or word == NULL_WORDS[0]}
     return tuple(word for word in NULL_WORDS if word in found)
@@ -162,7 +165,7 @@ def _find_null_words(rows: pa.Table) -> tuple[str, ...]:
 def _check_columns(
     connection: duckdb.DuckDBPyConnection, files: InputFiles, names: list[str], text: TextRule
 ) -> None:
-    """Raise what is wrong with a file of which each line was taken for one value."""
+    """Raise DataError for a file of which each line was read as one value."""
     if files.kind == "JSON":
         check_json_objects(files.names[0], names)
     mark = next((mark for mark in DELIMITERS if mark in names[0]), "")
@@ -197,7 +200,7 @@ def _translate_errors(files: InputFiles) -> Iterator[None]:
 
 
 def is_list(kind: pa.DataType) -> bool:
-    """Tell whether a type is of lists."""
+    """Return whether a type is of lists."""
     return bool(pa.types.is_list(kind) or pa.types.is_fixed_size_list(kind))
 
 
@@ -209,29 +212,23 @@ def profile_column(name: str, values: pa.ChunkedArray) -> ColumnProfile:
     flat = pc.list_flatten(split) if is_list(split.type) else split
     lengths = pc.unique(pc.list_value_length(values).drop_null()) if is_list(kind) else []
     comparable = not (pa.types.is_nested(flat.type) or pa.types.is_null(flat.type))
-    # Python's decimals would not go together with floats.
+    # Python's decimals cannot be compared with floats.
     ordered = flat.cast(pa.float64()) if pa.types.is_decimal(flat.type) else flat
     span = pc.min_max(ordered).as_py() if comparable else {"min": None, "max": None}
-    return ColumnProfile(
-        name,
-        kind,
-        values.null_count,
-        pc.count_distinct(flat).as_py() if comparable else 0,
-        span["min"],
-        span["max"],
-        separator,
-        lengths[0].as_py() if len(lengths) == 1 else 0,
-        _find_time_format(values) if pa.types.is_string(kind) else "",
-    )
+    num_distinct = pc.count_distinct(flat).as_py() if comparable else 0
+    width = lengths[0].as_py() if len(lengths) == 1 else 0
+    form = _find_time_format(values) if pa.types.is_string(kind) else ""
+    span = span["min"], span["max"]
+    return ColumnProfile(name, kind, values.null_count, num_distinct, *span, separator, width, form)
 
 
 def _find_separator(values: pa.ChunkedArray) -> str:
-    """Return what splits a text column's values, as far as they are lists: the same short parts
-    come again in other company."""
+    """Return what splits a text column's values, if they are lists; "" if not."""
     for mark, most_parts in SEPARATORS.items():
         holding = pc.sum(pc.match_substring(values, mark)).as_py() or 0
         if holding < MIN_SEPARATED_IDS * len(values):
             continue
+        # In lists the same short parts recur in other combinations.
         parts = pc.list_flatten(pc.split_pattern(values.drop_null(), mark))
         if pc.count_distinct(parts).as_py() < most_parts * pc.count_distinct(values).as_py():
             return mark
@@ -239,9 +236,9 @@ def _find_separator(values: pa.ChunkedArray) -> str:
 
 
 def _find_time_format(values: pa.ChunkedArray) -> str:
-    """Return the format in which texts say times; "" where they say none that is known."""
+    """Return the format in which texts say times; "" if none is known."""
     distinct = pc.unique(values).drop_null()
-    # From all over the column: the first ones may all be of one day.
+    # Sampled all over the column: the first texts may all be of one day.
     tried = distinct[:: max(1, len(distinct) // NUM_TIMES_TRIED)].to_pylist()
     if not tried or not re.search(r"\d", tried[0]):
         return ""

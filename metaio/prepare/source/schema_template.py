@@ -1,5 +1,4 @@
-"""A first schema as commented TOML, to read and correct: it says what a log's columns were taken
-for."""
+"""Writes a first schema as commented TOML, for a person to read and correct."""
 
 import json
 import re
@@ -19,8 +18,8 @@ NEGATIVES = 4  # of each positive row
 MAX_ROWS = 200  # of an episode
 RARE_SHARE = 0.1  # share of clicks
 MAX_QUERY_ROWS = {False: 10, True: 50}  # True: clicks are rare, ten rows may have none
-# Tasks held back for validation, and as many again to score: enough to tell settings apart, but
-# each at most a fifth of all tasks.
+# Tasks for validation, and as many again to score: enough to tell settings apart, but each at most
+# a fifth of all tasks.
 HELD_BACK_TASKS, LEAST_SHARE, MOST_SHARE = 200, 0.1, 0.2
 
 
@@ -38,16 +37,16 @@ class EpisodeProposal:
 
     @property
     def num_training_tasks(self) -> int:
-        """Return how many tasks train, about."""
+        """Return about how many tasks train."""
         return round(self.num_tasks * (1 - 2 * self.held_back_share))
 
 
 def propose_episodes(found: InferredRoles) -> EpisodeProposal:
-    """Return how rows and tasks are dealt out, by how many there are: a third of the median task's
-    rows are to be predicted, ten at most, more where clicks are rare."""
+    """Return how to deal rows and tasks out, by how many there are."""
     sizes = found.task_sizes
     clicked = (found.mean_label - found.label.least) / (found.label.most - found.label.least or 1)
     is_rare = not (found.is_rating or found.is_positives) and min(clicked, 1 - clicked) < RARE_SHARE
+    # A third of the median task's rows, at most ten; fifty where ten rows may hold no click.
     most = MAX_QUERY_ROWS[is_rare]
     query_rows = int(np.clip(np.median(sizes) // 3, 1, most)) if len(sizes) else most
     min_rows = query_rows + max(1, query_rows // 3)
@@ -57,30 +56,21 @@ def propose_episodes(found: InferredRoles) -> EpisodeProposal:
 
 
 def format_schema(found: InferredRoles, urls: Sequence[str]) -> str:
-    """Return the schema."""
+    """Return the schema as TOML."""
     lines = [
         f"# From the first {found.num_rows:,} rows of {to_one_line(' '.join(urls))}: a guess at "
         "what",
         "# each column is for. Read it, correct it, then prepare. docs/format.md has every key.",
     ]
     (task,) = found.select("task")
-    lines += [
-        "",
-        f"[task]  # what the model adapts to; {_describe_column(task)}",
-        _quote_column(task),
-    ]
+    lines += _begin_table("[task]", task, "what the model adapts to; ")
     lines += _format_label(found)
     for time in found.select("time"):
-        lines += [
-            "",
-            f"[time]  # orders a task's rows; {_describe_column(time)}",
-            _quote_column(time),
-        ]
+        lines += _begin_table("[time]", time, "orders a task's rows; ")
         if time.time_format:
             lines.append(f"format = {_quote_text(time.time_format)}")
     for row_id in found.select("row id"):
-        lines += ["", f"[row_id]  # a number of its own in each row; {_describe_column(row_id)}"]
-        lines.append(_quote_column(row_id))
+        lines += _begin_table("[row_id]", row_id, "a number of its own in each row; ")
     lines += _format_ids(found)
     lines += _format_numbers(found)
     lines += _format_item(found)
@@ -105,7 +95,7 @@ def format_schema(found: InferredRoles, urls: Sequence[str]) -> str:
 
 def _format_label(found: InferredRoles) -> list[str]:
     label, threshold = found.label, found.threshold
-    lines = ["", f"[label]  # {_describe_column(label)}", _quote_column(label)]
+    lines = _begin_table("[label]", label)
     if threshold is not None:
         lines.append(f"threshold = {threshold:g}  # 1 from there on, else 0")
     elif found.is_rating:
@@ -120,11 +110,7 @@ def _format_label(found: InferredRoles) -> list[str]:
 def _format_ids(found: InferredRoles) -> list[str]:
     lines: list[str] = []
     for column in (*found.select("single"), *found.select("multi")):
-        lines += [
-            "",
-            f"[[{found.roles[column.name]}]]  # {_describe_column(column)}",
-            _quote_column(column),
-        ]
+        lines += _begin_table(f"[[{found.roles[column.name]}]]", column)
         if not is_name(column.name):
             lines.append(f"table = {_quote_text(_NO_NAME.sub('-', column.name)[:60])}")
         if column.num_distinct > MAX_DISTINCT_SHARE * found.num_rows:
@@ -145,19 +131,15 @@ def _format_ids(found: InferredRoles) -> list[str]:
 def _format_numbers(found: InferredRoles) -> list[str]:
     lines: list[str] = []
     for column in found.select("dense"):
-        lines += ["", f"[[dense]]  # {_describe_column(column)}", _quote_column(column)]
+        lines += _begin_table("[[dense]]", column)
         if column.num_null:
             lines.append("fill = 0.0  # for nulls")
+        # Large counts and amounts mostly have a long tail.
         if column.least >= 0 and column.most > 1000:
             lines.append("log1p = true")
         lines.append("standardise = true")
     for column in found.select("vector"):
-        lines += [
-            "",
-            f"[[vector]]  # {_describe_column(column)}",
-            _quote_column(column),
-            f"width = {column.width}",
-        ]
+        lines += [*_begin_table("[[vector]]", column), f"width = {column.width}"]
         if column.num_null:
             lines.append("fill = 0.0  # for nulls")
     return lines
@@ -195,6 +177,10 @@ def _format_episodes(found: InferredRoles) -> list[str]:
         f"shares = {{ train = {train:g}, valid = {proposal.held_back_share:g}, "
         f"user-cold = {proposal.held_back_share:g} }}",
     ]
+
+
+def _begin_table(name: str, column: ColumnProfile, what: str = "") -> list[str]:
+    return ["", f"{name}  # {what}{_describe_column(column)}", _quote_column(column)]
 
 
 def _describe_column(column: ColumnProfile) -> str:

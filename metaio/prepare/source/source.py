@@ -1,7 +1,4 @@
-"""Reads raw tables through DuckDB: CSV, TSV, JSON lines and Parquet on any fsspec URL, streamed as
-record batches. DuckDB decides what the columns are; local Parquet of the same types comes from
-pyarrow.
-"""
+"""Reads raw tables through DuckDB: CSV, TSV, JSON lines and Parquet on any fsspec URL."""
 
 import difflib
 import re
@@ -54,43 +51,42 @@ from metaio.prepare.source.text_types import (
 from metaio.prepare.source.transform import transform_inputs
 
 # 16,384 rows of 41 encoded columns are 3 MB, which stay in the second-level cache while their
-# columns are filled in one by one: encoding takes 0.6 s a million rows, with 131,072 rows 1.5 s.
+# columns are filled in: encoding takes 0.6 s a million rows, with 131,072 rows 1.5 s.
 _BATCH_ROWS = 16_384
 
 
 def check_counts(schema: Schema, names: list[str], total: int, nulls: dict[str, int]) -> None:
-    """Raise TooFewRowsError where these files hold no rows, DataError for nulls where none are
-    allowed."""
+    """Raise TooFewRowsError for files without rows, DataError for nulls that are not allowed."""
     if total == 0:
         raise make_no_rows_error(names)
     check_nulls(schema, nulls)
 
 
 class DuckSource:
-    """The raw rows of all inputs as one table. Use it as a context manager."""
+    """The raw rows of all inputs as one table; a context manager."""
 
     def __init__(
         self, inputs: list[str], schema: Schema, *, memory_bytes: int, threads: int
     ) -> None:
         self._schema = schema
         with ExitStack() as opened:
-            # Of unpacked archives, and what does not fit in memory.
+            # For unpacked archives, and for what does not fit in memory.
             self._folder = opened.enter_context(open_temporary_folder())
             self._open(inputs, memory_bytes, threads)
             self._opened = opened.pop_all()
 
     def _open(self, inputs: list[str], memory_bytes: int, threads: int) -> None:
-        """Find the files, their columns and types, and refuse what does not fit the schema."""
+        """Find the files, their columns and types; raise DataError where the schema differs."""
         schema = self._schema
         self._files = expand_inputs(inputs, Path(self._folder))
         self._connection = connect(self._files, self._folder)
         self._run(f"SET memory_limit = '{memory_bytes // (1 << 20)}MiB'")
         self._run(f"SET threads = {threads}")
-        # Keeping the order costs memory: only where a row is known by its place alone.
+        # Order costs memory: kept only where nothing else distinguishes the rows of a task.
         self._run(f"SET preserve_insertion_order = {str(schema.needs_input_order).lower()}")
         self._time = schema.time.column if schema.time else None
         self._text = schema.text or TextRule()
-        # The files that are read, and what the caller gave: some may be empty, others archives.
+        # Read files, and files as given: some may be empty, others archives.
         self.names, self.given = self._files.names, self._files.given
         self.members, self.empty = self._files.members, self._files.empty
         self._options = format_text_options(self._text)
@@ -127,14 +123,14 @@ class DuckSource:
         self._side_of = {name: find_file_side(schema.membership, name) for name in kept}
         if self._files.kind == "Parquet":
             self._check_durations()
-        # All files are read with the first one's types: a row that does not fit is refused by name
-        # instead of turning a whole column into text.
+        # All files are read with the first one's types: a row that does not fit is refused by name,
+        # instead of turning a column into text.
         self._asked = {} if self._files.kind == "Parquet" else choose_types(schema, self._types)
         self._table = self._scan(self._files.names, self._asked)
         self.left_out = {"empty_files": len(self._files.empty)}
 
     def has_rows(self, name: str) -> bool:
-        """Tell whether a file has any row, even one that cannot be read."""
+        """Return whether a file has any row, even one that cannot be read."""
         table = format_scan(self._as_given, [name], self._given_options)
         try:
             return bool(self._connection.sql(f"SELECT 1 FROM {table} LIMIT 1").fetchall())
@@ -142,17 +138,17 @@ class DuckSource:
             return True
 
     def _find_folder_columns(self, name: str, wanted: Sequence[str]) -> list[str]:
-        """Return the wanted columns (none: all) that only the names of folders such as day=1 hold.
-        DuckDB would prefer these to what a file holds. Raise DataError for a file that has some of
-        its folders' columns, but not all."""
+        """Return the wanted columns ([]: all) that only names of folders such as day=1 hold."""
         has_folder_columns = [
             c for c in re.findall(r"([^/=]+)=[^/]*/", name) if c in wanted or not wanted
         ]
+        # Read without folders: DuckDB would prefer their columns to those of the file.
         table = format_scan(self._files, [name], self._options, folders=False)
         found = self._fetch(f"DESCRIBE SELECT * FROM {table}", name) if has_folder_columns else []
         own = [row[0] for row in found]
         lacking = [column for column in has_folder_columns if column not in own]
         file_columns = [column for column in has_folder_columns if column in own]
+        # Half of them would come from the file, half from its path: most likely a mistake.
         if lacking and file_columns:
             raise DataError(
                 f"input {name} has a column {file_columns[0]} of its own, and {lacking[0]} only "
@@ -173,8 +169,7 @@ class DuckSource:
         return format_scan(self._files, names, options, columns, bool(self._folders))
 
     def _read_header(self, name: str) -> tuple[str, list[str]]:
-        """Return the delimiter and the fields of a text file's first line, if it names all columns
-        that are read, and nothing if not."""
+        """Return delimiter and fields of a text file's first line, or nothing if any is missing."""
         return read_header(
             name, self._text.encoding, self._text.max_line_bytes, self._schema.columns
         )
@@ -199,13 +194,13 @@ class DuckSource:
             is_list = {column for column, kind in types.items() if kind.endswith("[]")}
             types |= {c: kind for c, kind in sql_types if c in types and c not in is_list}
         for column in self._schema.columns:
-            # DuckDB gives the second column this name, and would read the first.
+            # DuckDB renames the second of two equal names, and would silently read the first.
             if f"{column}_1" in types and self._read_names(name).count(column) > 1:
                 raise DataError(f"input {name} has two columns {column}. Rename or remove one")
         return types
 
     def _read_names(self, name: str) -> list[str]:
-        """Return the names of a file's columns as they stand in it."""
+        """Return the names of a file's columns as written in it."""
         if self._files.kind != "Parquet":
             return self._read_header(name)[1]
         with fsspec.open(name, "rb") as file:
@@ -213,8 +208,7 @@ class DuckSource:
         return names
 
     def _spell_out(self, name: str, error: duckdb.Error) -> None:
-        """Tell DuckDB what it cannot find out where a column that nobody reads is not UTF-8. Raise
-        DataError where it is read, or not all files have the same header."""
+        """Set the types that DuckDB cannot infer where an unread column is not UTF-8."""
         header = self._read_header(name)
         _, column = find_bad_bytes(name, *header)
         same = all(self._read_header(other) == header for other in self._files.names)
@@ -232,8 +226,7 @@ class DuckSource:
             self._spelled = {part["name"]: part["type"] for part in columns}
 
     def _learn_types(self, others: list[str]) -> None:
-        """Take the types of columns in which the first file has no value from files that have one:
-        loggers leave out what is null."""
+        """Take the types of columns without a value in the first file from other files."""
         unknown = {c for c in self._schema.columns if self._types.get(c) in OF_NO_VALUE}
         for name in others if unknown else ():
             types = self._infer_column_types(name)
@@ -266,8 +259,7 @@ class DuckSource:
             self._fetch(f"SELECT count(*) FROM {table}", name)
 
     def _has_same_types(self, name: str, first: str) -> bool:
-        """Tell whether a file has the types of the first, where that matters; one without rows may
-        have others. Raise DataError if it has rows of other types, or lacks a column."""
+        """Return whether a file's types are the first one's; raise DataError if rows contradict."""
         wanted = {column: self._types[column] for column in self._schema.columns}
         types, agrees = self._infer_column_types(name), True
         if self._files.kind == "text" and [*types] != [*self._types]:
@@ -280,8 +272,8 @@ class DuckSource:
                 raise DataError(
                     f"input {name} has no column {column}, but {first} has. Make the files agree"
                 )
-            # Types of text files are guessed from the first rows; rows that do not fit are refused
-            # later. But the zone of a time would be dropped without a word.
+            # Types of text are guesses, and rows that do not fit are refused later; but the zone of
+            # a time would be dropped without a word.
             zones = (types[column] == ZONED) != (kind == ZONED) and column == self._time
             if types[column] != kind and (self._files.kind == "Parquet" or zones):
                 if self.has_rows(name):
@@ -293,8 +285,7 @@ class DuckSource:
         return agrees
 
     def _check_durations(self) -> None:
-        """Raise DataError for a column of durations: DuckDB takes them for integers, and a minute
-        for 60,000,000,000 where the unit is the nanosecond."""
+        """Raise DataError for a column of durations."""
         found = self._fetch(
             f"SELECT file_name, value FROM parquet_kv_metadata({format_paths(self._files.names)}) "
             "WHERE key = 'ARROW:schema'::BLOB ORDER BY file_name"
@@ -303,17 +294,17 @@ class DuckSource:
 
     @property
     def columns(self) -> list[str]:
-        """Return all columns of the first file, those that nobody reads included."""
+        """Return all columns of the first file, unread ones included."""
         return list(self._types)
 
     def survey(self) -> int:
-        """Return the number of rows, once no column holds what it may not hold. Raises DataError:
-        nulls where none are allowed, or values of a text file that its columns' types would cut."""
+        """Return the number of rows; raise DataError for nulls and values that a type would cut."""
         columns = self._schema.columns
         counts = ", ".join(f"count({quote_column(column)})" for column in columns)
         revealing = choose_revealing_types(self._schema, self._asked, self._files.kind)
         lost = "".join(f", {value}" for _, value in revealing.values())
         ids = [c for c in columns if self._asked.get(c) == "BIGINT" and c != self._time]
+        # As doubles, which show integers beyond 64 bits instead of failing on them.
         numbers = [f"TRY_CAST({quote_column(c)} AS DOUBLE)" for c in ids]
         bounds = "".join(f", min({c}), max({c})" for c in numbers)
         types = self._asked | {column: kind for column, (kind, _) in revealing.items()}
@@ -332,7 +323,7 @@ class DuckSource:
                 raise DataError(explain_loss(self._schema, column, kind, value))
         limits = iter(values[len(revealing) :])
         for column, least, most in zip(ids, limits, limits, strict=True):
-            # As a float 2^63 - 1 is 2^63: as unsigned numbers both have the same bits.
+            # As a float 2^63 - 1 equals 2^63: as unsigned numbers both keep their bits.
             if most is not None and most >= 2.0**63 and least >= 0:
                 self._asked[column] = "UBIGINT"
         self._table = self._scan(self._files.names, self._asked)
@@ -341,13 +332,13 @@ class DuckSource:
         return int(total)
 
     def _count_lines(self, num_rows: int) -> None:
-        """Note how many lines are not rows: DuckDB leaves out blank ones without a word."""
+        """Count lines that are no rows, of which DuckDB says nothing."""
         with self._translate_errors(""):
             num_lines, num_blank, num_comments = count_lines(
                 self._files.names, self._text.encoding, self._text.comment
             )
         num_filled = num_lines - num_blank - num_comments
-        # A value in quotes may hold blank lines, too: then rows and headers are not all the rest.
+        # Quoted values may hold blank lines, too: then the count is an upper bound.
         is_exact = num_filled == num_rows + len(self._files.names)
         blank = "blank_lines" if is_exact else "blank_lines_at_most"
         self.left_out |= {"comment_lines": num_comments, blank: num_blank}
@@ -359,7 +350,7 @@ class DuckSource:
         return [row[0] for row in self._fetch(query)]
 
     def arrow_types(self, columns: list[str]) -> dict[str, pa.DataType]:
-        """Return the types of the columns as Arrow sees them."""
+        """Return the Arrow types of the columns."""
         with self._translate_errors(""):
             empty = self._connection.sql(
                 f"{self._select(columns, self._table)} LIMIT 0"
@@ -380,7 +371,7 @@ class DuckSource:
                 yield from (with_side(batch, self._side_of[name]) for batch in found)
 
     def _raw_batches(self, name: str, columns: tuple[str, ...]) -> Iterator[pa.RecordBatch]:
-        """Yield the rows of a file as they are: of these columns, or of all."""
+        """Yield the rows of a file unchanged: of these columns, or of all."""
         chosen = ", ".join(map(quote_column, columns)) or "*"
         return self._stream(f"SELECT {chosen} FROM {self._scan([name], None)}", name)
 
@@ -401,6 +392,7 @@ class DuckSource:
 
     @cached_property
     def _arrow_gives_the_same(self) -> bool:
+        # pyarrow neither parses times of a format nor adds the columns of folders.
         of_format = self._schema.time is not None and self._schema.time.format is not None
         if self._files.kind != "Parquet" or of_format or self._folders:
             return False
@@ -423,13 +415,14 @@ class DuckSource:
             raise self._make_error(error, name) from error
 
     def _make_error(self, error: Exception, name: str) -> DataError:
-        """Return what DuckDB or pyarrow found wrong as one line."""
+        """Return the DataError that says in one line what DuckDB or pyarrow complained of."""
         what, where = str(error), f"input {name}" if name else "an input"
         if isinstance(error, duckdb.OutOfMemoryException):
             return AccessError(
                 f"{where} cannot be read within the memory allowed: {shorten(what)}. Allow more "
                 "(--memory)"
             )
+        # Disk or network, not the data: the caller may try again.
         if isinstance(error, duckdb.IOException) or getattr(error, "errno", None):
             return AccessError(
                 f"{where} cannot be read: {shorten(what)}. Look after the disk or the network, "

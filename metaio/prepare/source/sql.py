@@ -1,6 +1,4 @@
-"""How inputs are asked of DuckDB: its connection, and words of its SQL, with what would end them
-escaped.
-"""
+"""Builds the SQL that DuckDB reads inputs by, with names and values escaped."""
 
 import re
 from collections.abc import Iterable
@@ -15,18 +13,18 @@ _MARKS, _MARKS_OF_WEB = re.compile(r"[*?[]"), re.compile(r"[*[]")
 
 
 def connect(inputs: InputFiles, folder: str) -> duckdb.DuckDBPyConnection:
-    """Return a connection that reads these files; what does not fit in memory lies in `folder`."""
+    """Return a connection that reads these files; what does not fit in memory goes to `folder`."""
     connection = duckdb.connect()
     for fs in inputs.file_systems:
         if "http" in fs.protocol:
-            # DuckDB asks for it before it reads; fsspec does not know it of a web server.
+            # DuckDB requests the time of change first, which fsspec does not know of a web server.
             fs.modified = lambda path: datetime.fromtimestamp(0, UTC)
         connection.register_filesystem(fs)
     # Times that name no zone are UTC on every machine.
     connection.execute("SET TimeZone = 'UTC'")
-    # gmeta has its own.
+    # gmeta prints its own progress.
     connection.execute("SET enable_progress_bar = false")
-    # Without it: .tmp in the working folder, which may be read-only, and stays after a kill.
+    # The default is .tmp in the working folder, which may be read-only and survives a kill.
     connection.execute(f"SET temp_directory = {quote_literal(folder)}")
     return connection
 
@@ -34,9 +32,8 @@ def connect(inputs: InputFiles, folder: str) -> duckdb.DuckDBPyConnection:
 def format_scan(
     inputs: InputFiles, names: Iterable[str], csv: str, json: str = "", folders: bool | None = None
 ) -> str:
-    """Return the table function that reads some of the files; `csv` and `json` are options of files
-    of these kinds. `folders` tells whether those such as day=1 are columns; None: if all have them.
-    """
+    """Return the table function that reads some of the files, with options by their kind."""
+    # None leaves it to DuckDB: columns of folders such as day=1, if all files have them.
     hive = "" if folders is None else f", hive_partitioning = {str(folders).lower()}"
     if inputs.kind == "Parquet":
         return f"read_parquet({format_paths(names)}{hive})"
@@ -46,9 +43,9 @@ def format_scan(
 
 
 def format_strict_csv(name: str, options: str, delimiter: str, fields: Iterable[str]) -> str:
-    """Return the table function that reads a file as text of these fields, and no line of others:
-    where rows differ in length DuckDB itself may take each line for one field."""
+    """Return the table function that reads a file as text of these fields, and no other lines."""
     return (
+        # If rows differ in length, detection may take each line for one field: so it is off.
         f"read_csv({format_paths([name])}, {options}, auto_detect = false, delim = '{delimiter}', "
         f"quote = '\"', escape = '\"', header = true, "
         f"columns = {format_struct(dict.fromkeys(fields, 'VARCHAR'))})"
@@ -56,18 +53,18 @@ def format_strict_csv(name: str, options: str, delimiter: str, fields: Iterable[
 
 
 def quote_literal(text: str) -> str:
-    """Return a text as a literal."""
+    """Return a text as a SQL literal."""
     return "'" + text.replace("'", "''") + "'"
 
 
 def quote_column(column: str) -> str:
-    """Return a column as a name."""
+    """Return a column as a SQL name."""
     return '"' + column.replace('"', '""') + '"'
 
 
 def format_text_options(rule: TextRule) -> str:
     """Return the options of read_csv that decide what is a line and what is a null."""
-    # Without a comment DuckDB would look for one, and leave out lines that begin with #.
+    # If not set, DuckDB looks for a comment mark, and drops lines that begin with #.
     return (
         f"comment = {quote_literal(rule.comment)}, encoding = {quote_literal(rule.encoding)}, "
         f"nullstr = {format_list(('', *rule.null))}, max_line_size = {rule.max_line_bytes}"
@@ -75,30 +72,26 @@ def format_text_options(rule: TextRule) -> str:
 
 
 def format_list(values: Iterable[str]) -> str:
-    """Return texts as a list."""
+    """Return texts as a SQL list."""
     return "[" + ", ".join(quote_literal(value) for value in values) + "]"
 
 
 def format_paths(names: Iterable[str]) -> str:
-    """Return files as a list: DuckDB takes names for globs."""
+    """Return files as a SQL list; DuckDB takes names for globs."""
     return format_list(map(escape_glob, names))
 
 
 def escape_glob(name: str) -> str:
     """Return the glob that matches the file of this name alone.
 
-    >>> literal("day[1].csv")
-    'day[[]1].csv'
-    """
-    # In the address of a web server ? is no mark: fsspec takes it for what it is.
+    >>> escape_glob("day[1].csv")
+    'day[[]1].csv'"""
+    # In the address of a web server fsspec takes ? literally.
     marks = _MARKS_OF_WEB if name.startswith(("http://", "https://")) else _MARKS
     return marks.sub(r"[\g<0>]", name)
 
 
 def format_struct(types: dict[str, str]) -> str:
-    """Return columns' types as a struct."""
-    return (
-        "{"
-        + ", ".join(f"{quote_literal(name)}: {quote_literal(kind)}" for name, kind in types.items())
-        + "}"
-    )
+    """Return columns' types as a SQL struct."""
+    fields = (f"{quote_literal(name)}: {quote_literal(kind)}" for name, kind in types.items())
+    return "{" + ", ".join(fields) + "}"

@@ -1,4 +1,4 @@
-"""The lines of CSV and TSV files as they stand there, on any URL, whatever their bytes are."""
+"""Reads the lines of CSV and TSV files as they are, on any URL, whatever their bytes."""
 
 import csv
 import io
@@ -21,12 +21,12 @@ _BLOCK = 1 << 20  # characters
 def open_text_lines(
     name: str, encoding: str, newline: str | None = ""
 ) -> Iterator[io.TextIOWrapper]:
-    """Return a text file that yields its lines: of UTF-8 one character for each byte, so that bytes
-    that are none, in columns that nobody reads, do no harm. `newline` is that of open()."""
+    """Yield a text file of the lines; `newline` is that of open()."""
     with fsspec.open(name, "rb") as file:
         codec = _CODECS.get(PurePath(name).suffix.lower())
         plain: Any = pa.CompressedInputStream(pa.PythonFile(file), codec) if codec else file
-        # As DuckDB reads UTF-16, also without a mark of the order of its bytes.
+        # UTF-8 is read as Latin-1, one character a byte: bad bytes in unread columns do no harm.
+        # UTF-16 as DuckDB does, even without a byte order mark.
         own = "utf-16-le" if encoding == "utf-16" else "latin-1"
         with io.TextIOWrapper(plain, encoding=own, errors="replace", newline=newline) as lines:
             yield lines
@@ -35,7 +35,7 @@ def open_text_lines(
 def count_lines(
     names: Sequence[str], encoding: str, mark: str, block: int = _BLOCK
 ) -> tuple[int, int, int]:
-    """Return how many lines files have, and how many of them are blank, or begin with a mark."""
+    """Return the number of lines of files, of blank ones, and of those that begin with `mark`."""
     num_lines = num_blank = num_comments = 0
     for name in names:
         with open_text_lines(name, encoding, newline=None) as file:
@@ -47,7 +47,8 @@ def count_lines(
 
 
 def _iterate_blocks(file: io.TextIOWrapper, size: int) -> Iterator[list[str]]:
-    """Yield all lines, without their ends, many at once: one by one takes longer to count."""
+    """Yield all lines, without their ends, many at once."""
+    # One by one lines take longer to count.
     rest = ""
     while block := file.read(size):
         *lines, rest = (rest + block).split("\n")
@@ -59,16 +60,17 @@ def _iterate_blocks(file: io.TextIOWrapper, size: int) -> Iterator[list[str]]:
 def read_header(
     name: str, encoding: str, max_line_bytes: int, wanted: Sequence[str]
 ) -> tuple[str, list[str]]:
-    """Return the delimiter and the fields of a file's first line, if it names all columns that are
-    wanted, and nothing if not."""
+    """Return delimiter and fields of a file's first line; ("", []) if `wanted` ones are missing."""
     try:
         with open_text_lines(name, encoding) as file:
             line = file.readline(max_line_bytes).rstrip("\r\n")
     except (OSError, pa.ArrowException):
         return "", []
     if encoding == "utf-8":
+        # Undoes the reading as Latin-1.
         line = line.encode("latin-1").decode(errors="replace")
     for delimiter in DELIMITERS:
+        # A byte order mark is no part of the first name.
         fields = split_fields(line.removeprefix("\ufeff"), delimiter)
         if set(wanted) <= set(fields):
             return delimiter, fields
@@ -81,7 +83,7 @@ def split_fields(line: str, delimiter: str) -> list[str]:
 
 
 def write_sample(name: str, sample: Path) -> None:
-    """Write the first lines of a file in UTF-8, with a mark for each byte that is none."""
+    """Write the first lines of a file in UTF-8, with a replacement character for each bad byte."""
     with open_text_lines(name, "utf-8") as lines, sample.open("wb") as file:
         for line in itertools.islice(lines, _SAMPLE_LINES):
             file.write(line.encode("latin-1").decode(errors="replace").encode())

@@ -1,8 +1,7 @@
-"""Which types are asked of text and JSON files. DuckDB guesses them by the first rows of the first
-file and holds all rows to them: 9.5 among integers becomes 10, 007 becomes 7, a time among dates
-loses its hour, and a time among times of a zone loses its own. Nothing may be lost that way.
-"""
+"""Chooses the types by which text and JSON files are read, so that no value loses anything."""
 
+# DuckDB guesses types by the first rows and holds all rows to them: 9.5 among integers becomes 10,
+# 007 becomes 7, a time among dates loses its hour, one among zoned times its zone.
 from collections.abc import Mapping
 
 from metaio.prepare.schema.schema import IdColumn, Schema, TaskColumn
@@ -12,11 +11,11 @@ from metaio.prepare.source.sql import quote_column
 _WHOLE = ("BIGINT", "HUGEINT", "UBIGINT")
 ZONED = "TIMESTAMP WITH TIME ZONE"
 _NAMES_ZONE = r"regexp_matches({0}, '\d\s*([Zz]|UTC|GMT|[+-]\d\d(:?\d\d)?)\s*$')"
-# DuckDB's types of JSON columns without a value, or of empty lists; None: the column is not there.
+# DuckDB's types of JSON columns without a value, or of empty lists; None: no such column.
 OF_NO_VALUE = (None, '"NULL"', '"NULL"[]', "JSON[]")
-# Integers as they are written; with .0 pandas writes those of a column that has a null elsewhere.
+# How integers are written; pandas adds .0 in a column that has a null elsewhere.
 _INTEGER = r"\s*-?(0|[1-9]\d*)(\.0*)?\s*"
-# Tells whether a truth value is written in two ways.
+# True if a truth value is spelled in two ways.
 _SPELLINGS = "count(DISTINCT lower({0})) > count(DISTINCT TRY_CAST({0} AS BOOLEAN))"
 _ALIKE = "Write all of its times alike"
 _SQL_TYPES = {"integer": "BIGINT", "text": "VARCHAR"}
@@ -28,12 +27,12 @@ def list_declared_types(schema: Schema) -> dict[str, str]:
     sql_types = {column.column: _SQL_TYPES[column.type] for column in columns if column.type}
     if schema.time is not None and schema.time.format is not None:
         sql_types[schema.time.column] = "VARCHAR"
-    # What is to be split is text, also where no row of the first file has more than one value.
+    # Lists to split are text, even if no row of the first file has more than one value.
     return sql_types | {c.column: "VARCHAR" for c in schema.multi if c.separator is not None}
 
 
 def choose_null_type(schema: Schema, column: str) -> str:
-    """Return the SQL type of a column of JSON that has no value in the first rows of any file."""
+    """Return the SQL type of a JSON column without a value in the first rows of any file."""
     if column in {c.column for c in schema.vector}:
         return "DOUBLE[]"
     return "VARCHAR[]" if column in {c.column for c in schema.multi} else "VARCHAR"
@@ -46,17 +45,17 @@ def _list_id_columns(schema: Schema) -> set[str | None]:
 
 
 def choose_types(schema: Schema, guessed: Mapping[str, str]) -> dict[str, str]:
-    """Return the guessed types, except for labels and dense columns, which may have decimals later,
-    and for integers beyond 64 bits, which survey() looks at."""
-    # A UUID would be written anew: in lower case, which other rows and requests need not have.
+    """Return the types to read columns by: the guessed ones, except where later rows may differ."""
+    # As UUID it would be rewritten in lower case, unlike other rows and requests.
     chosen = {column: guessed[column].replace("UUID", "VARCHAR") for column in schema.columns}
     ids = _list_id_columns(schema)
     numbers = {*schema.label_columns, *(c.column for c in schema.dense)}
     vectors = {c.column for c in schema.vector}
     time = None if schema.time is None else schema.time.column
-    # Text in the first rows of these may mean that they have no value there.
+    # Text in the first rows of these may just mean that they have no value there.
     may_be_null = {c.column for c in schema.dense if c.fill is not None}
     may_be_null |= {label.column for label in schema.labels if not label.is_always_known}
+    # Labels and dense columns may have decimals later; integers may exceed 64 bits (survey()).
     for column, kind in chosen.items():
         unknown = "VARCHAR" if column in may_be_null else "JSON"
         if column in numbers - ids - {time} and kind in (*_WHOLE, "JSON", unknown):
@@ -73,12 +72,11 @@ def choose_types(schema: Schema, guessed: Mapping[str, str]) -> dict[str, str]:
 def choose_revealing_types(
     schema: Schema, types: Mapping[str, str], file_kind: FileKind
 ) -> dict[str, tuple[str, str]]:
-    """Return, for each column whose type could lose something, the type to read it as to see that,
-    and the SQL of one value that loses something, null if none does. Dates are not read as
-    timestamps: DuckDB only finds out how they are written for the type that it guessed."""
+    """Return by column the type that shows losses, and the SQL of one value that suffers one."""
+    # Dates are not read as timestamps: DuckDB finds their format only for the guessed type.
     conditions = {
         "BIGINT": ("DOUBLE", "{0} <> floor({0})"),
-        # Of JSON, where any number but 0 would be true.
+        # In JSON any number but 0 would be true.
         "BOOLEAN": ("VARCHAR", "TRY_CAST({0} AS DOUBLE) NOT IN (0, 1)"),
         "DATE": ("VARCHAR", "contains({0}, ':')"),
     }
@@ -87,7 +85,7 @@ def choose_revealing_types(
         "BOOLEAN": ("VARCHAR", "lower({0}) NOT IN ('true', 'false')"),
     }
     time = "" if schema.time is None else schema.time.column
-    # Not those that the schema declares as integers.
+    # Not columns that the schema declares as integers.
     ids = _list_id_columns(schema) - list_declared_types(schema).keys()
     zones = {"TIMESTAMP": _NAMES_ZONE, ZONED: f"NOT {_NAMES_ZONE}"}
     found = {}
@@ -109,8 +107,7 @@ def choose_revealing_types(
 
 
 def explain_loss(schema: Schema, column: str, kind: str, value: float | str) -> str:
-    """Return why a value ends prepare in a column of the type `kind`, where it would lose a part
-    of itself."""
+    """Return the message about a value that a column of the type `kind` would cut."""
     before, loss, remedy = {
         "BIGINT": ("integers", "as one it would be rounded", "Write all with a decimal point"),
         "BOOLEAN": ("truth values", "as one it would be true", "Write numbers in all rows"),

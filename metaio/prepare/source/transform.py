@@ -1,8 +1,6 @@
-"""A function of somebody's own over raw rows, before anything else is done with them.
+"""Applies a user's function to raw rows, before anything else is done with them.
 
-What it returns lies in temporary Parquet files, a file for each input, and is what the schema is
-about. Its package and version stand in the dataset's report.
-"""
+Its output, a temporary Parquet file for each input, is what the schema describes."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -38,7 +36,7 @@ def find_transform(rule: TransformRule) -> Transform:
 
 
 def check_trusted(rule: TransformRule | None) -> None:
-    """Check the name of a function that came with a stream, before anything of it is imported."""
+    """Check the name of a function that came with a stream."""
     try:
         if rule is not None:
             NAMED_TRANSFORMS.check_trusted(rule.function)
@@ -47,7 +45,7 @@ def check_trusted(rule: TransformRule | None) -> None:
 
 
 def describe_transform(rule: TransformRule | None) -> dict[str, Any]:
-    """Return what a dataset's report says of the transform of its rows; empty without one."""
+    """Return what a dataset's report says of the transform of its rows; {} without one."""
     if rule is None:
         return {}
     return {"transform": {"function": rule.function} | NAMED_TRANSFORMS.package_of(rule.function)}
@@ -60,19 +58,20 @@ def transform_inputs(
     batches_of: Callable[[str, tuple[str, ...]], Iterator[pa.RecordBatch]],
     folder: Path,
 ) -> InputFiles:
-    """Return the inputs as the rule's function transforms them, in files below `folder`.
-    `batches_of` gives the rows of a file, of some columns (none: all); `wanted` are columns that
-    must come out. Raises DataError: it failed, or returned something else than rows of the same
-    columns and types each time. Raises TooFewRowsError: it dropped all."""
+    """Return the inputs as the function transforms them, one file each below `folder`."""
+    # `batches_of` yields the rows of a file, of some columns or, for (), of all.
     function, names, before = find_transform(rule), [], None
     folder.mkdir()
     for index, name in enumerate(inputs.names):
+        # Numbered, since inputs of two folders may have one name.
         path = folder / f"{index}-{Path(name).name}.parquet"
         writer: pq.ParquetWriter | None = None
         try:
             for batch in batches_of(name, rule.columns):
                 rows = _call_transform(function, rule.function, batch, name)
+                # The first rows decide columns and types for all inputs.
                 before = before or _check_schema(rows.schema, wanted, rule.function)
+                # Metadata, such as pandas writes, may differ between batches.
                 if rows.schema.remove_metadata() != before:
                     raise DataError(
                         f"transform.function = {rule.function!r} returned the columns "
@@ -85,6 +84,7 @@ def transform_inputs(
         finally:
             if writer is not None:
                 writer.close()
+        # An input of which all rows were dropped has no file.
         names += [str(path)] if writer is not None else []
     if not names:
         raise make_no_rows_error(inputs.names, inputs.given)

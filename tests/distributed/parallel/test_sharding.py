@@ -18,7 +18,7 @@ class Own(nn.Module):
 
 def raised(error: BaseException, model: nn.Module) -> BaseException:
     learner: Any = SimpleNamespace(learner=SimpleNamespace(model=model))
-    learner._as_told = lambda one: ShardedLearner._translate_error(learner, one)
+    learner._translate_error = lambda one: ShardedLearner._translate_error(learner, one)
     with pytest.raises(BaseException) as caught, ShardedLearner.translate_model_errors(learner):
         raise error
     return caught.value

@@ -20,9 +20,9 @@ end_with_agent()
 with stop_on_sigterm() as stop:
     print(os.getpid(), flush=True)
     until_s = time.monotonic() + float(sys.argv[2])
-    while not stop.asked and time.monotonic() < until_s:
+    while not stop.is_requested and time.monotonic() < until_s:
         time.sleep(0.01)
-Path(sys.argv[1]).write_text("asked" if stop.asked else "left alone")
+Path(sys.argv[1]).write_text("asked" if stop.is_requested else "left alone")
 """
 AGENT = "import subprocess, sys; subprocess.run([sys.executable, '-c', *sys.argv[1:]])"
 

@@ -21,7 +21,7 @@ from tests.evaluation.baselines.sample import FEATURES, raw_rows, write_data
 
 @pytest.fixture(autouse=True)
 def few_trees(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(trees, "grow", partial(trees.grow_trees, max_trees=30))
+    monkeypatch.setattr(trees, "grow_trees", partial(trees.grow_trees, max_trees=30))
     monkeypatch.setattr(trees, "MAX_DRAWS", 3)
 
 

@@ -259,7 +259,7 @@ def test_a_bin_without_a_positive_row_is_not_known_to_have_none() -> None:
 
 
 def test_ratings_have_no_calibration() -> None:
-    assert first_group(run_of("mse")).calibrate == ()
+    assert first_group(run_of("mse")).calibration == ()
 
 
 def test_the_same_runs_give_the_same_numbers() -> None:

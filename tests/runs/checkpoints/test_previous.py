@@ -19,7 +19,7 @@ from tests.support.commands import evaluate, metrics
 from tests.support.commands import gmeta as run_gmeta
 
 PREVIOUS = Path(__file__).with_name("previous")
-DATASET = PREVIOUS.parents[1] / "metaio" / "format" / "previous" / "data"
+DATASET = PREVIOUS.parents[2] / "metaio" / "format" / "previous" / "data"
 SUPPORT = {"item_id": [0, 1, 2], "city": ["Oslo"] * 3, "genres": ["a", "b|c", "c"]}
 SUPPORT |= {"price": [3.0, 20.0, 90.0], "clicked": [1, 0, 1]}
 QUERY = {"item_id": [3, 99], "city": ["Lima", "Rome"], "genres": ["a|b", "c"], "price": [7.0, 8.0]}

@@ -38,7 +38,7 @@ def test_a_request_is_a_span_below_its_callers(
     assert f"{right.parent.span_id:016x}" == PARENT
     version = service.loaded.version
     assert dict(right.attributes) == {
-        "gmeta.adaptation.layout": 6,
+        "gmeta.rows": 6,
         "gmeta.version": version,
         "gmeta.cache": "",
     }
