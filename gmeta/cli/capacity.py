@@ -1,7 +1,4 @@
-"""A run's plan on GPUs that are not here: which table goes where, and what a step costs.
-
-Nothing is allocated: tables have no values, whatever their number of rows. T tasks, N rows, V ids.
-"""
+"""Plans a run for GPUs that are not here: where each table goes, and what a step costs."""
 
 import itertools
 import math
@@ -40,7 +37,7 @@ MEASURED_BATCHES, COUNTED_TASKS = 4, 8
 
 @dataclass(frozen=True)
 class Capacity:
-    """A plan, what it asks of each rank, and the step that it was asked for."""
+    """A sharding plan, what it needs of each rank, and the step that it was made for."""
 
     estimate: ShardingEstimate
     step: StepWork
@@ -50,9 +47,7 @@ class Capacity:
 def plan_capacity(
     config: TrainConfig, overrides: CapacityOverrides, cluster: Cluster, speeds: Speeds
 ) -> Capacity:
-    """Return where training would put the tables, and what a step would cost. Raises ConfigError:
-    the config does not fit its dataset or the cluster, or the tables do not fit into the memory;
-    the message says what would."""
+    """Return the plan and the cost of a step. Raises ConfigError where the tables do not fit."""
     features, learner, dataset = _build_model(config, overrides)
     width, seed = config.model.embedding_dim, config.run.seed
     step = _describe_step(
@@ -62,6 +57,7 @@ def plan_capacity(
     sizes = {table.name: (table.num_rows, widths[table.name]) for table in features.tables}
 
     def estimate_for(chosen: ShardingConfig) -> ShardingEstimate:
+        # Without values: a table of any number of rows takes no memory here.
         tables = make_unsharded_tables(features, config.model, config.outer)
         sharded_tables = plan_on(tables, chosen, config.data.tasks_per_step, cluster)
         plan = merge_plans(sharded_tables)
@@ -74,10 +70,12 @@ def plan_capacity(
         found = estimate_for(config.sharding)
     except NoPlaceError:
         misfit = "TorchRec's planner finds no place for the tables"
+        # Row-wise on the GPUs is the estimate from which the message says what would fit.
         by_rows = replace(config.sharding, default="row_wise", tables=(), placement="device")
         found = estimate_for(replace(by_rows, placements=()))
     device, host = found.device_bytes_W.max(), found.host_bytes_W.max()
     usable = cluster.device_bytes * (1 - RESERVED)
+    # RESERVED is for activations and for what libraries keep.
     if not misfit and device > usable:
         misfit = (
             f"GPU {int(found.device_bytes_W.argmax())} would hold {device / 1e9:,.1f} GB, and "
@@ -89,30 +87,31 @@ def plan_capacity(
             f"{cluster.host_bytes / 1e9:,.1f} GB for each"
         )
     if misfit:
+        # fbgemm's kernels take widths that are multiples of this.
         narrower = range(WIDTH_MULTIPLE, config.model.embedding_dim, WIDTH_MULTIPLE)
         suggestions = suggest_fits(found, narrower, config.outer, config.sharding, cluster)
         raise ConfigError(
             f"the tables do not fit on {cluster.world_size} GPUs: {misfit}. What would fit: "
             f"{', or '.join(suggestions) or 'GPUs with more memory (--gpu-memory)'}"
         )
+    # A stated share of distinct ids replaces the counted one.
     return Capacity(found, step, dataset is not None and not overrides.unique_share)
 
 
 def _build_model(
     config: TrainConfig, overrides: CapacityOverrides
 ) -> tuple[Features, MetaLearner, Dataset | None]:
-    """Return the columns with the stated numbers of rows, and a model of them."""
+    """Return the columns with the stated numbers of rows, a model of them, and any dataset."""
     dataset, statistics = None, NO_STATISTICS
+    # A URL is opened without a look: exists() knows local paths only.
     if Path(config.data.path).exists() or "://" in config.data.path:
         dataset, built = build(resolve(config))
         features, statistics = _with_table_rows(dataset.features, overrides.rows), built.statistics
+    # Without a dataset each stated table is one single-id column.
     elif overrides.rows and overrides.rows_per_task:
-        features = Features(
-            tables=tuple(TableSpec(name, rows) for name, rows in overrides.rows.items()),
-            single=tuple(FeatureSpec(name, name) for name in overrides.rows),
-            multi=(),
-            dense=(),
-        )
+        tables = tuple(TableSpec(name, rows) for name, rows in overrides.rows.items())
+        single = tuple(FeatureSpec(name, name) for name in overrides.rows)
+        features = Features(tables=tables, single=single, multi=(), dense=())
     else:
         raise UserError(
             f"data.path = {config.data.path!r} holds no dataset: name every table and the rows of "
@@ -120,17 +119,15 @@ def _build_model(
         )
     names = [table.name for table in features.tables]
     check_sharding(config.sharding, names, config.outer.sparse_optimizer)
+    # Item features and labels of the config name columns of a dataset.
+    items, labels = None, LabelsConfig()
+    if dataset is not None:
+        items, labels = config.item_features, config.labels
+    losses = config.outer.loss, config.outer.huber_delta
     try:
         features.check()
         learner = build_learner(
-            features,
-            config.model,
-            config.algorithm,
-            config.outer.loss,
-            config.outer.huber_delta,
-            statistics,
-            config.item_features if dataset is not None else None,
-            config.labels if dataset is not None else LabelsConfig(),
+            features, config.model, config.algorithm, *losses, statistics, items, labels
         )
     except ValueError as error:
         raise ConfigError(str(error)) from error
@@ -158,14 +155,16 @@ def _describe_step(
     dataset: Dataset | None,
     world_size: int,
 ) -> StepWork:
-    """Return what one rank has to do in a step."""
+    """Return the work of one rank in a step."""
     tasks: float = -(-data.tasks_per_step // world_size)
     ids: dict[str, float] = {}
     measured: dict[str, float] = {}
+    # Without a dataset half of a task's rows are support.
     support = query = overrides.rows_per_task / 2
     if dataset is not None:
         tasks, support, query, measured = _measure_step(data, seed, dataset, world_size)
         ids = measured
+        # The ids grow with the rows: what is counted is scaled, not replaced.
         if overrides.rows_per_task:
             scale = overrides.rows_per_task / (support + query)
             support, query = support * scale, query * scale
@@ -177,9 +176,10 @@ def _describe_step(
         for feature in features.sparse:
             of_table[feature.table] += 1
         ids = {name: unique_share * rows * count for name, count in of_table.items()}
-    # There are more ids than rows of the table only where bundles and blocks repeat some.
+    # A batch asks for more ids than the table has rows only where bundles and blocks repeat some.
     most = {t.name: max(float(t.num_rows), measured.get(t.name, 0.0)) for t in features.tables}
     ids = {name: min(ids[name], most[name]) for name in most}
+    # Matrix products are counted for one task of the mean size, then scaled to the rows of a step.
     sides = max(round(support), 1), max(round(query), 1)
     flops = count_flops(learner, features, width, *sides)
     num_weights = sum(weight.numel() for weight in learner.parameters())
@@ -189,25 +189,25 @@ def _describe_step(
 def _measure_step(
     data: DataConfig, seed: int, dataset: Dataset, world_size: int
 ) -> tuple[float, float, float, dict[str, float]]:
-    """Return a rank's tasks in a step, their support and query rows each, and the ids of each table
-    that it asks for, as the first batches have them: an id of several bundles or blocks counts in
-    each of them, as it travels."""
+    """Return a rank's tasks in a step, their support and query rows, and the ids of each table."""
+    # Measured in the first batches: the rest of the split is not read.
     names = [table.name for table in dataset.features.tables]
     split = data.train_split
     tasks = -(-data.tasks_per_step // world_size)
     if not data.blocks_per_step:
-        # Of a split that is smaller than a step: as many ranks as it has tasks for.
+        # A split smaller than a step would give no batch: as many ranks as it has tasks for.
         world_size = max(1, min(world_size, dataset.split(split).num_episodes // tasks))
         data = replace(data, tasks_per_step=tasks * world_size)
     support = rows = num_tasks = 0
     id_counts: list[list[int]] = []
     with open_reader(data, seed, dataset, split, world_size - 1, world_size) as reader:
-        # Not an epoch's last step, which is smaller.
+        # An epoch's last step is smaller: it would lower the mean.
         for batch in itertools.islice(
             reader.batches(0), min(MEASURED_BATCHES, max(1, reader.num_steps() - 1))
         ):
             support += int(batch.support_lengths_T.sum())
             rows, num_tasks = rows + batch.num_rows, num_tasks + batch.num_tasks
+            # An id of several bundles or blocks counts in each of them, as it travels with each.
             id_counts.append(batch.unique_lengths_B.tolist())
     ids = dict(zip(names, np.mean(id_counts, axis=0).tolist(), strict=True))
     of_step = num_tasks / len(id_counts) if data.blocks_per_step else tasks
@@ -217,19 +217,21 @@ def _measure_step(
 def count_flops(
     learner: MetaLearner, features: Features, width: int, support_rows: int, query_rows: int
 ) -> float:
-    """Return the floating-point operations of a task's rows in forward and backward: those of
-    matrix products alone, counted while a few tasks are computed."""
+    """Return a task's floating-point operations, forward and backward, of matrix products alone."""
     rows_T = torch.full((COUNTED_TASKS,), support_rows + query_rows)
     num_rows = int(rows_T.sum())
     num_single, num_multi = len(features.single), len(features.multi)
+    # At least one id for each table.
     num_ids = max(num_rows, len(features.tables))
     batch = TaskBatch(
         task_T=torch.arange(COUNTED_TASKS),
         row_offsets_T1=torch.cat([torch.zeros(1, dtype=torch.int64), rows_T.cumsum(0)]),
         support_lengths_T=torch.full((COUNTED_TASKS,), support_rows),
+        # One label is [N], several are [N, L].
         label_N=torch.zeros(num_rows, *[features.num_labels][: features.num_labels > 1]),
         dense_NK=torch.zeros(num_rows, len(features.dense)),
-        unique_ids_U=torch.zeros(num_ids, dtype=torch.int64),  # which row it is costs the same
+        # Which row is looked up costs the same.
+        unique_ids_U=torch.zeros(num_ids, dtype=torch.int64),
         unique_lengths_B=torch.tensor(
             [len(part) for part in np.array_split(np.arange(num_ids), len(features.tables))]
         ),
@@ -237,13 +239,15 @@ def count_flops(
         multi_positions_V=torch.arange(num_rows, dtype=torch.int32).repeat_interleave(num_multi),
         multi_lengths_NM=torch.ones(num_rows, num_multi, dtype=torch.int32),
     )
+    # Values do not change the number of operations: zeros do.
     rows_UD = torch.zeros(num_ids, width, requires_grad=True)
     if learner.items is not None:
         learner.items.set_from_sums(learner.items.empty_sums())
-    # torch counts neither the operations of products that are added in place, nor oneDNN's.
+    # FlopCounterMode knows neither products that are added in place nor those of oneDNN.
     unknown_to_torch = {
         torch.ops.aten.baddbmm_: _count_operations,
         torch.ops.aten.addmm_: _count_operations,
+        # A linear layer's weight is [outputs, inputs]: reversed it is the second factor.
         ONEDNN_LINEAR: lambda rows, weight, *_, **__: _count_operations(None, rows, weight[::-1]),
     }
     with FlopCounterMode(display=False, custom_mapping=unknown_to_torch) as counter:
@@ -255,5 +259,6 @@ def count_flops(
 
 
 def _count_operations(_: Any, left: Sequence[int], right: Sequence[int], **__: Any) -> int:
-    """Return the operations of a product, batched or not, from the shapes of its factors."""
+    """Return the operations of a matrix product, batched or not, from the shapes of its factors."""
+    # A multiplication and an addition each.
     return 2 * math.prod(left) * right[-1]

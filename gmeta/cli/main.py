@@ -1,8 +1,4 @@
-"""The `gmeta` command: subcommands, and how an error becomes one line and an exit code.
-
-Exit code 2: the user can mend it. 1: a failure. 3: `prepare --extend` does not trust the rows. No
-traceback for any; GMETA_TRACEBACK=1 shows it.
-"""
+"""The `gmeta` command: its subcommands, and how an error becomes one line and an exit code."""
 
 import difflib
 import importlib
@@ -15,19 +11,14 @@ from typing import Annotated, Any
 import typer
 
 from gmeta import __version__
-from gmeta.cli.commands.error_messages import (
-    format_error,
-    reportable_errors,
-    wait_for_other_ranks,
-    write_error,
-)
+from gmeta.cli.commands import error_messages
 from gmeta.cli.commands.verbosity_options import with_options
 from gmeta.errors import is_of_memory
 from gmeta_keys.translate_errors import translate_errors
 
-# Each with its line in `gmeta --help`: its own help's first sentence. A module is loaded when it is
-# asked for: the data-shard service must start without torch, and nobody waits seconds for the help
-# of `prepare`.
+# Each with its help's first sentence for `gmeta --help`. A command's module is imported only when
+# the command runs: the data-shard service must start without torch, and the help of `prepare` must
+# not take seconds.
 COMMANDS = {
     "init": "Write a first schema and config, with comments, from looking at a log's first rows.",
     "prepare": "Turn raw tables into a dataset of tasks, each with a support and a query set.",
@@ -78,20 +69,18 @@ COMMANDS = {
         "Decide once more from the logged inputs, and say where it comes out differently."
     ),
 }
-# Where a command's module in gmeta.cli.commands has another name than the command.
+# Commands whose module in gmeta.cli.commands has another name.
 MODULES = {
     "predict": "export",
     **dict.fromkeys(("judge", "promote", "rollback", "publish"), "delivery"),
 }
-# What other tools call these.
+# What other tools call these commands: the suggestion for a word that is unknown here.
 ELSEWHERE = {"sweep": "tune", "fit": "train", "publish": "promote"}
 
 
+# Any stands for click's types: some versions of typer bring a click of their own.
 def load_command(name: str) -> Any:
-    """Import a subcommand's module and return the command with its options.
-
-    Any stands for click's types: some versions of typer bring a click of their own.
-    """
+    """Import a subcommand's module and return the command with its options."""
     attribute = name.replace("-", "_")
     module = importlib.import_module(f"gmeta.cli.commands.{MODULES.get(name, attribute)}")
     imported: Any = getattr(module, attribute)
@@ -105,25 +94,24 @@ def load_command(name: str) -> Any:
 
 
 class _LazyCommand(typer.core.TyperCommand):
-    """A subcommand known by its line in the help; its module is loaded when it runs."""
-
     def make_context(
         self, info_name: str | None, args: list[str], parent: Any = None, **extra: Any
     ) -> Any:
+        # Click makes the context of the command that runs alone, so only its module is imported.
         return load_command(str(self.name)).make_context(info_name, args, parent, **extra)
 
 
 class _InterruptedError(Exception):
-    """Ctrl-C under a name that typer lets pass; on KeyboardInterrupt it ends silently."""
+    """Ctrl-C under a name that typer lets pass."""
 
 
 class _Subcommands(typer.core.TyperGroup):
-    """The group of all COMMANDS, none of them loaded."""
-
     def invoke(self, ctx: Any) -> Any:
         try:
             return super().invoke(ctx)
         except KeyboardInterrupt as error:
+            # On KeyboardInterrupt typer would end silently, without the line that says what is
+            # kept.
             raise _InterruptedError from error
 
     def list_commands(self, ctx: Any) -> list[str]:
@@ -166,17 +154,18 @@ def _root(
 
 
 def _open_streams() -> None:
-    """Open /dev/null for the standard streams that a process was started without: a file that it
-    opens would take their numbers, and what a library prints would be written into it."""
+    """Open /dev/null for each standard stream that the process was started without."""
     for name in ("stdin", "stdout", "stderr"):
+        # Else the next file that is opened would get the stream's number, and what a library prints
+        # would be written into that file.
         if getattr(sys, name) is None:
-            number = os.open(os.devnull, os.O_RDWR)  # the lowest that is free: its own
+            # The lowest free number is the stream's own, as lower ones are open by now.
+            number = os.open(os.devnull, os.O_RDWR)
             setattr(sys, name, os.fdopen(number, "r" if name == "stdin" else "w"))
 
 
 def main(work: Callable[[], object] = app) -> None:
-    """Run the command line, or other work in its place, and end the process with the right exit
-    code."""
+    """Run the command line, or other work in its place, and end the process with its exit code."""
     _open_streams()
     try:
         with translate_errors(_FaultError):
@@ -184,11 +173,12 @@ def main(work: Callable[[], object] = app) -> None:
     except _FaultError as fault:
         error = fault.args[0]
         sys.excepthook(type(error), error, error.__traceback__)
-        _exit_now(1)  # an interpreter that ends as usual may abort: a collective is still under way
+        # A normal exit may abort, as a collective may be under way.
+        _exit_now(1)
 
 
 class _FaultError(Exception):
-    """An error that nobody thought of, or one that is to be shown with its traceback."""
+    """A defect, or an error that is to be shown with its traceback."""
 
 
 def _run(work: Callable[[], object]) -> None:
@@ -196,12 +186,17 @@ def _run(work: Callable[[], object]) -> None:
         work()
         _exit_now(0)
     except SystemExit as done:
+        # A text in place of a code, as of sys.exit("..."), counts as 1.
         _exit_now(done.code if isinstance(done.code, int) else int(done.code is not None))
-    except reportable_errors() as error:
+    except error_messages.reportable_errors() as error:
+        # main shows the error with its traceback.
         if os.environ.get("GMETA_TRACEBACK"):
             raise
-        wait_for_other_ranks(error)
-        _exit_with_error(*format_error(error))
+        error_messages.wait_for_other_ranks(error)
+        # Exit codes: 2, the user can correct it; 1, a failure; 3, `prepare --extend` does not trust
+        # the rows.
+        _exit_with_error(*error_messages.format_error(error))
+    # torch raises a RuntimeError where a GPU's memory runs out.
     except (MemoryError, RuntimeError) as error:
         if os.environ.get("GMETA_TRACEBACK") or not is_of_memory(error):
             raise
@@ -212,25 +207,27 @@ def _run(work: Callable[[], object]) -> None:
             1,
         )
     except (KeyboardInterrupt, _InterruptedError):
+        # 130 is a shell's code for SIGINT: 128 + 2.
         if os.environ.get("RANK", "0") != "0":
-            _exit_now(130)  # every rank is interrupted, and the first tells it
+            # Every rank is interrupted: rank 0 alone prints it.
+            _exit_now(130)
         _exit_with_error(
             "interrupted: what was committed stays, what was half-written is dropped", 130
         )
 
 
 def _exit_with_error(message: str, code: int) -> None:
-    write_error(message)
+    error_messages.write_error(message)
     _exit_now(code)
 
 
 def _exit_now(code: int) -> None:
-    """End at once: whatever a command wrote is durable by now.
-
-    A normal exit waits for ranks that wait in a collective, and in about 1 run of 15 a native
-    thread of the libraries aborts the interpreter on its way out ("terminate called without ...").
-    """
+    """End the process at once: what a command wrote is durable by now."""
+    # Not sys.exit: it would wait for ranks that are in a collective, and in about 1 run of 15 a
+    # native thread of the libraries aborts the interpreter on its way out ("terminate called
+    # without ...").
     logging.shutdown()
+    # os._exit runs no exit handlers: the fork server's folder is removed here.
     if "gmeta.platform.forking" in sys.modules:
         sys.modules["gmeta.platform.forking"].remove_folder()
     sys.stdout.flush()

@@ -1,8 +1,7 @@
-"""`python -m gmeta.cli.node OPTIONS -m gmeta ARGUMENTS`: torchrun behind a check of the config.
-What a person must correct is told once, with exit code 2; torchrun would start all ranks
---max-restarts times before it gave up. One process for both, as both load torch.
-"""
+"""`python -m gmeta.cli.node OPTIONS -m gmeta ARGUMENTS`: torchrun after a check of the config."""
 
+# A mistake in the config is reported once, with exit code 2: torchrun would start all ranks
+# --max-restarts times before it gave up. One process for both, as both load torch.
 import sys
 from collections.abc import Sequence
 from functools import partial
@@ -14,7 +13,7 @@ from gmeta.errors import UserError
 
 
 def run_node(arguments: Sequence[str]) -> None:
-    """Hold the config of `gmeta train` against its data and model, then start the node's ranks."""
+    """Check the config of `gmeta train` against its data and model, then start the node's ranks."""
     match [one for one in arguments if not one.startswith("-")]:
         case []:
             raise UserError("train-node needs a command: name one, such as train CONFIG")
@@ -22,11 +21,12 @@ def run_node(arguments: Sequence[str]) -> None:
             raise UserError("train needs a config: name its TOML file before the options")
         case ["train", config, *overrides]:
             load_checked_config(Path(config), overrides)
-    # The check has loaded most of it.
+    # Late, as the check has loaded most of torch by now, and a wrong command needs none of it.
     from torch.distributed.run import main as torchrun
 
     torchrun()
 
 
 if __name__ == "__main__":
+    # Behind `-m gmeta` stand the arguments of gmeta; those before are torchrun's.
     main(partial(run_node, sys.argv[sys.argv.index("-m") + 2 :]))

@@ -1,8 +1,6 @@
-"""Evaluation: adapt on each unseen task's support set, score its query set, per cold-start split.
+"""Evaluates a run on tasks it was not trained on: adapts to each support set, scores its query set.
 
-A task of a cold split was never trained on; its query rows are predicted with the meta-parameters
-("before") and after the inner loop on its support rows ("after").
-"""
+"before" is a prediction by the meta-parameters, "after" one after the inner loop."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -60,20 +58,15 @@ def evaluate_run(
     label: str = "",
     evaluation: EvaluationConfig | None = None,
 ) -> EvaluatedRun | None:
-    """Predict `splits` with a run's checkpoint (see checkpoint_to_use) and return them on rank 0,
-    None elsewhere; without `splits` those that its config names. `on` names another dataset (see
-    open_by_name), all of whose splits are then predicted: values that the run's vocabularies do not
-    hold are unknown to it.
+    """Predict `splits` (default: the config's) with a run's checkpoint, and return them on rank 0,
+    None elsewhere. `on` names another dataset, all of whose splits are predicted in their place.
 
-    `adapting` and `evaluation` take the place of the config's algorithm and evaluation. Without the
-    former the run adapts at the rate and steps that are best on its validation splits; a plain run
-    that has none, on the other half of the tasks of the split that is predicted: by its predictions
-    of the config's judged label. If `label` is not "", a plain run goes by that. Beside positive
-    rows stand `candidates`, if any. `advance` hears how many of this rank's tasks are read, of how
-    many about; every view and fine-tuning of one counts as a task. Raises UserError: no run folder,
-    no checkpoint yet, an unknown split or label. Raises GMetaError: the dataset is not the one that
-    was trained on. Raises DataError: the one that `on` names has other columns.
-    """
+    `adapting` and `evaluation` replace the config's algorithm and evaluation; without `adapting`
+    the run adapts at the rate and steps that are best on its validation splits (see
+    choose_judging_splits). `candidates` are ranked with positive rows; `advance` gets how many of
+    about how many tasks are read, each view and setting counted. Raises UserError for a missing
+    run, checkpoint, split or label, GMetaError for a dataset other than the one trained on,
+    DataError for other columns in `on`."""
     folder = RunFolder(root)
     config = folder.read_config()
     config = own_config = replace(config, evaluation=evaluation or config.evaluation)
@@ -81,7 +74,7 @@ def evaluate_run(
     check_config(checkpoint, config)
     check_registered(root, config.model, config.algorithm, folder.read_environment())
     run_algorithm, step = config.algorithm, parse_checkpoint_step(checkpoint)
-    # What was chosen for it on its validation splits, where these are not at hand.
+    # What its validation splits chose earlier: another dataset may not have them.
     saved_adaptation = (
         read_chosen_adaptation(folder, run_algorithm, step) if on and adapting is None else None
     )
@@ -89,7 +82,7 @@ def evaluate_run(
     dataset, learner = build(replace(config, algorithm=adapting))
     config = replace(config, labels=with_judged_label(label, config.labels, dataset))
     folder.check_dataset(dataset.url, dataset.fingerprint)
-    # Nothing is trained from here: the tables need no state of an optimizer, nor the plan of the
+    # Nothing is trained: the tables need neither the state of an optimizer nor the plan of the
     # ranks that trained, which may have had GPUs.
     outer = replace(config.outer, sparse_optimizer="sgd")
     sharding_config = replace(config, outer=outer, sharding=ShardingConfig())
@@ -101,22 +94,17 @@ def evaluate_run(
         config = replace(config, data=data_config_for(config.data, dataset))
     protocol, _ = limit_to_one_draw(protocol, dataset)
     chosen = choose_splits(config.data, dataset, splits)
-    judging_splits = (
-        choose_judging_splits(config.algorithm, config.data, dataset, chosen)
-        if is_as_trained
-        else []
-    )
-    is_few = (
-        is_as_trained
-        and has_tunable_rates(config.algorithm)
-        and has_too_few_tasks(config.data, dataset)
-    )
-    # A meta-learned run adapts the same way whichever label is asked about.
+    judging_splits: list[tuple[str, ...]] = []
+    is_few = False
+    if is_as_trained:
+        judging_splits = choose_judging_splits(config.algorithm, config.data, dataset, chosen)
+        is_few = has_tunable_rates(config.algorithm) and has_too_few_tasks(config.data, dataset)
+    # A plain run is fine-tuned for the label in question; a meta-learned run adapts in one way,
+    # whichever label that is.
     tuning_context = EvalContext(
         config if run_algorithm.name == PLAIN else own_config, dataset, sharded, ranks
     )
     tunings = [choose_fine_tuning(tuning_context, each) for each in judging_splits]
-
     context = replace(tuning_context, config=config)
     tables, limited = predict_views(context, chosen, tunings, protocol, candidates, advance)
     if ranks.rank != 0:
@@ -160,12 +148,13 @@ def predict_views(
     candidates: Candidates | None,
     advance: Callable[[int, int], None],
 ) -> tuple[list[pa.Table], dict[int, pa.Table]]:
-    """Return the rows of all splits, predicted with every draw of support and query rows, and by
-    support size; none on the ranks but the first. Collective."""
+    """Return the rows of all splits by draw and by support limit, on rank 0 alone. Collective."""
+    # Each setting that was chosen is one more pass over the split.
     passes = (protocol.draws + len(protocol.support_sizes)) * max(
         [len(tuning.chosen) for tuning in tunings], default=1
     )
     num_tasks = sum(context.dataset.splits[split].num_episodes for split in splits) * passes
+    # The ranks' shares differ by a task at most: this rank's total is a guess.
     total, done = -(-num_tasks // context.ranks.world_size), 0
 
     def count_tasks(num_tasks: int) -> None:
@@ -174,10 +163,10 @@ def predict_views(
         advance(min(done, total), total)
 
     def predict_view(view: SupportView) -> pa.Table:
-        """Return the rows of all splits; none on the ranks but the first."""
         tables: list[pa.Table | None] = []
         for index, split in enumerate(splits):
             if tunings:
+                # One tuning for all splits, or one for each.
                 tuning = tunings[index % len(tunings)]
                 of_split = predict_tuned(context, split, tuning, view, candidates, count_tasks)
             else:
@@ -192,8 +181,7 @@ def predict_views(
 
 
 def with_judged_label(label: str, labels: LabelsConfig, dataset: Dataset) -> LabelsConfig:
-    """Return the section with `label` as the judged one, if that is not "" and the dataset's labels
-    have names."""
+    """Return the section with `label` as the judged one, unless it is "" or no label has a name."""
     names = dataset.features.labels
     if not label or not names:
         return labels
@@ -206,7 +194,7 @@ def with_judged_label(label: str, labels: LabelsConfig, dataset: Dataset) -> Lab
 
 
 def checkpoint_of(run: RunFolder) -> Path:
-    """Return the checkpoint that stands for a run. Raises UserError: it has none yet."""
+    """Return the checkpoint that stands for a run. Raises UserError if it has none yet."""
     checkpoint = checkpoint_to_use(run.checkpoints, run.read_config().run)
     if checkpoint is None:
         raise UserError(
@@ -217,21 +205,17 @@ def checkpoint_of(run: RunFolder) -> Path:
 
 
 def limit_to_one_draw(protocol: EvalProtocol, dataset: Dataset) -> tuple[EvalProtocol, str]:
-    """Return what is shown of a dataset whose protocol says which rows are support: one draw,
-    whatever was asked for, and a line that tells so; "" where nothing had to change."""
+    """Return the protocol with one draw, and a line on it, if the dataset fixes support rows."""
     if protocol.draws == 1 or not dataset.manifest.support_is_fixed:
         return protocol, ""
     return replace(protocol, draws=1), (
-        f"--draws = {protocol.draws}, but the protocol of {dataset.url} says which rows of a "
-        "task are "
-        "support, and which of them its query: one draw, intervals over tasks alone"
+        f"--draws = {protocol.draws}, but the protocol of {dataset.url} says which rows of a task "
+        "are support, and which of them its query: one draw, intervals over tasks alone"
     )
 
 
 def choose_splits(data: DataConfig, dataset: Dataset, requested: Sequence[str]) -> list[str]:
-    """Return the splits asked for, else those of the config, else all but those that training and
-    validation used, what these were carved out of, and what else was carved out of that. Raises
-    UserError: a split is unknown or has no episodes, or none is left."""
+    """Return the splits to score: `requested`, the config's, or all that training did not touch."""
     chosen = list(requested or data.eval_splits)
     for split in chosen:
         if split not in dataset.splits:
@@ -239,9 +223,10 @@ def choose_splits(data: DataConfig, dataset: Dataset, requested: Sequence[str]) 
                 f"split {split!r} is not in {data.path}: "
                 f"it has {', '.join(dataset.splits)}. Name one of them"
             )
-    # A split that decided when to stop is no measure of what came out.
+    # A split that decided when to stop says nothing about unseen tasks.
     used = {data.train_split, *data.valid_splits}
-    for _ in range(2):  # of `fit`: `train`, then all that was carved out of it
+    # Twice: `fit` was carved out of `train`, and other splits were carved out of `train` too.
+    for _ in range(2):
         used = {shared for split in used for shared in find_overlapping_splits(split, dataset)}
     chosen = chosen or [split for split in dataset.splits if split not in used]
     if not chosen:
@@ -250,7 +235,7 @@ def choose_splits(data: DataConfig, dataset: Dataset, requested: Sequence[str]) 
             "was trained or chosen by: there is nothing to score. Name one with --split, or train "
             "on data with one split more"
         )
-    # Before anything is predicted: it may take minutes to get to an empty split.
+    # Checked here: prediction may take minutes to get to an empty split.
     for split in chosen:
         if not dataset.splits[split].num_episodes:
             raise UserError(
@@ -267,13 +252,11 @@ def describe_trained_splits(
     scored_dataset: Dataset,
     splits: Sequence[str],
 ) -> list[str]:
-    """Return a line for each of these splits of `scored` that the run, on the dataset `own`, was
-    trained or chosen on: what it reaches there is no measure of unseen tasks."""
+    """Return a line for each split of `scored_dataset` that the run was trained or chosen on."""
     data, lineage = folder.read_config().data, read_lineage(read_about(checkpoint_of(folder)))
-    if scored_dataset.fingerprint not in {
-        trained_dataset.fingerprint,
-        *(one.fingerprint for one in lineage),
-    }:
+    # The increments that a run was trained on, from its first on, are in its lineage.
+    trained_on = {trained_dataset.fingerprint, *(one.fingerprint for one in lineage)}
+    if scored_dataset.fingerprint not in trained_on:
         return []
     trained = find_overlapping_splits(data.train_split, scored_dataset)
     return [

@@ -1,6 +1,4 @@
-"""How a run adapts at its best: the inner rate and steps that validation chooses, among the same
-few for plain and meta-learned runs.
-"""
+"""Chooses the inner rate and steps on validation tasks, among the same few for every run."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -37,19 +35,19 @@ from metaio.quantities import format_count
 from metaio.read.batch import TaskBatch
 from metaio.read.reader import EpisodeRange, RangeReader
 
-# Fewer choose by chance: 7 tasks chose a rate of 1 and 10 steps, with which the logloss of 15
+# Fewer tasks choose by chance: 7 tasks chose a rate of 1 and 10 steps, with which the logloss of 15
 # others rose from .70 to .80.
 FEWEST_TASKS = 20
 
 
 def has_tunable_rates(config: AlgorithmConfig) -> bool:
-    """Tell whether there are a rate and steps to choose."""
+    """Return whether there are a rate and steps to choose."""
     algorithm = find_algorithm(config.name)
     return algorithm.takes_steps and algorithm.rates is fixed_rates
 
 
 def has_too_few_tasks(data: DataConfig, dataset: Dataset) -> bool:
-    """Tell whether the validation splits have too few tasks to choose by, or there are none."""
+    """Return whether the validation splits have too few tasks to choose by, or there are none."""
     splits = data.valid_splits
     return sum(dataset.splits[split].num_episodes for split in splits) < FEWEST_TASKS
 
@@ -57,19 +55,20 @@ def has_too_few_tasks(data: DataConfig, dataset: Dataset) -> bool:
 def choose_judging_splits(
     algorithm: AlgorithmConfig, data: DataConfig, dataset: Dataset, splits: Sequence[str]
 ) -> list[tuple[str, ...]]:
-    """Return the splits that choose rate and steps together: the validation splits, for all splits
-    that are scored. Where these are too few, each half of the tasks of a scored split judges for
-    the other, but only for a plain run, which never saw an inner step; training tasks cannot, whose
-    labels the model has seen (docs/evaluation.md). None where there is nothing to choose."""
+    """Return the splits that choose each setting; [] where there is none to choose."""
     if not has_tunable_rates(algorithm):
         return []
+    # The validation splits choose one setting for all splits that are scored.
     if not has_too_few_tasks(data, dataset):
         return [data.valid_splits]
+    # Each half of the tasks then chooses for the other. Only a plain run, which never saw an inner
+    # step, needs that. Training tasks cannot choose: the model has seen their labels
+    # (docs/evaluation.md).
     return [(split,) for split in splits] if algorithm.name == PLAIN else []
 
 
 def adapt_with(algorithm: AlgorithmConfig, sharded: DistributedLearner) -> None:
-    """Let the model, whose parameters stay, adapt as `algorithm` says from here on."""
+    """Have the model, whose parameters stay, adapt as `algorithm` says from here on."""
     inner = sharded.local
     own = inner.learner
     inner.learner = MetaLearner(
@@ -81,7 +80,7 @@ def adapt_with(algorithm: AlgorithmConfig, sharded: DistributedLearner) -> None:
         items=own.items,
         projections=own.projections,
     )
-    # What an encoder or a generator has learned is the run's, too, on the device where it is.
+    # A trained encoder or generator belongs to the run too, on the device where it is.
     pairs = ((inner.learner.encoder, own.encoder), (inner.learner.generator, own.generator))
     for part, learned in pairs:
         if part is not None and learned is not None:
@@ -89,19 +88,19 @@ def adapt_with(algorithm: AlgorithmConfig, sharded: DistributedLearner) -> None:
 
 
 def choose_fine_tuning(context: EvalContext, splits: Sequence[str]) -> FineTuning:
-    """Return the inner rate and steps by which a run adapts best to tasks of some splits, by
-    the mean over these: one setting, or, where they are not the validation splits, one for each
-    half of the tasks, the best of the other half. Collective."""
+    """Return the best inner rate and steps on some splits, or those of each half. Collective."""
     config, ranks = context.config, context.ranks
-    # Not AUC: it does not notice outputs that run away, as they do where the rate is too high.
+    # Not AUC, which does not notice outputs that run away, as where the rate is too high.
     metric = loss_metric(config.loss_of())
     is_halved = has_too_few_tasks(config.data, context.dataset)
+    # A half of the tasks judges as many as a validation split would.
     most = config.evaluation.tuning_tasks * (1 + is_halved)
     batches_by_split = [read_tuning_batches(context, split, most) for split in splits]
-    errors: dict[tuple[float, int], list[float]] = {}  # of all tasks, then of each half
+    # By rate and steps: of all tasks, then of each half.
+    errors: dict[tuple[float, int], list[float]] = {}
 
     def measure_errors(columns: list[Columns]) -> list[float]:
-        """Return the error of all tasks, then of each half; nothing on the ranks but the first."""
+        """Return the error of all tasks, then of each half; nothing except on rank 0."""
         table = gather_columns(columns, ranks)
         if table is None:
             return []
@@ -130,7 +129,7 @@ def choose_fine_tuning(context: EvalContext, splits: Sequence[str]) -> FineTunin
     split_names, num_tasks = ", ".join(splits), sum(num_tasks for num_tasks, _ in batches_by_split)
     if not is_halved:
         return FineTuning(split_names, num_tasks, metric, (choose_best(settings),), settings)
-    # First what the second half chose, for the tasks of the first.
+    # The second half's choice first: it is for the tasks of the first.
     by_half = [
         choose_best(
             [replace(one, value=errors[one.inner_lr, one.inner_steps][half]) for one in settings]
@@ -141,8 +140,7 @@ def choose_fine_tuning(context: EvalContext, splits: Sequence[str]) -> FineTunin
 
 
 def read_tuning_batches(context: EvalContext, split: str, most: int) -> tuple[int, list[TaskBatch]]:
-    """Return how many episodes of a split judge, `most` unless it has fewer, and this rank's share
-    of them. Collective."""
+    """Return how many episodes of a split judge, and this rank's share of them. Collective."""
     config, dataset, ranks = context.config, context.dataset, context.ranks
     episodes = choose_tuning_episodes(dataset, split, most)
     own_episodes = np.array_split(episodes, ranks.world_size)[ranks.rank]
@@ -158,6 +156,7 @@ def read_tuning_batches(context: EvalContext, split: str, most: int) -> tuple[in
             stored = check_labels(reader.batches(groups), context.kinds, dataset, split)
             batches.extend(stored)
 
+    # An error of one rank is raised on all: the others would wait in a collective.
     run_on_all(read_groups, ranks)
     return len(episodes), batches
 
@@ -170,7 +169,7 @@ def predict_tuned(
     candidates: Candidates | None,
     advance: Callable[[int], None],
 ) -> pa.Table | None:
-    """Return what predict_split does, each task adapted with what was chosen for it. Collective."""
+    """Return what predict_split does, each task adapted with the setting for it. Collective."""
     tables = []
     for setting in tuning.chosen:
         algorithm = replace(
@@ -181,9 +180,9 @@ def predict_tuned(
     first, last = tables[0], tables[-1]
     if first is None or last is None:
         return None
-    # Both hold the same rows in the same order.
+    # Both tables hold the same rows in the same order.
     in_last_N = assign_halves(first["task"].to_numpy()) == len(tables) - 1
-    # `after` of every label, and the places that follow from it.
+    # Also the places among candidates, which follow from the predictions after adapting.
     for name in [one for one in first.column_names if one.startswith("after")]:
         chosen_N = np.where(in_last_N, last[name].to_numpy(), first[name].to_numpy())
         first = first.set_column(first.column_names.index(name), name, pa.array(chosen_N))
@@ -194,6 +193,7 @@ def choose_tuning_episodes(dataset: Dataset, split: str, most: int) -> npt.NDArr
     """Return the indices of `most` episodes of a split, ascending; all of a smaller one."""
     num_episodes = dataset.splits[split].num_episodes
     size = min(num_episodes, most)
+    # A fixed seed: all runs are tuned on the same tasks.
     return np.sort(np.random.default_rng(0).choice(num_episodes, size, replace=False))
 
 
@@ -203,8 +203,7 @@ def describe_adaptation(
     tunings: Sequence[FineTuning],
     few: str = "",
 ) -> str:
-    """Return a line on an inner loop that is not the config's, "" where it is; `few` names the
-    validation splits that are too few to choose one."""
+    """Return a line on an inner loop unlike the config's, else ""; `few`: splits with few tasks."""
     if tunings:
         each = [
             " and ".join(f"{one.inner_lr:g} x {one.inner_steps}" for one in tuning.chosen)
@@ -216,11 +215,8 @@ def describe_adaptation(
             why = f"fewer than {FEWEST_TASKS} tasks in {few}" if few else "no data.valid_split"
             halves = f"; {why}, so each half of the tasks has what is best for the other half"
         is_plain = run_algorithm.name == PLAIN
-        trained = (
-            ""
-            if is_plain
-            else f" (its config: {run_algorithm.inner_lr:g} x {run_algorithm.inner_steps})"
-        )
+        own = f"{run_algorithm.inner_lr:g} x {run_algorithm.inner_steps}"
+        trained = "" if is_plain else f" (its config: {own})"
         return (
             f"{'fine-tuned' if is_plain else 'adapts'} with the inner_lr x inner_steps of the best "
             f"{tunings[0].metric} of {format_count(len(tunings[0].tried), 'setting')}: "

@@ -1,4 +1,4 @@
-"""What a learner predicts of a split's query rows, all ranks together, by a view of its tasks."""
+"""Predicts the query rows of a split, all ranks together, as a view shows its tasks."""
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -39,7 +39,7 @@ BatchWithCandidates: TypeAlias = tuple[TaskBatch, npt.NDArray[np.bool_]]
 
 @dataclass(frozen=True)
 class EvalContext:
-    """A model as the ranks hold it, and the data that it is scored on."""
+    """A model that the ranks hold, and the data that it is scored on."""
 
     config: TrainConfig
     dataset: Dataset
@@ -59,15 +59,13 @@ def predict_split(
     candidates: Candidates | None = None,
     advance: Callable[[int], None] = lambda num_tasks: None,
 ) -> pa.Table | None:
-    """Return a row for each query row of the split as the view shows it on rank 0, None elsewhere.
+    """Return a row for each query row of the split as the view shows it, on rank 0; None elsewhere.
 
-    Its columns are split, task, support_rows, task_rows (shown rows of the task), label, before and
-    after, row_id where the dataset stores it, and item (the row of its table) where its schema
-    names one; before and after are probabilities for BCE, ratings for other losses. Where there are
-    several labels, these are of the judged one, and `label:NAME`, ... of each other one of
-    scored_labels; a label that is not known is NaN. `advance` is called with the tasks of each
-    batch that is read.
-    """
+    Columns: split, task, support_rows, task_rows (rows of the task in the view), label, before and
+    after (probabilities for BCE, ratings for other losses), row_id where the dataset stores it, and
+    item (the row of its table) where the schema names one. With several labels these are the judged
+    one's, with `label:NAME`, ... of each other; an unknown label is NaN. `advance` gets the tasks
+    of each batch that is read."""
     config, dataset, ranks = context.config, context.dataset, context.ranks
     reads = config.data, config.run.seed, dataset, split
     with open_reader(*reads, ranks.rank, ranks.world_size) as reader:
@@ -80,6 +78,7 @@ def predict_split(
         else:
             with_candidates = _with_candidates(candidates, dataset, batches, view)
         columns = _predict_batches(with_candidates, context, stop)
+        # A rank whose data failed took part with empty batches: now its error is raised on all.
         if stop.is_agreed:
             raise_first_problem(stop, ranks)
     table = gather_columns(columns, ranks)
@@ -104,17 +103,15 @@ def _count_tasks(
 def predict_at_steps(
     batches: Iterable[TaskBatch], steps: Sequence[int], context: EvalContext
 ) -> list[list[Columns]]:
-    """Return, for each of these ascending numbers of inner steps, the columns of each of this
-    rank's batches. Collective."""
-    learner, labels = (
-        context.sharded.local,
-        scored_labels(context.config.labels, context.dataset),
-    )
+    """Return this rank's columns after each of these rising numbers of steps. Collective."""
+    learner = context.sharded.local
+    labels = scored_labels(context.config.labels, context.dataset)
     collate = learner.learner.collate_to_predict
     idle = collate(batch_without_tasks(context.dataset.features))
     prepared_steps = iterate_steps(
         map(collate, batches), idle, context.ranks, Stop(), context.sharded
     )
+    # One inner loop with the most steps gives the predictions after all smaller numbers of steps.
     by_batch = [
         [_make_columns(one, context, each, labels) for one in learner.predict_along(each, steps)]
         for each, _ in prepared_steps
@@ -125,8 +122,7 @@ def predict_at_steps(
 def _predict_batches(
     batches: Iterator[BatchWithCandidates], context: EvalContext, stop: Stop
 ) -> list[Columns]:
-    """Return the columns of each of this rank's batches, for their query rows alone; where
-    candidates are sampled, for the rows beside which they stand. Collective."""
+    """Return the columns of this rank's batches, without sampled rows. Collective."""
     learner, dataset = context.sharded.local, context.dataset
     item = find_item_feature(dataset)
 
@@ -148,13 +144,11 @@ def _predict_batches(
 def _with_candidates(
     candidates: Candidates, dataset: Dataset, batches: Iterable[TaskBatch], view: SupportView
 ) -> Iterator[BatchWithCandidates]:
-    """Yield batches with sampled rows, and which rows these are; one batch may become several.
-
-    A batch without episodes stays: a rank whose data failed takes part with such.
-    """
+    """Yield batches with sampled rows, and which rows these are; one batch may become several."""
     for batch in batches:
         rows = unpack_block(batch.map(torch.Tensor.numpy))  # type: ignore[arg-type]
         if not batch.num_tasks:
+            # A rank whose data failed takes part with such batches.
             yield batch, np.zeros(0, np.bool_)
         for listed in candidates.add_candidates(rows, view):
             row_id_N, weight_N = (
@@ -171,16 +165,19 @@ def _with_candidates(
 
 def gather_columns(columns: list[Columns], ranks: Ranks) -> Columns | None:
     """Return the columns of all ranks' batches as one on rank 0, None elsewhere."""
-    gather_columns = gather_values(columns, ranks)
-    if gather_columns is None:
+    by_rank = gather_values(columns, ranks)
+    if by_rank is None:
         return None
-    # Empty batches keep the collectives of a rank's peers whole, and hold no row.
-    parts = [part for of_rank in gather_columns for part in of_rank if len(part["task"])]
+    # Empty batches exist for the collectives of other ranks, and hold no row.
+    parts = [part for of_rank in by_rank for part in of_rank if len(part["task"])]
     if not parts:
         return {"task": np.zeros(0, np.int64)}
     table = {name: np.concatenate([part[name] for part in parts]) for name in parts[0]}
     tasks, code_N = np.unique(table["task"], return_inverse=True)
+    # A task may have several episodes, on several ranks: its rows are the sum of its query rows'
+    # shares.
     rows_T = np.bincount(code_N, table["task_rows"], minlength=tasks.size)
+    # A sum of shares is not exactly a whole number.
     table["task_rows"] = np.rint(rows_T)[code_N].astype(np.int32)
     return table
 
@@ -191,7 +188,6 @@ def _make_columns(
     episodes: Episodes,
     labels: Sequence[ScoredLabel],
 ) -> Columns:
-    """Return a batch's columns. Collective."""
     wait_for_hosts(context.ranks)
     objectives = context.sharded.local.learner.objectives
     sampled_N = episodes.query_sampled_N.numpy()
@@ -202,15 +198,13 @@ def _make_columns(
     support_T = prediction.support_lengths_T.cpu().numpy().astype(np.int32)
     # The loss works on logits, a reader on probabilities.
     to_predictions = objectives.outer.predictions
-    outputs = (
-        to_predictions(prediction.before_N).float(),
-        to_predictions(prediction.after_N).float(),
-    )
+    outputs = [to_predictions(one).float() for one in (prediction.before_N, prediction.after_N)]
     label_NL, before_NL, after_NL = (
         values.cpu().numpy().reshape(len(task_N), objectives.num_labels)
         for values in (prediction.label_N, *outputs)
     )
-    # Adds up to the rows of the task, also where several episodes are of one.
+    # Each query row carries an equal share of its episode's rows: the sum over a task is then
+    # right, of however many episodes it has.
     share_T = (support_T + query_T) / np.maximum(query_T, 1).astype(np.float64)
     columns = {
         "task": np.repeat(episodes.task_T.numpy(), query_T),

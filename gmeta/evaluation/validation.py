@@ -1,9 +1,4 @@
-"""The scores of whole splits while a run trains: what early stopping and tuning go by; and
-prequential scores, of what a model predicts of an increment before it is trained on it.
-
-The support rows of a returning task are older than the increment's window and its query rows are
-in it, so these are the scores of a true forecast (Dawid 1984: "predict, then learn").
-"""
+"""Scores of splits while a run trains: for early stopping, tuning, and before training."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -27,7 +22,7 @@ from metaio.format.dataset import Dataset
 
 
 class SplitScores(NamedTuple):
-    """The metrics of a split by name, and why those that are None are undefined, in a line each."""
+    """The metrics of a split by name, and for each that is None a line on why it is undefined."""
 
     scores: dict[str, float | None]
     num_tasks: int
@@ -51,9 +46,9 @@ def score_predictions(
     for label in scored_labels(config.labels, dataset):
         rows, name_of_label = drop_unknown_rows(table, label.suffix), label.suffix[1:]
         scoring = make_scoring(config, name_of_label)
-        # What decides when to stop need not be what is reported.
+        # Early stopping may go by a metric that is not reported.
         metric_names = [*scoring.names, *[stops_by][: label_of_stop == name_of_label]]
-        # Candidates are sampled by gmeta evaluate alone.
+        # Only gmeta evaluate samples candidates.
         names = dict.fromkeys(name for name in metric_names if not scoring.is_over_candidates(name))
         known_N, after_N, task_N = (rows[name].to_numpy() for name in ("label", "after", "task"))
         for name, value in evaluate_split(known_N, after_N, task_N, scoring, list(names)).items():
@@ -71,8 +66,7 @@ def score_predictions(
 def score_validation(
     context: EvalContext, show_lines: Callable[[Sequence[str]], None]
 ) -> dict[str, float | None]:
-    """Return the metrics of the validation splits on rank 0 as average_scores does, an empty dict
-    elsewhere, and tell why one is undefined."""
+    """Return the metrics of the validation splits (see average_scores) on rank 0, {} elsewhere."""
     found = {split: score_split(context, split) for split in context.config.data.valid_splits}
     show_lines([line for one in found.values() for line in one.notes])
     scores = {split: one.scores for split, one in found.items()}
@@ -80,33 +74,35 @@ def score_validation(
 
 
 def average_scores(scores: Mapping[str, dict[str, float | None]]) -> dict[str, float | None]:
-    """Return the metrics of a split; of several splits the means, undefined where one is, and
-    behind them those of each, as METRIC/SPLIT."""
+    """Return the metrics of a split; of several their means, with METRIC/SPLIT of each."""
     first = next(iter(scores.values()))
     if len(scores) == 1:
         return first
+    # A mean is None where a split has None.
     means: dict[str, float | None] = {}
     for metric in first:
         of_splits = [of_split[metric] for of_split in scores.values()]
         known = [value for value in of_splits if value is not None]
-        # Not over those that have one: scores of other splits would not compare with it.
+        # Not over the splits that have one: scores of fewer splits would not compare with it.
         means[metric] = sum(known) / len(known) if len(known) == len(scores) else None
     each = {f"{name}/{split}": of[name] for split, of in scores.items() for name in of}
     return means | each
 
 
 def score_before_training(context: EvalContext, lineage: Lineage) -> list[str]:
-    """Score every split of the increment that is trained next, the last of `lineage`, keep the
-    scores in the run folder (prequential.json) and return a line on each. Collective."""
+    """Score every split of the increment to train next; return a line on each. Collective."""
     config, dataset = context.config, context.dataset
-    # No split was trained on: each is read as it is stored. Which one is validated on stays, as the
-    # keys of early stopping, whose metric is among the scores, ask for one.
+    # No split was trained on: each is read as it is stored. The validation split stays, as early
+    # stopping's keys, whose metric is among the scores, need one.
     data = replace(data_config_for(config.data, dataset), valid_split=config.data.valid_split)
     context = replace(context, config=replace(config, data=data))
     splits = [name for name, split in dataset.splits.items() if split.num_episodes]
+    # Support rows of a returning task are older than the window and its query rows lie in it: a
+    # forecast.
     found = {name: score_split(context, name) for name in splits}
     if context.ranks.rank != 0:
         return []
+    # Prequential scores (Dawid 1984: "predict, then learn").
     report: dict[str, Any] = {
         "increment": lineage[-1].increment,
         "fingerprint": lineage[-1].fingerprint,

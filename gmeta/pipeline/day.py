@@ -10,29 +10,29 @@ from metaio.stream.chain import IncrementRecord
 
 @dataclass(frozen=True)
 class Day:
-    """One increment and its outcome.
-
-    `forecast` holds its scores by the model that goes on, before it is trained on them, `frozen` by
-    the first version; `took_s` seconds by stage.
-    """
+    """One increment and its outcome."""
 
     record: IncrementRecord
-    window_s: tuple[float, float]  # since 1970
+    # In seconds since 1970.
+    window_s: tuple[float, float]
     verdict: Mapping[str, Any] = field(default_factory=dict)
     version: Version | None = None
+    # Scores of the increment: by the model that goes on, before it is trained on it, and by the
+    # first.
     forecast: Mapping[str, float] = field(default_factory=dict)
     frozen: Mapping[str, float] = field(default_factory=dict)
     best_auc: float | None = None
+    # By stage.
     took_s: Mapping[str, float] = field(default_factory=dict)
 
     @property
     def new(self) -> int:
-        """Count the ids that got a row."""
+        """Return the number of ids that got a row."""
         return sum(table["new"] for table in self.record.report["tables"].values())
 
     @property
     def freed(self) -> int:
-        """Count the ids that lost theirs."""
+        """Return the number of ids that lost their row."""
         return sum(table["freed"] for table in self.record.report["tables"].values())
 
     @property

@@ -1,6 +1,4 @@
-"""The outcome of each increment of a stream, read from the files that its stages left: for the page
-alone, so what cannot be read is not there.
-"""
+"""Reads the outcome of each increment of a stream from the files that its stages left."""
 
 from __future__ import annotations
 
@@ -20,8 +18,10 @@ from metaio.stream.chain import IncrementRecord, list_increment_numbers, open_st
 if TYPE_CHECKING:
     from gmeta.pipeline.pipeline import Pipeline
 
-_SHOWN = 200  # of the newest increments: more are no picture
-TRAINED_ON = "train"  # the split of most rows, which nobody has seen when it is forecast
+# More increments than these newest would be no picture.
+_SHOWN = 200
+# The split of most rows; no model has seen it when it is forecast.
+TRAINED_ON = "train"
 
 
 def read_days(loop: Pipeline) -> list[Day]:
@@ -33,11 +33,8 @@ def read_days(loop: Pipeline) -> list[Day]:
     stream, best, days = open_stream(url), _best_by_partition(loop.config.follow.best), []
     ticks_per_s = stream.ticks_per_s
     for number in numbers[-_SHOWN:]:
-        record, promoted, root = (
-            stream.record(number),
-            loop.promoted_version(number),
-            loop.folder(number),
-        )
+        record, promoted = stream.record(number), loop.promoted_version(number)
+        root = loop.folder(number)
         is_kept = promoted is not None and loop.channel.folder_of(promoted).is_dir()
         days.append(
             Day(
@@ -55,7 +52,7 @@ def read_days(loop: Pipeline) -> list[Day]:
 
 
 def _read_scores(path: Path) -> dict[str, float]:
-    """Return the metrics of the rows that are trained on next."""
+    # For the page alone: what cannot be read is left out.
     with suppress(OSError, ValueError, LookupError, TypeError):
         scores = read_json(path)["splits"][TRAINED_ON]["scores"]
         return {name: float(value) for name, value in scores.items() if value is not None}
@@ -63,11 +60,11 @@ def _read_scores(path: Path) -> dict[str, float]:
 
 
 def _read_seconds(path: Path) -> dict[str, float]:
-    """Return the seconds of each stage, the last time that it ended."""
     seconds_by_stage: dict[str, float] = {}
     with suppress(OSError):
         for line in path.read_text(errors="replace").splitlines():
-            with suppress(ValueError, LookupError, TypeError):  # a kill may cut a line short
+            # A kill may cut a line short.
+            with suppress(ValueError, LookupError, TypeError):
                 entry = json_object(line)
                 seconds_by_stage[str(entry["stage"])] = float(entry["took_s"])
     return seconds_by_stage
@@ -88,7 +85,7 @@ def _best_by_partition(path: str) -> dict[str, float]:
 
 
 def _best_of(record: IncrementRecord, best: Mapping[str, float]) -> float | None:
-    """Return the best possible AUC of an increment that is of one partition, if it is known."""
     names = [PurePosixPath(one["name"]).parts for one in record.report.get("inputs", ())]
     known = {part for parts in names for part in parts if part in best}
+    # Of several partitions together no best is known.
     return best[known.pop()] if len(known) == 1 else None

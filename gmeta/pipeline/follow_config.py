@@ -1,4 +1,4 @@
-"""What `gmeta follow` follows: the keys of stream.toml."""
+"""The keys of stream.toml, which says what `gmeta follow` follows."""
 
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -30,9 +30,7 @@ class FollowSection:
     every_s: float = key(10.0, "seconds between two looks for closed partitions", min=0.1)
     nproc_per_node: int = key(1, "ranks that train", min=1)
     fresh_s: float = key(
-        0.0,
-        "alarm when the served model knows nothing of the last so many seconds; 0: none",
-        min=0,
+        0.0, "alarm when the served model knows nothing of the last so many seconds; 0: none", min=0
     )
     frozen: bool = key(
         True, "score the first promoted version on every increment, beside those that go on"
@@ -94,6 +92,7 @@ def load_follow_config(path: Path) -> FollowConfig:
             raise ConfigError(f"follow.{name} is empty: it is required. Set it in {path}")
     for name in ("stream", "runs", "channel", "best"):
         check_local(f"follow.{name}", getattr(config.follow, name))
+    # Raises UrlError before anything is trained.
     if config.follow.mirror:
-        find_file_system(config.follow.mirror)  # raises UrlError before anything is trained
+        find_file_system(config.follow.mirror)
     return config

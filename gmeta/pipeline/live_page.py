@@ -1,5 +1,4 @@
-"""What a loop shows: the page of its stream as a file, and an address with the page as it is now,
-metrics for Prometheus, and /healthz for probes."""
+"""Shows a loop: the page of its stream, as a file or served, with its metrics and /healthz."""
 
 import threading
 from pathlib import Path
@@ -19,18 +18,18 @@ from gmeta.platform.files.atomic_write import write_atomically
 from gmeta_keys.translate_errors import format_foreign_error, translate_errors
 from metaio.errors import MetaIOError
 
+# Seconds after which a browser loads the page again.
 _REFRESH_S = 10
 
 
 def write_page(path: Path, pipeline: Pipeline, metrics: PipelineMetrics) -> None:
-    """Write the page of the stream's state now to a file, which takes a second."""
+    """Write the page of the stream's state to a file, which takes a second."""
     write_atomically(path, render_stream(pipeline, metrics.status).encode())
 
 
 @final
 class StreamPageServer:
-    """Serves a loop's page and metrics in threads of its own. A picture is drawn when somebody
-    looks, once for each stage that ended."""
+    """Serves a loop's page and metrics from threads of its own."""
 
     def __init__(
         self,
@@ -40,10 +39,11 @@ class StreamPageServer:
         tls: ServerTls | None = None,
         tokens: Tokens | None = None,
     ) -> None:
-        """Listen at HOST:PORT. Raise AddressError, CredentialError or, where the port is taken,
-        UserError."""
+        """Listen at HOST:PORT. Raises AddressError, CredentialError or UserError (port in use)."""
         self._pipeline, self._metrics = pipeline, metrics
+        # Drawn when a browser wants it, once for each stage that ended: drawing takes a second.
         self._picture: StreamPicture | None = None
+        # Requests come in threads, and the picture must be drawn only once.
         self._drawing = threading.Lock()
         host, port = split_address("--listen", address)
         routes = {"/": self._answer_page, "/metrics": self._answer_metrics}
@@ -56,30 +56,26 @@ class StreamPageServer:
         self.port = self._server.start()
 
     def redraw(self) -> None:
-        """Draw anew when somebody looks next: a stage has ended."""
+        """Have the page drawn anew at the next request, as a stage has ended."""
         with self._drawing:
             self._picture = None
 
     def stop(self) -> None:
-        """End at once."""
+        """Stop serving at once."""
         self._server.stop()
 
     def _answer_page(self, request: HttpRequest) -> None:
         try:
-            text = self._render_page()
+            with translate_errors(_wrap_defect, GMetaError, MetaIOError), self._drawing:
+                picture = self._picture = self._picture or draw_stream(self._pipeline)
+                under_way = self._pipeline.under_way
+                text = render_page(picture, self._metrics.status, under_way, _REFRESH_S)
         except (GMetaError, MetaIOError) as error:
             request.send(500, f"the page cannot be drawn: {error}\n")
             return
+        # The page changes with each stage.
         headers = {"Cache-Control": "no-store"}
         request.send(200, text, headers, "text/html; charset=utf-8")
-
-    def _render_page(self) -> str:
-        with (
-            translate_errors(_wrap_defect, GMetaError, MetaIOError),
-            self._drawing,
-        ):
-            picture = self._picture = self._picture or draw_stream(self._pipeline)
-            return render_page(picture, self._metrics.status, self._pipeline.under_way, _REFRESH_S)
 
     def _answer_metrics(self, request: HttpRequest) -> None:
         encode, content_type = choose_encoder(request.headers.get("Accept", ""))
@@ -87,5 +83,6 @@ class StreamPageServer:
 
 
 def _wrap_defect(error: Exception) -> GMetaError:
+    # An error that was not expected is answered too: the server goes on.
     reason = format_foreign_error(error).rstrip(".")
     return GMetaError(f"{reason}. That is a defect; report it with its traceback")

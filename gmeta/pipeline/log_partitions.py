@@ -1,5 +1,4 @@
-"""Which partitions of a log are closed, and the state of each of their files: taken by an
-increment, refused, held for the next one, or waiting."""
+"""Finds the closed partitions of a log, and the state of each of their files."""
 
 import time
 from collections.abc import Collection, Iterator, Mapping, Sequence, Set
@@ -18,45 +17,46 @@ from metaio.stream.chain import list_increment_numbers, open_stream
 from metaio.stream.taken_files import hash_file
 
 SUCCESS = "_SUCCESS"
+# Listings of a remote store at a time.
 _LISTED_TOGETHER = 16
 
 
 @dataclass(frozen=True)
 class LogPartition:
-    """A partition: its name and its files, as `gmeta prepare` takes them, some with their sizes;
-    others of it may have been taken before. It is closed unless something speaks `against` it."""
+    """A partition and its files that are not in the stream yet."""
 
     name: str
     files: tuple[str, ...]
     is_begun: bool = False
+    # Of some of the files: a file system need not say.
     sizes: Mapping[str, int] = field(default_factory=dict)
+    # Why it cannot be closed; "" if it is.
     against: str = ""
 
 
 def closed_partitions(pattern: str, closed_after_s: float) -> list[LogPartition]:
-    """Return the partitions that match a glob and are closed, in the order of their names, and
-    those of which that cannot be told.
-
-    A folder is one of all files in it but those whose names begin with _ or a dot, and is closed by
-    _SUCCESS; a file is one of itself. Either is closed too, with `closed_after_s`, once nothing was
-    written to it for so long.
-    """
+    """Return the partitions that match a glob and are closed, or whose age cannot be known."""
     partitions = []
     with _translate_access_errors(pattern):
         fs, root = find_file_system(pattern)
+        # fsspec remembers listings: a file that came since the last step would not be seen.
         fs.invalidate_cache()
         for path, inner in _list_files(fs, root):
-            # A link to a file is one, too.
+            # Links to files count too.
             entries = {
                 str(p): one for p, one in inner.items() if one["type"] == "file" or fs.isfile(p)
             }
             files = sorted(name for name in entries if not is_marker(name, path))
+            # A folder stands for the files in it, but for names that begin with _ or a dot; a file
+            # for itself.
             is_folder = list(entries) != [path]
+            # _SUCCESS closes a folder, and `closed_after_s` without a write closes either.
             is_closed = f"{path}/{SUCCESS}" in entries or (not is_folder and not closed_after_s)
             against = ""
             if not is_closed and closed_after_s and files:
                 age_s = time.time() - max(map(_written_s, entries.values()))
                 is_closed = age_s >= closed_after_s
+                # The file's clock or this one's is wrong: by its age it would never be closed.
                 if age_s < -closed_after_s:
                     against = (
                         f"it was written {format_duration(-age_s)} from now, so that its age "
@@ -74,11 +74,11 @@ def closed_partitions(pattern: str, closed_after_s: float) -> list[LogPartition]
 
 
 def _list_files(fs: Any, pattern: str) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yield each path that matches a glob, with all files at or below it by path. A store answers
-    after a while: one partition after the other, a year by the hour would take minutes. Other
-    clients, such as that of FTP, have one connection, which threads would mix up."""
+    """Yield each path that matches a glob, with all files at or below it."""
     paths = [path for path in sorted(map(str, fs.glob(pattern))) if not is_marker(path, pattern)]
     find = partial(fs.find, detail=True)
+    # A store answers slowly: one partition after the other, a year by the hour would take minutes.
+    # Other clients, such as FTP's, have one connection, which threads would mix up.
     listings = map_in_order(_LISTED_TOGETHER, find, paths) if fs.async_impl else map(find, paths)
     yield from zip(paths, listings, strict=True)
 
@@ -90,8 +90,7 @@ def _translate_access_errors(place: str) -> translate_errors:
 
 @dataclass(frozen=True)
 class LogState:
-    """The state of a log: the partitions of which an increment is to be made, the first one first,
-    the files that wait for others, and what is refused, and why."""
+    """The state of a log: partitions to prepare, files that wait for others, and refused ones."""
 
     waiting: Sequence[LogPartition]
     held: Sequence[str]
@@ -104,16 +103,13 @@ def sort_partitions(
     noted: Sequence[Mapping[str, Any]],
     rewritten: Mapping[str, str],
 ) -> LogState:
-    """Return the state of the partitions, from the files that increments took, the quarantine's
-    notes that still hold, and why taken files that have changed since are refused.
-
-    Files are held where `gmeta prepare` found that they make no increment by themselves.
-    """
+    """Return the state of the partitions; `noted` are the quarantine's notes in force."""
     refused = dict(rewritten)
     held: set[str] = set()
     for note in noted:
         names = [file["name"] for file in note["files"] if file["name"] not in taken]
         if note.get("with_next"):
+            # `gmeta prepare` found too few rows in them for an increment.
             held.update(names)
         else:
             refused |= dict.fromkeys(names, "; ".join(note["reasons"]))
@@ -122,7 +118,8 @@ def sort_partitions(
         left = tuple(name for name in partition.files if name not in taken and name not in refused)
         if partition.against:
             refused |= dict.fromkeys(left, partition.against)
-        elif not held.issuperset(left):  # one more may make an increment of all
+        # One more file may make an increment of all.
+        elif not held.issuperset(left):
             is_begun = not taken.isdisjoint(partition.files)
             waiting.append(replace(partition, files=left, is_begun=is_begun))
     return LogState(waiting, sorted(held), refused)
@@ -130,31 +127,33 @@ def sort_partitions(
 
 @final
 class QuarantineChecks:
-    """Tells which notes of the quarantine hold: all of its files are there with the bytes that were
-    refused. A file that was mended, or taken away, is tried again with the others of its note."""
+    """Finds the quarantine's notes in force: all of its files have the bytes that were refused."""
 
     def __init__(self) -> None:
-        self._hash_of: dict[str, tuple[str, str]] = {}  # with what the file system said then
+        # By name: what the file system said of the file, and its hash then.
+        self._hash_of: dict[str, tuple[str, str]] = {}
 
     def notes_in_force(
         self, notes: Sequence[Mapping[str, Any]], taken: Collection[str]
     ) -> list[Mapping[str, Any]]:
-        """Return the notes that hold; files that were taken are not looked at."""
+        """Return the notes in force; files in `taken` are not looked at."""
         return [
             note
             for note in notes
+            # A file that was corrected or removed is tried again, with the others of its note.
             if all(one["name"] in taken or self._is_as_noted(one) for one in note["files"])
         ]
 
     def find_rewritten(
         self, partitions: Sequence[LogPartition], taken: Mapping[str, Mapping[str, Any]]
     ) -> list[str]:
-        """Return the taken files whose size has changed, and, as is checked then, their bytes."""
+        """Return the files in `taken` whose size and bytes have changed."""
         return [
             name
             for partition in partitions
             for name, size in partition.sizes.items()
             if name in taken
+            # The size first, which is free: bytes are read only where it differs.
             and size != taken[name]["num_bytes"]
             and not self._is_as_noted(taken[name])
         ]
@@ -167,7 +166,7 @@ class QuarantineChecks:
                 info = fs.info(path)
             except FileNotFoundError:
                 return False
-            # Read once, and again when it was written to.
+            # Hashed once, and again only when the file system says that the file changed.
             before, xxh3 = self._hash_of.get(name, ("", ""))
             if before != str(info):
                 xxh3 = hash_file(name).xxh3
@@ -177,18 +176,19 @@ class QuarantineChecks:
 
 @final
 class TakenFiles:
-    """Which files the increments of a stream took; each manifest is read once, however long the
-    stream grows."""
+    """The files that increments of a stream were made of."""
 
     def __init__(self, stream: str) -> None:
         self._stream = stream
         self._file_of: dict[str, dict[str, Any]] = {}
+        # Manifests read so far: each is read once, however long the stream grows.
         self._known: set[int] = set()
 
     def files(self) -> dict[str, dict[str, Any]]:
-        """Return what each file was as the newest `increment` took it, by its name."""
+        """Return each file by its name, as the newest increment has it."""
         numbers = set(list_increment_numbers(self._stream))
-        if not self._known <= numbers:  # the newest was taken back: its files are free again
+        # The newest increment was taken back: its files are free again.
+        if not self._known <= numbers:
             self._file_of, self._known = {}, set()
         new = numbers - self._known
         if new:
@@ -201,11 +201,12 @@ class TakenFiles:
 
 
 def _written_s(entry: dict[str, Any]) -> float:
-    """Return when a file was last written, as the file system says: a time or seconds."""
+    """Return when a file was last written: file systems name that differently."""
     for key in ("mtime", "LastModified", "updated", "last_modified", "created"):
         value = entry.get(key)
         if isinstance(value, int | float):
             return float(value)
         if isinstance(value, datetime):
             return value.timestamp()
-    return time.time()  # it does not say: never closed by its age
+    # The file system does not say: such a partition is never closed by its age.
+    return time.time()

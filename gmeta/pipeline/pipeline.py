@@ -1,11 +1,8 @@
 """The loop: closed partitions become increments, each trained on, judged and promoted in its turn.
 
-What is done is read from what is there, so that a loop killed anywhere goes on where it was: files
-that an increment took are taken, and of RUNS/000007/ `trained.json`, `model/`, `verdict.json`, the
-channel's log and `frozen.json` each end a stage. When nothing else is to be done, the first version
-that was promoted is scored on what has come since: what a model that does not go on is worth today.
-What is remembered beside that never changes on the disk.
-"""
+What is done is read from files, so that a loop killed anywhere goes on: each increment says which
+files it has, and in RUNS/000007/ `trained.json`, `model/`, `verdict.json`, the channel's log and
+`frozen.json` each end a stage."""
 
 import json
 import shutil
@@ -40,14 +37,14 @@ from metaio.quantities import format_count
 from metaio.stream.chain import list_increment_numbers, name_increment_folder, open_stream
 from metaio.stream.quarantine import list_quarantine
 
-SET_ASIDE = 3  # exit code of a verdict, and of `gmeta prepare` for rows that are quarantined
+# The exit code of a refusal, and of `gmeta prepare` for quarantined rows.
+SET_ASIDE = 3
 RunStage = Callable[[list[str], Path], int]
 
 
 @final
 class Pipeline:
-    """Takes one stage at a time; `run_stage` runs a command of gmeta and returns its exit code, and
-    `last_line` what it said at last."""
+    """Runs one stage at a time: `run_stage` runs a command, `last_line` reads its log's end."""
 
     def __init__(
         self, config: FollowConfig, run_stage: RunStage, last_line: Callable[[Path], str]
@@ -59,20 +56,24 @@ class Pipeline:
         self._run_stage, self._last_line = run_stage, last_line
         self.under_way: RunningStage | None = None
         self._files, self._quarantine_checks = TakenFiles(self._stream), QuarantineChecks()
+        # What is stored here beside the files never changes on the disk: a step need not read all
+        # verdicts.
         self._verdicts: dict[int, dict[str, Any]] = {}
         self._promoted: tuple[object, dict[str, int]] = (None, {})
-        # As the last step found it, if it left nothing to do.
+        # The state of the log, if the last step found nothing to do.
         self.idle: LogState | None = None
-        self._published = ""  # when what the mirror serves was promoted; at the start nobody knows
-        self.unpublished = ""  # why the mirror lacks what serves, once a try has failed
-        self._is_put_off = False  # its next try: the mirror may be away for hours
+        # When the version that the mirror serves was promoted; not known at the start.
+        self._published = ""
+        # Why the mirror lacks the version that serves, once a try has failed.
+        self.unpublished = ""
+        # Whether publishing waits for another stage: the mirror may be away for hours.
+        self._is_put_off = False
 
     def step(self) -> StageOutcome | None:
-        """Take the next stage and return its outcome; None where no stage is due. Raises
-        GMetaError: the stage failed, or too many candidates were refused in a row."""
+        """Run the next stage and return its outcome; None if no stage is due. Raises GMetaError."""
         done = self._step()
         if done is not None and done.increment:
-            # For the page alone: what is done is never read from it.
+            # Read by the page alone: whether a stage is done is never read from it.
             line = {"stage": done.stage, "took_s": round(done.took_s, 3), "at_s": time.time()}
             root = self.folder(done.increment)
             root.mkdir(parents=True, exist_ok=True)
@@ -85,20 +86,21 @@ class Pipeline:
         current = self.channel.current()
         if current is None or not self.config.follow.mirror or current.at == self._published:
             return self._take_next(current)
-        # What a person promoted or rolled back, too.
+        # The mirror may be away for hours: after a failure another stage comes first. A version
+        # that a person promoted or rolled back is copied too.
         is_put_off, self._is_put_off = self._is_put_off, False
         done = self._take_next(current) if is_put_off else None
         return done or self._publish(current)
 
     def _take_next(self, current: CurrentVersion | None) -> StageOutcome | None:
-        """Take the next stage, apart from publishing."""
-        # What comes next is read from what is there, never remembered: a kill between two stages
-        # costs nothing.
+        # Read from files, never remembered: a kill between two stages costs nothing.
         number = self.first_unfinished()
         if number is None:
             log = self.log_state()
             if log.waiting:
                 return self._prepare(log.waiting[0], log.held)
+            # With nothing else to do the first promoted version is scored on later increments: it
+            # shows what a model that does not go on is worth.
             unscored = self._next_unscored()
             if unscored is not None:
                 return self._score(*unscored)
@@ -110,7 +112,7 @@ class Pipeline:
         root = self.folder(number)
         if not (root / "trained.json").exists():
             return self._train(number)
-        # An export appears whole or not at all: one that was killed is made anew.
+        # An export appears complete or not at all: one that was killed is made again.
         if not (root / "verdict.json").exists() or self._is_outdated(number, current):
             if not (root / "model" / CONFIG_FILE).exists():
                 return self._export(number)
@@ -122,10 +124,12 @@ class Pipeline:
         follow, taken = self.config.follow, self._files.files()
         partitions = closed_partitions(follow.inputs, follow.closed_after_s)
         notes = list_quarantine(Path(self._stream))
-        if any("schema" in note for note in notes):  # not those by a schema mended since
+        if any("schema" in note for note in notes):
+            # A note by an older schema does not hold: the schema may have been corrected since.
             mark = fingerprint_schema(load_schema(follow.schema))
             notes = [note for note in notes if note.get("schema", mark) == mark]
-        # An empty file may have just been opened by its writer: no row of it was trained.
+        # An empty file may have been opened by its writer just now: no row of it was trained, so it
+        # is no rewritten file when it grows.
         old = {
             name: taken[name] for name in self._quarantine_checks.find_rewritten(partitions, taken)
         }
@@ -140,7 +144,7 @@ class Pipeline:
         return sort_partitions(partitions, taken.keys() - new, notes_in_force, rewritten)
 
     def missing_input(self) -> str:
-        """Return what is lacking where no increment was ever made; "" where one was, or can be."""
+        """Return what is lacking if no increment could be made yet; "" if one was, or can be."""
         if list_increment_numbers(self._stream):
             return ""
         log, follow = self.log_state(), self.config.follow
@@ -159,7 +163,7 @@ class Pipeline:
         )
 
     def first_unfinished(self) -> int | None:
-        """Return the first increment that was neither promoted nor refused yet."""
+        """Return the first increment that is neither promoted nor refused."""
         for number in list_increment_numbers(self._stream):
             verdict = self.verdict(number)
             if verdict is None or (
@@ -169,10 +173,10 @@ class Pipeline:
         return None
 
     def verdict(self, number: int) -> dict[str, Any] | None:
-        """Return the verdict on an increment's candidate; None where there is none yet."""
+        """Return the verdict on an increment's candidate; None if there is none yet."""
         path, known_verdict = self.folder(number) / "verdict.json", self._verdicts.get(number)
         try:
-            # Remembered: a step must not read all of them.
+            # A verdict does not change: else each step would read all of them.
             known_verdict = self._verdicts[number] = known_verdict or read_json(path)
             return known_verdict
         except FileNotFoundError:
@@ -183,11 +187,12 @@ class Pipeline:
             ) from error
 
     def _is_outdated(self, number: int, current: CurrentVersion | None) -> bool:
-        """Return whether a person has promoted or rolled back since a candidate was judged, so that
-        its champion is not the one that serves now."""
+        """Return whether a person promoted or rolled back since a candidate was judged."""
         verdict, serves = self.verdict(number) or {}, current.number if current else None
         if serves is not None and self.channel.model_of(serves) == verdict.get("model"):
-            return False  # the candidate serves: its promotion was killed
+            # The candidate serves by now: its promotion was killed after the change.
+            return False
+        # The candidate was compared with a champion that does not serve any more.
         return bool(verdict.get("champion_version", serves) != serves)
 
     def promoted_version(self, number: int) -> int | None:
@@ -196,19 +201,19 @@ class Pipeline:
         return self._versions_by_model().get((verdict or {}).get("model", ""))
 
     def continued_from(self, number: int) -> int | None:
-        """Return the increment from whose run that of this one goes on: the newest whose model is
-        served or, if a model of no increment is, served before it; None where there is none.
-
-        No run goes on from an increment that was refused or rolled back.
-        """
+        """Return the increment from whose run this one's goes on; None if there is none."""
+        # No run goes on from an increment that was refused or rolled back: its version is not in
+        # `served`.
         by_version = {
             self.promoted_version(earlier): earlier
             for earlier in list_increment_numbers(self._stream)
             if earlier < number
         }
         current, served = self.channel.current(), self.channel.history()
-        if current is not None:  # a rollback that was killed behind it is not in the log yet
+        if current is not None:
+            # A rollback that was killed after it is not in the log yet.
             served = [*(one for one in served if one < current.number), current.number]
+        # The newest whose model serves or, if a model of no increment does, served before it.
         return next((by_version[one] for one in reversed(served) if one in by_version), None)
 
     def refused_before(self, number: int) -> list[int]:
@@ -217,13 +222,12 @@ class Pipeline:
         for earlier in list_increment_numbers(self._stream):
             if earlier >= number:
                 break
-            # A promotion ends the row.
+            # A promotion starts the count anew.
             refused = [] if self.promoted_version(earlier) is not None else [*refused, earlier]
         return refused
 
     def frozen_version(self) -> tuple[int, Version] | None:
-        """Return the first increment whose candidate was promoted, and its version, with which
-        later ones are compared; None where there is none, it was removed, or is a delta."""
+        """Return the first promoted increment and its version; None if that is gone, or a delta."""
         for number in list_increment_numbers(self._stream):
             version_number = self.promoted_version(number)
             if version_number is not None:
@@ -233,8 +237,6 @@ class Pipeline:
         return None
 
     def _next_unscored(self) -> tuple[int, Version] | None:
-        """Return the first increment on which the frozen model was not scored yet, and that
-        model."""
         if self.config.follow.frozen and (frozen := self.frozen_version()):
             for number in list_increment_numbers(self._stream):
                 if number > frozen[0] and not (self.folder(number) / FROZEN_FILE).exists():
@@ -243,11 +245,14 @@ class Pipeline:
 
     def _prepare(self, partition: LogPartition, held: Sequence[str]) -> StageOutcome:
         arguments = ["prepare", "--extend", self._stream, *partition.files]
-        # A partition's late files are judged alone: with more of their kind they pass for new.
+        # The late files of a partition are judged by themselves: with more of their kind they would
+        # pass for new.
         along = [] if partition.is_begun else [one for one in held if one not in partition.files]
         arguments += [one for name in along for one in ("--along", name)]
         if not list_increment_numbers(self._stream):
+            # Later increments are prepared by the stream's own schema.
             arguments += ["--schema", self.config.follow.schema]
+        # The increment, whose folder has the logs of its other stages, does not exist yet.
         log = self._runs / "logs" / f"prepare-{Path(partition.name).name}.log"
         code, took_s = self._run(0, arguments, partition.name, log, (0, SET_ASIDE))
         if code == SET_ASIDE:
@@ -263,7 +268,7 @@ class Pipeline:
         arguments = ["train", follow.train, *place, f'run.dir="{root / "run"}"']
         begun = RunFolder(root / "run")
         if (begun.root / RUN_CONFIG_FILE).exists():
-            # It goes on as it began, whatever was promoted or rolled back meanwhile.
+            # A run goes on as it began, whatever was promoted or rolled back meanwhile.
             run = begun.read_config().run
             before, skipped = run.continue_from, list(run.skip_increments)
         else:
@@ -272,12 +277,12 @@ class Pipeline:
             skipped = [] if last is None else list(range(last + 1, number))
         arguments += [f'run.continue_from="{before}"'] if before else []
         arguments += [f"run.skip_increments={skipped}"] if skipped else []
-        # A stage that was killed goes on from its newest checkpoint, or begins anew where there is
-        # none.
+        # A stage that was killed goes on from its newest checkpoint, or begins again without one.
         arguments += ["--resume"] if begun.root.exists() else []
         if follow.nproc_per_node > 1:
             arguments += ["--nproc-per-node", str(follow.nproc_per_node)]
         _, took_s = self._run(number, arguments)
+        # Written last, as it marks the stage as done.
         write_json(root / "trained.json", {"increment": number, "at_s": time.time()})
         suffix = f", without increment {', '.join(map(str, skipped))}" if skipped else ""
         return StageOutcome("train", number, took_s, f"{root / 'run'}{suffix}")
@@ -289,7 +294,9 @@ class Pipeline:
         allowed = (0, NotFiniteError.exit_code)
         code, took_s = self._run(number, [*arguments, "--overwrite"], allowed=allowed)
         if code:
-            return self._judge(number, root / "run")  # it refuses, and says why
+            # Weights that are not finite cannot be exported: the judge refuses the run, and says
+            # why.
+            return self._judge(number, root / "run")
         return StageOutcome("export", number, took_s, f"{tables} tables")
 
     def _judge(self, number: int, candidate: Path) -> StageOutcome:
@@ -300,6 +307,7 @@ class Pipeline:
         arguments += ["--margin", str(judge.margin)] if judge.margin else []
         arguments += ["--out", str(root / "verdict.json")]
         _, took_s = self._run(number, arguments, allowed=(0, SET_ASIDE))
+        # This candidate may have been judged before, against another champion.
         self._verdicts.pop(number, None)
         verdict = self.verdict(number) or {}
         return StageOutcome("judge", number, took_s, _format_verdict(verdict))
@@ -321,17 +329,18 @@ class Pipeline:
         except GMetaError as error:
             self.unpublished, self._is_put_off = str(error), True
             raise
+        # By its time, not its number: a rollback serves an older version again.
         self._published, self.unpublished = current.at, ""
         return StageOutcome("publish", 0, took_s, f"version {name} is at {mirror}")
 
     def _remove_old(self) -> str:
-        """Remove the versions and checkpoints that nobody needs, and return what to say of it."""
+        """Remove versions and checkpoints that are not needed, and return what to say of it."""
         keep = self.config.follow.keep
         if not keep:
             return ""
         try:
             gone = prune(self.channel, keep)
-            # Each of them may be rolled back to, and gone on from.
+            # Each version that is left may be rolled back to, and its run gone on from.
             versions = set(self.channel.numbers())
             numbers = list_increment_numbers(self._stream)
             stay = [one for one in numbers if self.promoted_version(one) in versions]
@@ -340,19 +349,20 @@ class Pipeline:
                     for name in ("run/checkpoints", "model"):
                         shutil.rmtree(self.folder(number) / name, ignore_errors=True)
         except (GMetaError, MetaIOError, OSError) as error:
-            return f"; old versions stay: {error}"  # the next promotion tries again
+            # The next promotion tries again.
+            return f"; old versions stay: {error}"
         return f"; removed {format_count(len(gone), 'version')}" if gone else ""
 
     def _versions_by_model(self) -> dict[str, int]:
         """Return the version that each model became, by the model's checksum."""
         path = self.channel.root / PROMOTIONS
-        # A person may promote at any moment; the log is read again only where it has changed.
+        # A person may promote at any time; the log is read only when it has changed.
         stamp = (path.stat().st_mtime_ns, path.stat().st_size) if path.exists() else None
         if stamp != self._promoted[0]:
             versions = {}
             for entry in self.channel.promotions():
                 if entry.get("action") == PROMOTED:
-                    # A person may promote without the verdict.
+                    # Without a verdict (a person promoted) the entry itself has the model.
                     model = (entry.get("verdict") or {}).get("model") or entry.get("model")
                     versions[str(model)] = int(entry["number"])
             self._promoted = stamp, versions
@@ -372,8 +382,8 @@ class Pipeline:
         log: Path | None = None,
         allowed: tuple[int, ...] = (0,),
     ) -> tuple[int, float]:
-        """Run a stage, named by its command of gmeta, on `what` (default: increment `number`);
-        return its exit code and its seconds. Raise GMetaError for a code that is not allowed."""
+        """Run a stage on `what` (default: increment `number`); return its exit code and its
+        seconds."""
         stage = arguments[0]
         log = log or self.folder(number) / f"{stage}.log"
         began_s = time.monotonic()
@@ -383,9 +393,13 @@ class Pipeline:
         finally:
             self.under_way = None
         if code not in allowed:
+            # The exit code says whether the user can correct it.
             kind = UserError if code == UserError.exit_code else GMetaError
             why = self._last_line(log).removeprefix("error: ")
-            if code < 0:  # the last line of its log may be of an earlier try
+            # A signal.
+            if code < 0:
+                # A killed process leaves no reason: the last line of its log may be of an earlier
+                # try.
                 why = signal.Signals(-code).name
                 why += ", as where memory runs out" if code == -signal.SIGKILL else ""
             what = what or f"increment {number}"

@@ -1,4 +1,4 @@
-"""What Prometheus sees of the loop: freshness, lag by stage, what waits and what was refused."""
+"""Metrics of the loop for Prometheus: freshness, time by stage, what waits and what was refused."""
 
 import time
 from collections.abc import Callable
@@ -40,16 +40,16 @@ _GAUGES: tuple[tuple[str, str, Callable[[PipelineStatus], float | None]], ...] =
 
 @final
 class PipelineMetrics:
-    """Gauges of one loop. Ages are those of the moment in which they are asked for, however long a
-    stage takes meanwhile."""
+    """Gauges of one loop."""
 
     def __init__(self, pipeline: Pipeline) -> None:
         self._pipeline = pipeline
         self.status = PipelineStatus(fresh_s=pipeline.config.follow.fresh_s)
         self.registry = CollectorRegistry()
-
         for name, text, value in _GAUGES:
             gauge = Gauge(f"gmeta_follow_{name}", text, registry=self.registry)
+            # A function: an age is that of the moment of the request, however long a stage takes
+            # meanwhile.
             gauge.set_function(partial(self._gauge_value, value))
         self._running = Gauge(
             "gmeta_follow_stage_running_seconds",
@@ -64,27 +64,29 @@ class PipelineMetrics:
             "gmeta_follow_stages", "stages done", ["stage"], registry=self.registry
         )
         for stage in STAGES:
+            # A series that is there from the start, at 0: a rate over it sees the first stage.
             self._stages.labels(stage)
             self._running.labels(stage).set_function(partial(self._running_s, stage))
 
     def count_stage(self, outcome: StageOutcome) -> None:
-        """Count a stage."""
+        """Count a stage that ended."""
         self._stages.labels(outcome.stage).inc()
         self._took.labels(outcome.stage).set(outcome.took_s)
 
     def refresh(self) -> None:
-        """Take the status of the loop anew: the gauges show what it was then."""
+        """Read the status of the loop, which the gauges show from then on."""
         self.status = read_status(self._pipeline)
 
     def note_failure(self, why: str) -> None:
-        """Note why the next stage fails; what waits meanwhile is still counted."""
-        with suppress(GMetaError, MetaIOError, OSError):  # what fails may be what is looked at
+        """Set why the next stage fails; what waits is still counted."""
+        # The status is read from what may be failing.
+        with suppress(GMetaError, MetaIOError, OSError):
             self.refresh()
         self.status = replace(self.status, failure=why)
 
     def _gauge_value(self, value: Callable[[PipelineStatus], float | None]) -> float:
-        """Return a gauge's value; NaN where there is none yet, for which no alert's comparison
-        holds."""
+        """Return a gauge's value, NaN if there is none yet."""
+        # An alert's comparison with NaN does not hold.
         reading = value(self.status)
         return float("nan") if reading is None else float(reading)
 

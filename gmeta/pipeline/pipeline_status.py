@@ -1,4 +1,4 @@
-"""The state of a loop now: how fresh the served model is, what waits, what alarms."""
+"""The state of a loop: how fresh the served model is, what waits, what alarms."""
 
 from __future__ import annotations
 
@@ -17,20 +17,18 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class PipelineStatus:
-    """What a loop knows between two stages; times are seconds since 1970.
-
-    `served_increment` is the newest increment that the served model was trained on, and
-    `event_end_s` the end of its window; None where nothing of the stream is served.
-    """
+    """What a loop knows between two stages; times are seconds since 1970."""
 
     prepared: int | None = None
+    # The newest increment that the served model was trained on, and the end of its window.
     served_increment: int | None = None
     event_end_s: float | None = None
     current: CurrentVersion | None = None
     waiting: int = 0
     held: int = 0
     refused: int = 0
-    refused_files: Mapping[str, str] = field(default_factory=dict)  # the quarantined, and why
+    # Files of the quarantine, and why.
+    refused_files: Mapping[str, str] = field(default_factory=dict)
     failure: str = ""
     newest_alarms: tuple[str, ...] = ()
     fresh_s: float = 0.0
@@ -41,7 +39,7 @@ class PipelineStatus:
         return len(self.refused_files)
 
     def event_age_s(self) -> float | None:
-        """Return now minus the event time that the served model knows: its freshness."""
+        """Return the seconds since the newest event that the served model knows: its freshness."""
         return None if self.event_end_s is None else max(0.0, time.time() - self.event_end_s)
 
     def served_age_s(self) -> float | None:
@@ -49,14 +47,13 @@ class PipelineStatus:
         return None if self.current is None else max(0.0, time.time() - self.current.since_s)
 
     def alarms(self) -> list[str]:
-        """Return what somebody should look at, a line each."""
+        """Return what a person should look at, a line each."""
         alarm_lines = [f"the next stage fails: {self.failure}"] if self.failure else []
         age_s = self.event_age_s()
         if self.fresh_s and age_s is not None and age_s > self.fresh_s:
             alarm_lines.append(
                 f"the served model knows nothing of the last {format_duration(age_s)}; "
-                "follow.fresh_s "
-                f"allows {format_duration(self.fresh_s)}"
+                f"follow.fresh_s allows {format_duration(self.fresh_s)}"
             )
         if self.refused:
             is_served = self.event_end_s is not None
@@ -72,10 +69,11 @@ class PipelineStatus:
 
 
 def read_status(pipeline: Pipeline) -> PipelineStatus:
-    """Return the status of a loop, but for a failure of its last stage."""
+    """Return the status of a loop, without the failure of its last stage."""
     follow = pipeline.config.follow
     numbers = list_increment_numbers(follow.stream)
     current = pipeline.channel.current()
+    # Listing a log takes time, and an idle step has just listed it.
     log = pipeline.idle or pipeline.log_state()
     shared: dict[str, Any] = {
         "current": current,

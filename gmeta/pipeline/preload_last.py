@@ -1,15 +1,15 @@
-"""Imported last of all that stages find imported: looks up once what every stage would look up, and
-hides a million objects from their garbage collections, each of which would walk over them and write
-to the memory that stages share.
-"""
+"""Runs last in the fork server: looks up once what every stage needs."""
 
 import gc
 
 from gmeta.metrics.own import NAMED_METRICS
 from gmeta.runs.environment import package_versions
 
-NAMED_METRICS.names()  # entry points: of all kinds at once
+# One look for entry points finds those of all kinds.
+NAMED_METRICS.names()
 package_versions()
+# A stage that collects would walk over a million objects, and write to the memory that stages
+# share.
 gc.collect()
 gc.freeze()
 gc.enable()

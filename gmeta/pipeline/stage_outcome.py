@@ -1,4 +1,4 @@
-"""The stages of a loop by name, what is reported of one, and files that they leave behind."""
+"""The stages of a loop by name, their outcomes, and files that they leave."""
 
 from dataclasses import dataclass
 
@@ -8,7 +8,7 @@ FROZEN_FILE, ENDED_FILE = "frozen.json", "stages.jsonl"
 
 @dataclass(frozen=True)
 class StageOutcome:
-    """One stage that ended: of which increment (0: not known yet), how, and in how long."""
+    """One stage that ended: its increment (0: not known yet), summary and seconds."""
 
     stage: str
     increment: int
@@ -18,7 +18,7 @@ class StageOutcome:
 
 @dataclass(frozen=True)
 class RunningStage:
-    """The stage that a loop is in: of which increment (0: not known yet), since when."""
+    """The stage that runs: its increment (0: not known yet) and its start."""
 
     stage: str
     increment: int

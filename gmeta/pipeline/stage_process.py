@@ -1,7 +1,4 @@
-"""A stage: one command of gmeta in a process of its own, forked from one that has imported torch.
-
-It ends with the process that asked for it, however that dies.
-"""
+"""Runs a stage: a command of gmeta in a process forked from one that has imported torch."""
 
 import atexit
 import os
@@ -19,8 +16,8 @@ from pathlib import Path
 from gmeta.platform.forking import forking_context, start
 from gmeta_keys.stop_flag import StopFlag
 
-# Imported once, not by every stage: seconds of the commands, and tenths of a second of what they
-# import only once they need it. A name that a later release of a package lacks is passed over.
+# Imported once, not by every stage: that saves seconds for the commands, and tenths of a second for
+# what they import late. A name that a later release of a package lacks is passed over.
 _PRELOADED = [
     "gmeta.cli.main",
     "gmeta.cli.commands.delivery",
@@ -54,46 +51,52 @@ _PRELOADED = [
 
 @dataclass(frozen=True)
 class _StageProcess:
-    """A process that waits for one command; `orders` brings it, and ends when the process that
-    started this one has died."""
+    """A process that waits for one command, which comes over `orders`."""
 
     process: BaseProcess
     orders: Connection
 
     @staticmethod
     def begin() -> "_StageProcess":
-        # Stages share the host with what serves. Threads that spin until they meet keep cores from
-        # those that they wait for: here they sleep after 0.2 ms, by default after 17.
+        # Stages share the host with the server. Threads that spin until they meet keep cores from
+        # those that they wait for: with this count they sleep after 0.2 ms, by default after 17.
         os.environ.setdefault("GOMP_SPINCOUNT", "3000")
         context = forking_context(_PRELOADED)
         stages_side, own_side = context.Pipe(duplex=False)
-        process = context.Process(target=_wait, args=(stages_side,))
+        process = context.Process(target=_wait_and_run, args=(stages_side,))
         start(process)
+        # With this end closed a dead stage is noticed: sending raises BrokenPipeError.
         stages_side.close()
         return _StageProcess(process, own_side)
 
 
-_waiting: list[_StageProcess] = []  # at most one, for the next stage
-_under_way: list[BaseProcess] = []  # at most one
-_ending = StopFlag()  # no stage is begun any more
+# At most one process, for the next stage.
+_waiting: list[_StageProcess] = []
+# At most one: stages run one after the other.
+_under_way: list[BaseProcess] = []
+# Set by a signal: no other stage begins.
+_ending = StopFlag()
 
 
 def run_stage(arguments: Sequence[str], log: Path) -> int:
     """Run `gmeta ARGUMENTS` with its output in the file `log`, and return its exit code."""
     log.parent.mkdir(parents=True, exist_ok=True)
-    log.open("ab").close()  # fails here: the stage could not say why
+    # A log that cannot be written fails here: the stage could not say why.
+    log.open("ab").close()
     stage = _send_order((tuple(arguments), str(log)))
     process = stage.process
     _under_way.append(process)
     try:
-        if _ending:  # a signal came before there was a stage to end
+        # A signal may have come before there was a stage to end.
+        if _ending:
             process.terminate()
-        # The next stage's process starts while this one works: 25 ms that nobody waits for.
+        # The next stage's process starts while this one works: that saves 25 ms.
         _waiting.append(_StageProcess.begin())
         process.join()
     finally:
         _under_way.clear()
-        if process.is_alive():  # Ctrl-C
+        # After Ctrl-C the stage still runs.
+        if process.is_alive():
             process.terminate()
             process.join()
         stage.orders.close()
@@ -101,16 +104,14 @@ def run_stage(arguments: Sequence[str], log: Path) -> int:
 
 
 def end_stage() -> None:
-    """Send SIGTERM to the stage under way, or else to the next as it begins: training writes a
-    checkpoint, from which it goes on the next time."""
+    """Send SIGTERM to the stage that runs, or else to the next one as it begins."""
     _ending.stop()
+    # On SIGTERM training writes a checkpoint, from which it goes on the next time.
     for process in _under_way:
         process.terminate()
 
 
 def _send_order(order: tuple[tuple[str, ...], str]) -> _StageProcess:
-    """Return the process that was given a command: the one that waits, or a new one where it has
-    died since."""
     while True:
         stage = _waiting.pop() if _waiting else _StageProcess.begin()
         try:
@@ -123,28 +124,25 @@ def _send_order(order: tuple[tuple[str, ...], str]) -> _StageProcess:
 
 @atexit.register
 def _end_waiting() -> None:
-    """End the process that waits: multiprocessing would wait for it, too."""
+    # multiprocessing would wait for it at exit.
     while _waiting:
         _waiting.pop().orders.close()
 
 
 def last_line(log: Path) -> str:
-    """Return the last line of a stage's output: of one that failed, why."""
+    """Return the last line of a stage's output: of one that failed, the reason."""
     lines = log.read_text(errors="replace").splitlines() if log.exists() else []
     lines_with_text = [line.strip() for line in lines if line.strip()]
     return lines_with_text[-1] if lines_with_text else "it said nothing"
 
 
-def _wait(orders: Connection) -> None:
+def _wait_and_run(orders: Connection) -> None:
     try:
         arguments, log = orders.recv()
     except (EOFError, OSError):
-        os._exit(0)  # nothing is to be done any more
-    _run_command(arguments, log, orders)
-
-
-def _run_command(arguments: tuple[str, ...], log: str, parent: Connection) -> None:
-    threading.Thread(target=_end_with, args=(parent,), daemon=True).start()
+        # The parent ended without an order: nothing is left to do.
+        os._exit(0)
+    threading.Thread(target=_end_with, args=(orders,), daemon=True).start()
     with Path(log).open("ab") as file:
         for stream in (sys.stdout, sys.stderr):
             stream.flush()
@@ -155,7 +153,9 @@ def _run_command(arguments: tuple[str, ...], log: str, parent: Connection) -> No
 
 
 def _end_with(parent: Connection) -> None:
-    """End this process, and the ranks that it started, when the one that asked for it dies."""
+    """End this process and the ranks that it started when its parent dies, however that happens."""
     with suppress(EOFError, OSError):
+        # Nothing is sent: the pipe only ends, with the parent.
         parent.recv()
+    # Not os._exit: on SIGTERM training writes a checkpoint and its ranks end.
     os.kill(os.getpid(), signal.SIGTERM)

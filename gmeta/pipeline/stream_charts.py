@@ -1,4 +1,4 @@
-"""What the page of a stream draws of its increments, one panel a question."""
+"""Draws the increments of a stream, one panel a question."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
@@ -11,11 +11,11 @@ from gmeta.metrics.catalogue import Scoring, label_of
 from gmeta.metrics.metric_info import MetricInfo
 from gmeta.pipeline.day import Day
 
-# How a line is drawn: colour of the palette, marker, dashes.
+# How a line is drawn: its colour in the palette, its marker, its dashes.
 Style = tuple[str, str, str]
 _GOES_ON, _FROZEN, _BEST = ("series-0", "o", "-"), ("series-1", "s", "-"), ("muted", "", "--")
 _BEFORE = ("series-2", "s", "-")
-# Stages that are drawn as one: each alone is too thin to be seen.
+# Stages that are drawn as one: each by itself would be too thin to see.
 _STAGES = {"prepare": ("prepare",), "train": ("train",), "deliver": ("export", "judge", "promote")}
 
 Values = Sequence[float | None]  # of each increment
@@ -26,35 +26,26 @@ def stream_chart(days: Sequence[Day]) -> Chart:
     """Return the panels of a stream; none without an increment."""
     if not days:
         return Chart("stream", "Stream", "", [])
+    rows = [("rows", [day.record.num_rows for day in days])]
+    ids = [("new", [day.new for day in days]), ("freed", [-day.freed for day in days])]
+    seconds = [
+        (name, [sum(day.took_s.get(stage, 0.0) for stage in stages) for day in days])
+        for name, stages in _STAGES.items()
+    ]
     panels = [
-        _bar_panel(
-            days, "Training rows", "rows", [("rows", [day.record.num_rows for day in days])]
-        ),
-        _bar_panel(
-            days,
-            "Ids that came (up) and went (down)",
-            "ids",
-            [("new", [day.new for day in days]), ("freed", [-day.freed for day in days])],
-        ),
+        _bar_panel(days, "Training rows", "rows", rows),
+        _bar_panel(days, "Ids that came (up) and went (down)", "ids", ids),
         *_forecast_panels(days),
         *_gate_panels(days),
         _delivery_panel(days),
-        _bar_panel(
-            days,
-            "Where the time goes",
-            "seconds",
-            [
-                (name, [sum(day.took_s.get(stage, 0.0) for stage in stages) for day in days])
-                for name, stages in _STAGES.items()
-            ],
-        ),
+        _bar_panel(days, "Where the time goes", "seconds", seconds),
     ]
     return Chart("stream", "Stream", "", [panel for panel in panels if panel is not None])
 
 
 def _forecast_panels(days: Sequence[Day]) -> list[Panel | None]:
-    """Return the panels of forecasts of rows that no model has seen: by the model that goes on, by
-    the one that stays as it was, and the best possible."""
+    """Return the panels of forecasts by the model that goes on, the frozen one, and the best
+    possible."""
     panels = []
     for info, name in _metric_infos(name for day in days for name in day.forecast):
         lines: list[Line] = [
@@ -70,7 +61,7 @@ def _forecast_panels(days: Sequence[Day]) -> list[Panel | None]:
 
 
 def _gate_panels(days: Sequence[Day]) -> list[Panel | None]:
-    """Return what the judge compared; a candidate that was refused is crossed."""
+    """Return the panels of what the judge compared; a refused candidate is crossed out."""
     panels = []
     for info, name in _metric_infos(
         name for day in days for name in day.verdict.get("candidate", {})
@@ -130,6 +121,7 @@ def _bar_panel(
         base = [0.0] * len(days)
         for index, (label, heights) in enumerate(values):
             if any(heights):
+                # Negative bars begin at 0: there is one kind of them, freed ids.
                 bottom = [
                     at if height > 0 else 0.0 for at, height in zip(base, heights, strict=True)
                 ]
@@ -159,13 +151,8 @@ def _line_panel(
     def draw(axes: Axes) -> None:
         for label, known, (color, marker, dashes) in drawn_lines:
             shape = {"marker": marker, "markersize": 5, "linestyle": dashes or "none"}
-            axes.plot(
-                *zip(*known, strict=True),
-                color=light_color(color),
-                linewidth=1.6,
-                label=label,
-                **shape,
-            )
+            shape |= {"color": light_color(color), "linewidth": 1.6, "label": label}
+            axes.plot(*zip(*known, strict=True), **shape)
         _frame_axes(axes, days, format_axis_label(info), has_legend=True, counts=False)
 
     summary = ", ".join(f"{label} {known[-1][1]:.4f}" for label, known, _ in drawn_lines)
@@ -175,7 +162,7 @@ def _line_panel(
 def _frame_axes(
     axes: Axes, days: Sequence[Day], label: str, has_legend: bool, counts: bool = True
 ) -> None:
-    """Name the axes, all increments on each; a legend stands above the data, never upon it."""
+    """Name the axes and show all increments on the x axis."""
     axes.set_xlim(days[0].record.number - 0.6, days[-1].record.number + 0.6)
     axes.set_xlabel("increment")
     axes.set_ylabel(label)
@@ -183,11 +170,13 @@ def _frame_axes(
     axes.yaxis.set_major_locator(MaxNLocator(5))
     if counts:
         axes.yaxis.set_major_formatter(EngFormatter(sep=""))
-    else:  # an offset would stand where the legend does
+    # An offset of the axis would stand where the legend does.
+    else:
         axes.ticklabel_format(axis="y", useOffset=False)
     axes.grid(axis="y")
     axes.margins(y=0.1)
     if has_legend:
+        # The legend stands above the axes: inside it would cover data.
         place = {"loc": "lower left", "bbox_to_anchor": (0, 1), "borderaxespad": 0}
         axes.legend(
             frameon=False, fontsize=9, ncols=4, columnspacing=1.2, handlelength=1.5, **place
@@ -195,8 +184,8 @@ def _frame_axes(
 
 
 def _metric_infos(names: Iterable[str]) -> list[tuple[MetricInfo, str]]:
-    """Return the metrics that get a picture, each once; one of a label says which."""
     known = {name: label_of(name) for name in names}
+    # A label with an RMSE is a rating, and its metrics read so.
     rated = {label for own, label in known.values() if own == "rmse"}
     infos = []
     for name, (metric_info, label) in known.items():

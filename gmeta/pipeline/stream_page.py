@@ -1,5 +1,4 @@
-"""The picture of a stream: its state, what each increment brought, what was served when, as one
-HTML page that asks nothing of the network."""
+"""Draws a stream as one HTML page that loads nothing from the network."""
 
 import threading
 import time
@@ -21,13 +20,15 @@ from gmeta.pipeline.stage_outcome import RunningStage
 from gmeta.pipeline.stream_charts import stream_chart
 from metaio.quantities import format_duration
 
-_DRAWING = threading.Lock()  # matplotlib's settings are those of the whole process
-_SHOWN = 100  # of the newest moves of the pointer
+# matplotlib's settings belong to the process, and pages are drawn in threads.
+_DRAWING = threading.Lock()
+# Changes of the current version that are listed, the newest.
+_SHOWN = 100
 
 
 @dataclass(frozen=True)
 class StreamPicture:
-    """What only a stage changes, and takes a second to draw."""
+    """The part of the page that only a stage changes, and that takes a second to draw."""
 
     stream: str
     channel: str
@@ -37,11 +38,11 @@ class StreamPicture:
 
 
 def draw_stream(pipeline: Pipeline) -> StreamPicture:
-    """Draw a loop's stream."""
+    """Return the picture of a loop's stream."""
     days = read_days(pipeline)
     chart = stream_chart(days)
     with _DRAWING:
-        # Drawn here: not to be escaped.
+        # Markup: drawn here, so it needs no escaping.
         panels = [
             (panel.title, Markup(render_svg(chart, index)))
             for index, panel in enumerate(chart.panels)
@@ -51,6 +52,7 @@ def draw_stream(pipeline: Pipeline) -> StreamPicture:
         channel=str(pipeline.channel.root),
         days=days,
         panels=panels,
+        # The newest first.
         moves=pipeline.channel.promotions()[: -_SHOWN - 1 : -1],
     )
 
@@ -61,8 +63,7 @@ def render_page(
     under_way: RunningStage | None = None,
     refresh_s: int = 0,
 ) -> str:
-    """Return the page of the stream's state now; it reloads itself every `refresh_s` seconds (0: it
-    is a file)."""
+    """Return the page of the stream's state; it reloads itself after `refresh_s` (0: never)."""
     return _template().render(
         picture=picture,
         facts=_list_facts(status, under_way),
@@ -82,7 +83,6 @@ def render_stream(pipeline: Pipeline, status: PipelineStatus) -> str:
 
 
 def _list_facts(status: PipelineStatus, under_way: RunningStage | None) -> list[tuple[str, str]]:
-    """Return the facts at the top of the page, each with its name."""
     event_age_s, served_age_s = status.event_age_s(), status.served_age_s()
     facts = [
         ("served version", "none yet" if status.current is None else str(status.current.number)),
@@ -104,7 +104,7 @@ def _list_facts(status: PipelineStatus, under_way: RunningStage | None) -> list[
 
 
 def _format_time(seconds: float) -> str:
-    """Return seconds since 1970 as a time that sorts; a number that is no date as it is."""
+    """Return seconds since 1970 as a time that sorts, and a number that is no date as it is."""
     try:
         return datetime.fromtimestamp(seconds, UTC).strftime("%Y-%m-%d %H:%M")
     except (OverflowError, OSError, ValueError):

@@ -1,1 +1,1 @@
-"""Choosing settings by short runs that are scored on the validation split; no torch."""
+"""Choosing settings by short runs that are scored on the validation split; without torch."""

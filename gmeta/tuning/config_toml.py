@@ -1,4 +1,4 @@
-"""A resolved config as TOML, to read, copy and train."""
+"""Writes a resolved config as TOML, to read, copy and train."""
 
 import json
 import re
@@ -13,8 +13,8 @@ _BARE = re.compile("[A-Za-z0-9_-]+")
 def format_config(
     config: TrainConfig, header: str, tuned_keys: Collection[str] = (), every: bool = False
 ) -> str:
-    """Return the config as TOML under a comment: every value that is not the default (`every`: each
-    value), and the `tuned_keys`, which say so."""
+    """Return the config as TOML under a comment: what is not a default, `tuned_keys`, or `every`
+    value."""
     lines = [f"# {line}".rstrip() for line in header.splitlines()]
     names = {part: {"name": getattr(config, part).name} for part in ("model", "algorithm")}
     defaults = {**config_from_dict(names).by_key(), **TrainConfig().by_key()}
@@ -37,7 +37,7 @@ def format_config(
 def format_toml_value(value: Any) -> str:
     """Return a value of a config on one line of TOML."""
     if isinstance(value, str):
-        # JSON's escapes are TOML's; what JSON leaves, TOML wants escaped.
+        # JSON's escapes are valid in TOML, which wants DEL escaped too.
         return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
     if isinstance(value, list | tuple):
         return f"[{', '.join(map(format_toml_value, value))}]"
@@ -47,5 +47,6 @@ def format_toml_value(value: Any) -> str:
         )
         return f"{{ {', '.join(pairs)} }}"
     if isinstance(value, bool | int | float):
-        return json.dumps(value)  # 1e-05 is TOML too
+        # 1e-05 is TOML too.
+        return json.dumps(value)
     raise TypeError(f"TOML has no value for {value!r}")

@@ -1,4 +1,4 @@
-"""The outcome of a study: a table, results as JSON, the best config, and lines that sum it up."""
+"""Shows the outcome of a study: a table, results as JSON, the best config and a few lines."""
 
 import json
 from collections.abc import Sequence
@@ -14,7 +14,7 @@ from metaio.quantities import format_count
 
 
 def describe_trial(study: Study, trial: Trial, space: Space, metric: str) -> str:
-    """Return a line on a trial that ended: its score, its values, and the best so far."""
+    """Return a line on a trial that ended: its score, its values, and the best score so far."""
     if trial.state == "failed":
         return f"trial {trial.number}: failed: {trial.note}"
     best = study.best_trial()
@@ -27,15 +27,14 @@ def describe_trial(study: Study, trial: Trial, space: Space, metric: str) -> str
 
 
 def check_any_complete(study: Study, folder: Path) -> Trial:
-    """Return the best trial. Raise GMetaError where none came to its end."""
+    """Return the best trial. Raises GMetaError where no trial is complete."""
     best = study.best_trial()
     if best is None:
         ranked = [trial for trial in study.rank_trials() if trial.state != "interrupted"]
         note = next((trial.note for trial in ranked if trial.note), "it was pruned")
         raise GMetaError(
             f"0 of {format_count(len(ranked), 'trial')} in {folder} came to an end; the first: "
-            f"{note}. "
-            "Correct the config or narrow --space, and choose another --study"
+            f"{note}. Correct the config or narrow --space, and choose another --study"
         )
     return best
 
@@ -66,11 +65,12 @@ def describe_counts(study: Study) -> str:
 
 
 def describe_edges(space: Space, best: Trial) -> list[str]:
-    """Return a line for each range at whose end the best value lies: a better one may be beyond."""
+    """Return a line for each range at whose end the best value lies."""
     edges = [
         (dimension.key, dimension.find_edge(best.values[dimension.key])) for dimension in space
     ]
     return [
+        # A better value may lie beyond the end.
         f"{key} = {best.values[key]:g} is at the {edge} end of its range: widen it with --space"
         for key, edge in edges
         if edge
@@ -78,7 +78,7 @@ def describe_edges(space: Space, best: Trial) -> list[str]:
 
 
 def shorten_keys(space: Sequence[Dimension]) -> list[str]:
-    """Return each key without its section, unless another has the same name there."""
+    """Return each key without its section, except where two sections have the same name."""
     short = [dimension.key.partition(".")[2] for dimension in space]
     return [
         name if short.count(name) == 1 else dimension.key
@@ -87,12 +87,13 @@ def shorten_keys(space: Sequence[Dimension]) -> list[str]:
 
 
 def format_score(score: float | None) -> str:
-    """Return a score as a table shows it; a run that diverges may have one of 30 digits."""
+    """Return a score as text for a table."""
     if score is None:
         return ""
+    # A run that diverges may have a score of 30 digits.
     return f"{score:.4f}" if abs(score) < 1e5 else f"{score:.1e}"
 
 
 def format_value(value: Any) -> str:
-    """Return a value of a config as a table shows it."""
+    """Return a value of a config as text for a table."""
     return value if isinstance(value, str) else "" if value is None else json.dumps(value)

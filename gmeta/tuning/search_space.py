@@ -1,7 +1,4 @@
-"""Which settings are tried: the keys of a config, each with a range or a list of choices.
-
-A space is a TOML file of one table a key, or `make_default_space` of a config.
-"""
+"""Which settings are tried: keys of a config, each with a range or a list of choices."""
 
 import json
 import math
@@ -19,9 +16,10 @@ from gmeta.metrics.catalogue import predicted_by
 from gmeta.runs.early_stop import make_early_stop
 from gmeta_keys import read_toml
 
-# Values are rounded to this many digits: more than a validation split can tell apart.
+# Values are rounded to this many digits: a validation split cannot distinguish more.
 DIGITS = 3
-# Keys across which scores cannot be compared, and those of which a trial has values of its own.
+# Keys that no space may name, each with the reason: scores would not compare, or each trial has a
+# value of its own.
 FIXED_KEYS = {
     "data.path": "all trials are scored on the same data",
     "data.increment": "all trials are scored on the same data",
@@ -42,7 +40,7 @@ FIXED_KEYS = {
 @final
 @dataclass(frozen=True)
 class SearchRange:
-    """Numbers from `low` to `high`, both included; `log`: tried evenly by their logarithm."""
+    """Numbers from `low` to `high`, both included; with `log` drawn evenly by their logarithm."""
 
     key: str
     low: float
@@ -51,23 +49,23 @@ class SearchRange:
     whole: bool
 
     def suggest(self, trial: Any) -> Any:
-        """Return the value that a trial of Optuna's is to take, rounded to DIGITS."""
+        """Return the value that an Optuna trial is to take, rounded to DIGITS."""
         if self.whole:
             return trial.suggest_int(self.key, int(self.low), int(self.high), log=self.log)
         value = trial.suggest_float(self.key, self.low, self.high, log=self.log)
+        # Rounding may leave the range, whose ends may have more digits.
         return min(max(_round_digits(value), self.low), self.high)
 
     def normalise(self, value: Any) -> Any:
-        """Return a value as a study holds it; None where it is outside the range."""
+        """Return a value as a study stores it; None outside the range."""
         return value if self.low <= value <= self.high else None
 
     def bounds(self) -> list[Any]:
-        """Return the values that a config must allow for all of the range to be allowed."""
+        """Return the values that a config must allow: the ends."""
         return [int(end) if self.whole else end for end in (self.low, self.high)]
 
     def find_edge(self, value: float) -> str:
-        """Return the end that a value is within a twentieth of the range of; "" of none or whole
-        ones."""
+        """Return which end of the range a value is near (within a twentieth), "" for neither."""
         place = math.log if self.log else float
         low, high, at = place(self.low), place(self.high), place(value)
         if high - low > 0 and not self.whole:
@@ -84,18 +82,20 @@ class SearchRange:
 @final
 @dataclass(frozen=True)
 class SearchChoices:
-    """One of some values, of any type that the key takes."""
+    """One of several values, of any type that the key takes."""
 
     key: str
     values: tuple[Any, ...]
 
     def suggest(self, trial: Any) -> Any:
-        """Return the value that a trial of Optuna's is to take."""
+        """Return the value that an Optuna trial is to take."""
+        # As JSON: Optuna's categories are plain values, and a choice may be a list.
         return json.loads(trial.suggest_categorical(self.key, [*map(json.dumps, self.values)]))
 
     def normalise(self, value: Any) -> Any:
-        """Return a value as a study holds it; None where it is none of the choices."""
-        # The choice as it is written: a file may have 3 for 3.0.
+        """Return a value as a study stores it; None if it is no choice."""
+        # As the choice is written: a file may have 3 for 3.0, which Optuna takes for another
+        # category.
         return next((json.dumps(each) for each in self.values if _are_equal(each, value)), None)
 
     def bounds(self) -> list[Any]:
@@ -103,7 +103,7 @@ class SearchChoices:
         return list(self.values)
 
     def find_edge(self, value: Any) -> str:
-        """Return nothing: choices have no order."""
+        """Return "": choices have no order."""
         return ""
 
     def to_json(self) -> dict[str, Any]:
@@ -116,8 +116,7 @@ Space = tuple[Dimension, ...]
 
 
 def replace_values(config: TrainConfig, values: Mapping[str, Any]) -> TrainConfig:
-    """Return the config with other values of some keys. Raises ConfigError: a value is not
-    allowed."""
+    """Return the config with other values of some keys. Raises ConfigError for one not allowed."""
     raw = config.to_json()
     for key, value in values.items():
         *sections, name = key.split(".")
@@ -143,11 +142,11 @@ def read_space(path: Path, config: TrainConfig) -> Space:
 
 
 def _check_used(space: Space, algorithm: str) -> None:
-    """Raise UserError for a key that no trial is trained by, such as the inner rate of plain runs:
-    trials would be spent on the same training."""
+    """Raise UserError for a key without effect on training, as the inner rate of plain runs."""
     choices = {one.key: one.values for one in space if isinstance(one, SearchChoices)}
     names = choices.get("algorithm.name", (algorithm,))
     for dimension in space:
+        # Trials that differ in it alone would be the same training.
         if all(dimension.key in UNUSED_KEYS.get(name, ()) for name in names):
             raise UserError(
                 f"--space has {dimension.key}, by which algorithm.name = {names[0]!r} does not "
@@ -163,8 +162,7 @@ def check_space(space: Space, config: TrainConfig) -> None:
 
 
 def make_plain_config(config: TrainConfig) -> TrainConfig:
-    """Return the same config without an inner loop: model, inputs and data as they are, in a run
-    folder of its own. Raises UserError: it has none."""
+    """Return the config without an inner loop, in a run folder of its own."""
     if config.algorithm.name == PLAIN:
         raise UserError(
             f"--with-plain tunes plain training beside the config, and algorithm.name = {PLAIN!r} "
@@ -175,8 +173,7 @@ def make_plain_config(config: TrainConfig) -> TrainConfig:
 
 
 def make_plain_space(space: Space) -> Space:
-    """Return a space for a plain config: all of it but the choices of the algorithm, its plain
-    epochs, and inner rate and steps. Raises UserError: nothing else is in it."""
+    """Return the space without the keys that have no effect on a plain config."""
     left_out = ("algorithm.name", *UNUSED_KEYS[PLAIN])
     kept = tuple(dimension for dimension in space if dimension.key not in left_out)
     if not kept:
@@ -188,11 +185,12 @@ def make_plain_space(space: Space) -> Space:
 
 
 def check_metric(space: Space, config: TrainConfig) -> None:
-    """Raise ConfigError for a space in which trials would be compared by different metrics, such as
-    by the AUC of clicks and the MAE of ratings, or a choice has no such metric."""
+    """Raise ConfigError for a space in which trials would be compared by different metrics."""
     metric = make_early_stop(config).metric
     for dimension in space:
         for value in dimension.bounds():
+            # Clicks are judged by AUC and ratings by MAE, say: a choice of the loss may change the
+            # metric.
             other = make_early_stop(replace_values(config, {dimension.key: value})).metric
             if other != metric:
                 raise ConfigError(
@@ -202,7 +200,6 @@ def check_metric(space: Space, config: TrainConfig) -> None:
 
 
 def _parse_dimension(key: str, entry: Any) -> Dimension:
-    """Return a range or choices of one table of the file."""
     kind = _find_type(key, entry)
     if key in FIXED_KEYS:
         raise UserError(f"--space has {key}, which is not tuned: {FIXED_KEYS[key]}. Remove it")
@@ -224,6 +221,7 @@ def _parse_dimension(key: str, entry: Any) -> Dimension:
         raise UserError(
             f"--space {key} is no number, so it has no range. Write choices = [...] instead"
         )
+    # bool is a subclass of int: true would pass for 1.
     numbers = int if kind is int else (int, float)
     are_numbers = all(isinstance(end, numbers) and not isinstance(end, bool) for end in (low, high))
     if not (are_numbers and isinstance(log, bool)):
@@ -241,7 +239,6 @@ def _parse_dimension(key: str, entry: Any) -> Dimension:
 
 
 def _find_type(key: str, entry: Any) -> Any:
-    """Return the type of a config key, and refuse what is no key or no table."""
     section, dot, name = key.partition(".")
     if not isinstance(entry, dict) or (not dot and "choices" not in entry and "low" not in entry):
         raise UserError(
@@ -252,32 +249,29 @@ def _find_type(key: str, entry: Any) -> Any:
     if key in types:
         return types[key]
     table, _, option = name.partition(".")
-    if table == "options" and option:  # of somebody's own model or algorithm: they check it
+    # An option of a model or an algorithm from outside, which checks it itself.
+    if table == "options" and option:
         bounds = entry.get("low"), entry.get("high")
         return int if all(isinstance(end, int) for end in bounds) else float
-    # The config's own words for it, which name the nearest key.
+    # The config's own message, which names the nearest key.
     config_from_dict({section: {name: None}} if dot else {section: None})
     raise ConfigError(f"{key} is unknown. `gmeta config` lists every key")
 
 
 def make_default_space(config: TrainConfig, labels: tuple[str, ...] = ()) -> Space:
-    """Return the rates, the inner steps and, where there is a choice, the algorithm, its plain
-    epochs and the loss, around the config's own values; none of
-    UNUSED_KEYS. `labels` are the names of the dataset's, as in its features.
-
-    The rates of the outer loop are tried over two decades around the config's, whose optimizers
-    may take any scale; the inner rate over at least 0.003 to 1, where it was found on every data
-    set of docs/results.md.
-    """
+    """Return rates, inner steps, algorithm, plain epochs and loss, around the config's values."""
     algorithm, outer = config.algorithm, config.outer
     space: list[Dimension] = []
     kinds = config.labels.loss_kinds(outer.loss, labels)
     others = ["maml", "metasgd"]
     if len(kinds) == 1 and predicted_by(kinds[0]) != "score" and algorithm.adapt_layers:
+        # A closed form needs one label, no ranking loss and a layer that adapts.
         others.append("ridge")
     learnt = tuple(name for name in others if name != algorithm.name)
     if algorithm.name not in FORWARD_ONLY:
         if algorithm.inner_lr > 0:
+            # At least 0.003 to 1: in it the best inner rate was found on every data set of
+            # docs/results.md.
             low, high = min(0.003, algorithm.inner_lr / 3), max(1.0, algorithm.inner_lr * 3)
             space.append(_make_log_range("algorithm.inner_lr", low, high))
         space.append(
@@ -291,6 +285,7 @@ def make_default_space(config: TrainConfig, labels: tuple[str, ...] = ()) -> Spa
         plain = {0, epochs // 2, epochs * 3 // 4, algorithm.plain_epochs}
         space.append(SearchChoices("algorithm.plain_epochs", tuple(sorted(plain))))
     rates = {name: getattr(outer, name) for name in ("dense_lr", "sparse_lr")}
+    # Two decades around the config's rates: the outer optimizers may take any scale.
     space += [
         _make_log_range(f"outer.{name}", rate / 10, rate * 10)
         for name, rate in rates.items()
@@ -307,18 +302,20 @@ def make_default_space(config: TrainConfig, labels: tuple[str, ...] = ()) -> Spa
     return tuple(space)
 
 
-FORWARD_ONLY = ("encoder",)  # they take no inner step
-# Nor does a plain run; what it is fine-tuned with is chosen as each is scored.
-_INNER_STEPS_REASON = ("algorithm.inner_lr", "algorithm.inner_steps")
+# Algorithms that take no inner step.
+FORWARD_ONLY = ("encoder",)
+# A plain run takes no inner step either: how it is fine-tuned is chosen as it is scored.
+_INNER_STEP_KEYS = ("algorithm.inner_lr", "algorithm.inner_steps")
 # By which keys an algorithm does not train.
 UNUSED_KEYS = {
-    PLAIN: ("algorithm.plain_epochs", *_INNER_STEPS_REASON),
-    **dict.fromkeys(FORWARD_ONLY, _INNER_STEPS_REASON),
+    PLAIN: ("algorithm.plain_epochs", *_INNER_STEP_KEYS),
+    **dict.fromkeys(FORWARD_ONLY, _INNER_STEP_KEYS),
 }
 RATING_LOSSES = tuple(loss for loss in LOSSES if predicted_by(loss) == "rating")
 
 
 def _are_equal(one: Any, other: Any) -> bool:
+    # True equals 1 in Python, but not in a config.
     return isinstance(one, bool) == isinstance(other, bool) and bool(one == other)
 
 

@@ -1,10 +1,7 @@
-"""A study: which settings were tried, how they scored, which are tried next. Held in a folder by
-Optuna's journal, one line an event, so that a killed study goes on.
+"""A study: the settings that were tried, their scores, and what is tried next.
 
-Optuna proposes (a tree-structured Parzen estimator, Bergstra et al., NeurIPS 2011) and says which
-trials are not worth their end: median pruning (Golovin et al., KDD 2017) or Hyperband (Li et al.,
-JMLR 2018).
-"""
+Optuna proposes values (a tree-structured Parzen estimator, Bergstra et al., NeurIPS 2011) and
+prunes trials by the median (Golovin et al., KDD 2017) or Hyperband (Li et al., JMLR 2018)."""
 
 import json
 import math
@@ -23,18 +20,19 @@ from gmeta.tuning.search_space import Space, replace_values
 
 PrunerName = Literal["median", "hyperband", "none"]
 State = Literal["complete", "pruned", "failed", "interrupted"]
+# Optuna's journal, one line an event: a study that was killed goes on from it.
 JOURNAL_FILE = "journal.log"
 STUDY_FILE = "study.json"
-# Validations of a trial before it may be pruned, and whole trials before any is.
+# Validations of a trial before it may be pruned, and complete trials before any is pruned.
 WARM_UP = 1
 STARTUP_TRIALS = 4
-# A run's validations, where its config does not say how many.
+# Validations of a run whose config does not say how many: so often it can be pruned.
 VALIDATIONS = 8
 
 
 @dataclass(frozen=True)
 class StudyPlan:
-    """What a study tries; `seed` is that of its proposals, `dataset` a fingerprint."""
+    """What a study tries: `seed` is of its proposals, `dataset` a fingerprint."""
 
     base: TrainConfig
     space: Space
@@ -43,8 +41,9 @@ class StudyPlan:
     dataset: str
 
     def to_json(self) -> dict[str, Any]:
-        """Return what must be the same for a study to go on; the config's run.dir need not."""
+        """Return what must be the same for a study to go on."""
         base = self.base.to_json()
+        # Each trial has a folder of its own, so the config's may change.
         base["run"].pop("dir")
         return {
             "dataset": self.dataset,
@@ -52,37 +51,39 @@ class StudyPlan:
             "pruner": self.pruner,
             "seed": self.seed,
             "config": base,
-            "score": "gmeta evaluate",  # it was once the last validation's
+            # Studies of older releases scored by the last validation: their trials do not compare.
+            "score": "gmeta evaluate",
         }
 
 
 @dataclass(frozen=True)
 class Trial:
-    """One short run: its settings and its outcome. `scores` are those of its validations, None
-    where undefined, `score` is that of `gmeta evaluate` on the same tasks, or the last of `scores`
-    for a run that did not end; `note` says how it adapts for that score, or why it failed."""
+    """One short run: its values and its outcome."""
 
     number: int
     values: dict[str, Any]
     state: State
+    # Of its validations, None where undefined.
     scores: tuple[float | None, ...]
+    # That of `gmeta evaluate` on the same tasks, or the last of `scores` for a run that did not
+    # end.
     score: float | None = None
+    # How the run adapts for its score, or why it failed.
     note: str = ""
 
 
 @final
 class Study:
-    """Proposes trials and remembers them; one process at a time has a study open."""
+    """Proposes trials and stores them; one process at a time may have a study open."""
 
-    def __init__(self, folder: Path, plan: StudyPlan, best_trial: EarlyStop) -> None:
-        """Open the study in `folder`, which exists, or begin it there; `best` says which metric
-        decides."""
+    def __init__(self, folder: Path, plan: StudyPlan, early_stop: EarlyStop) -> None:
+        """Open or begin the study in `folder`, which exists; `early_stop` names the metric."""
         optuna = import_optuna()
-        self._plan, self._metric = plan, best_trial
+        self._plan, self._metric = plan, early_stop
         self._states = optuna.trial.TrialState
         _check_same(folder, plan)
         with warnings.catch_warnings():
-            # Hyperband and the like are called experimental.
+            # Optuna warns that Hyperband and constant_liar are experimental.
             warnings.simplefilter("ignore", optuna.exceptions.ExperimentalWarning)
             journal = folder / JOURNAL_FILE
             _repair_journal(journal)
@@ -93,13 +94,14 @@ class Study:
                     storage=storage,
                     study_name="tune",
                     load_if_exists=True,
-                    direction="maximize" if best_trial.higher_is_better else "minimize",
+                    direction="maximize" if early_stop.higher_is_better else "minimize",
                     pruner=_make_pruner(optuna, plan.pruner),
                 )
             except (LookupError, TypeError, ValueError) as error:
                 raise _make_damage_error(journal, error) from error
-            # A study that goes on must not draw its first proposals once more.
+            # With another seed when it goes on: else it would draw its first proposals once more.
             begun = len(self._study.get_trials(deepcopy=False))
+            # constant_liar: trials that run side by side must not get nearly the same values.
             self._study.sampler = optuna.samplers.TPESampler(
                 n_startup_trials=2 * STARTUP_TRIALS, seed=plan.seed + begun, constant_liar=True
             )
@@ -109,19 +111,21 @@ class Study:
             self._enqueue_base_values()
 
     def _requeue_interrupted(self) -> list[int]:
-        """Have the trials that a killed study left unfinished tried anew; return their numbers."""
+        """Queue the values of trials that a killed study left unfinished; return their numbers."""
         interrupted = []
         queued = [
             trial.system_attrs["fixed_params"] for trial in self._list_trials(self._states.WAITING)
         ]
         for trial in self._list_trials(self._states.RUNNING):
-            if (state := trial.user_attrs.get("state")) is not None:  # killed after its end
+            # The study was killed between the trial's end and its report to Optuna.
+            if (state := trial.user_attrs.get("state")) is not None:
                 self._tell_optuna(trial.number, state, trial.user_attrs["score"])
                 continue
-            # The same values as a new trial: a killed one cannot be reopened. One that was killed
-            # as it began may not have drawn all of them yet.
+            # As a new trial: a killed one cannot be reopened. One killed as it began may lack some
+            # values.
             values = trial.system_attrs.get("fixed_params", {}) | trial.params
-            if values not in queued:  # as after a kill at this very place
+            # They are queued already after a kill at this very place.
+            if values not in queued:
                 self._study.enqueue_trial(values)
             self._study.tell(trial.number, state=self._states.FAIL)
             interrupted.append(trial.number)
@@ -131,17 +135,18 @@ class Study:
         return list(self._study.get_trials(deepcopy=False, states=(state,)))
 
     def _enqueue_base_values(self) -> None:
-        """Have the config's own values tried first: the best found is then no worse."""
+        """Queue the config's own values first: the best that is found is then no worse."""
         normalised = {}
         for dimension in self._plan.space:
             value = dimension.normalise(self._plan.base.by_key()[dimension.key])
+            # A value outside its range cannot be tried: Optuna draws one.
             if value is not None:
                 normalised[dimension.key] = value
         if normalised:
             self._study.enqueue_trial(normalised)
 
     def propose_trial(self) -> tuple[int, dict[str, Any]]:
-        """Return the number of the next trial and the values that it is to be trained with."""
+        """Return the number of the next trial and the values to train it with."""
         trial = self._study.ask()
         values = {dimension.key: dimension.suggest(trial) for dimension in self._plan.space}
         trial.set_user_attr("values", values)
@@ -149,10 +154,9 @@ class Study:
         return trial.number, values
 
     def report_score(self, number: int, step: int, score: float | None) -> bool:
-        """Take the score of a trial's validation number `step` (from 0); return whether the trial
-        is to be pruned."""
+        """Store the score of a trial's validation `step` (from 0); return whether to prune it."""
         trial = self._running[number]
-        # Kept by our own attribute: Optuna takes no undefined score, and the journal must have it.
+        # In an attribute of ours: Optuna takes no undefined score, and the journal must have it.
         reported_scores = [*trial.user_attrs.get("scores", []), score]
         trial.set_user_attr("scores", reported_scores)
         if score is None:
@@ -163,7 +167,7 @@ class Study:
     def finish_trial(
         self, number: int, state: State, note: str = "", score: float | None = None
     ) -> Trial:
-        """Take the end of a trial and return it; a complete one without a score has failed."""
+        """Store the end of a trial and return it; a complete trial without a score has failed."""
         trial = self._running.pop(number)
         if state == "complete" and score is None:
             state = "failed"
@@ -172,7 +176,8 @@ class Study:
             score = [None, *trial.user_attrs.get("scores", [])][-1]
         trial.set_user_attr("score", score)
         trial.set_user_attr("note", note)
-        trial.set_user_attr("state", state)  # last: with it a trial has ended
+        # Written last: with a state the trial has ended, whatever is killed next.
+        trial.set_user_attr("state", state)
         self._tell_optuna(number, state, score)
         return next(each for each in self.trials() if each.number == number)
 
@@ -180,8 +185,8 @@ class Study:
         if state == "complete":
             self._study.tell(number, score)
         else:
-            # Not as failed: the proposals learn nothing from a failure, and would come back to
-            # rates that diverge.
+            # Not as failed: from failures the sampler learns nothing, and would return to rates
+            # that diverge.
             self._study.tell(number, state=self._states.PRUNED)
 
     def trials(self) -> list[Trial]:
@@ -200,9 +205,9 @@ class Study:
         ]
 
     def count_tried(self) -> int:
-        """Return how many trials ended or run; an interrupted one is tried anew and not counted."""
-        finish_trial = sum(trial.state != "interrupted" for trial in self.trials())
-        return finish_trial + len(self._running)
+        """Return how many trials ended or run, without interrupted ones, which are tried anew."""
+        num_ended = sum(trial.state != "interrupted" for trial in self.trials())
+        return num_ended + len(self._running)
 
     def rank_trials(self) -> list[Trial]:
         """Return the trials, the best first: complete ones, then pruned, then failed."""
@@ -216,17 +221,17 @@ class Study:
         return sorted(self.trials(), key=place)
 
     def best_trial(self) -> Trial | None:
-        """Return the best complete trial; None as long as none is complete."""
+        """Return the best complete trial; None if no trial is complete."""
         first = next(iter(self.rank_trials()), None)
         return first if first is not None and first.state == "complete" else None
 
     def config(self, values: dict[str, Any]) -> TrainConfig:
-        """Return the study's config with these values: what a trial trains, but for its folder."""
+        """Return the study's config with these values, as a trial trains it in its own folder."""
         return replace_values(self._plan.base, values)
 
 
 def import_optuna() -> Any:
-    """Return the package optuna, which logs nothing below warnings from here on."""
+    """Return the package optuna, which logs only warnings from here on."""
     try:
         import optuna
     except ImportError as error:
@@ -241,23 +246,24 @@ def _make_pruner(optuna: Any, name: PrunerName) -> Any:
     if name == "median":
         return optuna.pruners.MedianPruner(STARTUP_TRIALS, WARM_UP)
     if name == "hyperband":
+        # Its resource is the number of validations.
         return optuna.pruners.HyperbandPruner(min_resource=1, max_resource=VALIDATIONS)
     return optuna.pruners.NopPruner()
 
 
 def _repair_journal(journal: Path) -> None:
-    """Remove what a kill or a full disk leaves: Optuna's lock, for which it would wait, for ever
-    where the path is relative, and the beginning of a line, behind which it reads no other."""
+    """Remove what a kill or a full disk leaves in the folder of a journal."""
+    # Optuna would wait for the lock, for ever where the path is relative.
     for lock in journal.parent.glob(f"{journal.name}.lock*"):
         lock.unlink()
     if journal.exists():
+        # Optuna reads nothing after an incomplete line.
         content = journal.read_bytes()
         os.truncate(journal, content.rfind(b"\n") + 1)
 
 
 def _check_same(folder: Path, plan: StudyPlan) -> None:
-    """Write what the study is of, or compare it with what it was begun with. Raise UserError where
-    that is something else."""
+    """Write what the study is about, or raise UserError where it was begun with something else."""
     path = folder / STUDY_FILE
     wanted = plan.to_json()
     if not path.exists():
@@ -270,7 +276,7 @@ def _check_same(folder: Path, plan: StudyPlan) -> None:
         raise _make_damage_error(path, error) from error
     found["config"] = replace(plan, base=begun).to_json()["config"]
     for name, value in wanted.items():
-        # There and back, so that tuples are lists on both sides.
+        # Through JSON, so that tuples are lists on both sides.
         if found.get(name) != json.loads(json.dumps(value)):
             which = ", ".join(_find_differing_keys(found.get(name), value)) or name
             raise UserError(
@@ -284,7 +290,6 @@ def _make_damage_error(path: Path, error: Exception) -> UserError:
 
 
 def _find_differing_keys(found: Any, wanted: Any, prefix: str = "") -> list[str]:
-    """Return the keys in which two nested dicts differ."""
     if not (isinstance(found, dict) and isinstance(wanted, dict)):
         return []
     names = []

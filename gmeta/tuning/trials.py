@@ -1,8 +1,4 @@
-"""Runs the trials of a study as processes, a few at a time, and hears what they score.
-
-A trial is an ordinary run in a folder of its own. Its process is forked from one that has imported
-torch once; what it prints goes to a file beside its run folder.
-"""
+"""Runs the trials of a study, each an ordinary run in a folder and a process of its own."""
 
 import os
 import shutil
@@ -23,27 +19,29 @@ from gmeta.platform.forking import forking_context, start
 from gmeta.runs.run_folder import RunFolder
 from gmeta.tuning.study import Study, Trial
 
-POLL_S = 0.25  # how long a validation may lie in a run's log unheard
+# How often the logs of the runs are read for new validations.
+POLL_S = 0.25
 
-# (config as JSON, path of what it prints, place among those that run at a time, pipe for what it
-# says) -> nothing; it runs in a process of its own, which ends with it.
+# (config as JSON, file for its output, place among those that run at a time, pipe for its report)
+# -> nothing: the work of a process, which ends with it.
 Work = Callable[[dict[str, Any], str, int, Connection], None]
 
 
 @dataclass(frozen=True)
 class TrialReport:
-    """What a trial's process says at its end: the run's score (None: undefined) and a line on how
-    it adapted for it, or a line on why it failed; `unwritten` if that was for want of a disk."""
+    """What a trial's process reports at its end."""
 
+    # None: undefined. `adapts` says how the run adapts for it, `failure` why it failed.
     score: float | None = None
     adapts: str = ""
     failure: str = ""
+    # A full disk or the like: not the trial's fault.
     is_write_failure: bool = False
 
 
 @dataclass
 class _RunningTrial:
-    """A trial's process; `heard` counts its validations that were reported."""
+    """A trial's process; `num_reported` counts its validations that Optuna has."""
 
     process: Any
     connection: Connection
@@ -55,20 +53,18 @@ class _RunningTrial:
 
 @final
 class TrialRunner:
-    """Trials of a study, in the folder `trials` beside its journal."""
+    """Runs trials of a study in the folder `trials` beside its journal."""
 
     def __init__(
         self, study: Study, folder: Path, metric: str, work: Work, context: ForkServerContext
     ) -> None:
-        """Prepare for trials that do `work` in processes of the context."""
         self._study, self._folder, self._metric, self._work = study, folder, metric, work
         self._context = context
         self._running: dict[int, _RunningTrial] = {}
 
     def run(self, num_trials: int, parallel: int) -> Iterator[Trial]:
         """Run trials until the study has tried `num_trials`, `parallel` at a time; yield each as it
-        ends. What still runs when the caller leaves is ended. Raises GMetaError: the disk did not
-        take what a trial wrote; no other trial would fare better."""
+        ends."""
         try:
             while True:
                 while len(self._running) < parallel and self._study.count_tried() < num_trials:
@@ -77,13 +73,14 @@ class TrialRunner:
                     return
                 wait([each.process.sentinel for each in self._running.values()], POLL_S)
                 for number, running in list(self._running.items()):
-                    # Before its log is read: what it wrote until its end is heard.
+                    # Read before the log: what the run wrote until its end is then in it.
                     over = not running.process.is_alive()
                     self._report_validations(number, running)
                     if over:
                         yield self._end(number, running)
         finally:
             for running in self._running.values():
+                # The caller may leave early, as after Ctrl-C or an error.
                 running.process.kill()
                 running.process.join()
 
@@ -94,79 +91,74 @@ class TrialRunner:
     def _start(self, number: int, values: dict[str, Any]) -> None:
         folder = self.folder_of(number)
         folder.root.parent.mkdir(exist_ok=True)
-        shutil.rmtree(folder.root, ignore_errors=True)  # of a journal that is lost
+        # A folder of this number is left of an earlier journal that was lost.
+        shutil.rmtree(folder.root, ignore_errors=True)
         config = self._study.config(values)
         config = replace(config, run=make_trial_run(config.run, folder.root))
         log = folder.root.with_suffix(".log")
+        # The lowest free place: it chooses the trial's GPU.
         used_places = {each.place for each in self._running.values()}
         place = next(place for place in count() if place not in used_places)
         process, connection = start_process(self._context, self._work, config.to_json(), log, place)
         self._running[number] = _RunningTrial(process, connection, folder, place)
 
     def _report_validations(self, number: int, running: _RunningTrial) -> None:
-        """Report the validations that the run has logged since the last time."""
         readings = [line["valid"] for line in running.folder.read_metrics() if "valid" in line]
         for step in range(running.num_reported, len(readings)):
             running.num_reported += 1
             score = readings[step].get(self._metric)
             if self._study.report_score(number, step, score) and not running.pruned:
                 running.pruned = True
-                # Not killed: it commits its checkpoint and frees its folder.
+                # Not killed: on SIGTERM it commits its checkpoint and frees its folder.
                 running.process.terminate()
 
     def _end(self, number: int, running: _RunningTrial) -> Trial:
         process = running.process
         report = wait_for_report(process, running.connection)
         del self._running[number]
+        # No other trial would fare better on a full disk: the study stops here.
         if report.is_write_failure:
             raise GMetaError(
                 f"trial {number}: {report.failure}. It is not counted: once there is space, the "
-                "same "
-                "command of gmeta tune tries its values again"
+                "same command of gmeta tune tries its values again"
             )
         if running.pruned:
             trial = self._study.finish_trial(number, "pruned")
         elif process.exitcode or report.failure:
-            note = report.failure or self._describe_failure(number, process)
-            trial = self._study.finish_trial(number, "failed", note)
+            note, code = f"ended with exit code {process.exitcode}", process.exitcode
+            if code < 0:
+                note = f"killed by {signal.Signals(-code).name}, as when memory runs out"
+            note = f"{note}; see {running.folder.root.with_suffix('.log')}"
+            trial = self._study.finish_trial(number, "failed", report.failure or note)
         else:
             trial = self._study.finish_trial(number, "complete", report.adapts, report.score)
-        self._keep_best_only()
-        return trial
-
-    def _describe_failure(self, number: int, process: Any) -> str:
-        log = self.folder_of(number).root.with_suffix(".log")
-        code = process.exitcode
-        if code < 0:
-            return f"killed by {signal.Signals(-code).name}, as when memory runs out; see {log}"
-        return f"ended with exit code {code}; see {log}"
-
-    def _keep_best_only(self) -> None:
-        """Remove the checkpoints of all trials that ended but the best: they may be large."""
         best = self._study.best_trial()
-        for trial in self._study.trials():
-            if best is None or trial.number != best.number:
-                shutil.rmtree(self.folder_of(trial.number).checkpoints, ignore_errors=True)
+        for ended in self._study.trials():
+            # Checkpoints may be large, and a trial is never resumed: the best trial's stay alone.
+            if best is None or ended.number != best.number:
+                shutil.rmtree(self.folder_of(ended.number).checkpoints, ignore_errors=True)
+        return trial
 
 
 def start_process(
     context: ForkServerContext, work: Work, config: dict[str, Any], log: Path, place: int = 0
 ) -> tuple[Any, Connection]:
-    """Start a process that does `work` with a config as JSON; return it and the pipe that it
-    reports to."""
+    """Start a process that does `work`; return it and the pipe that it reports to."""
     receiver, sender = context.Pipe(duplex=False)
     arguments = config, str(log), place, sender
+    # A daemon: a trial must not outlive `gmeta tune`.
     process = context.Process(target=work, args=arguments, daemon=True)
     start(process)
+    # With this end closed the pipe ends when the process does, however that happens.
     sender.close()
     return process, receiver
 
 
 def wait_for_report(process: Any, receiver: Connection) -> TrialReport:
-    """Wait for the end of a process, and return what it said last."""
+    """Wait for the end of a process, and return its last report."""
     process.join()
     last = TrialReport()
-    # The other end of the pipe is closed by now: there is something to read, or the end.
+    # The process has ended, so the pipe has something to read or is at its end: poll does not wait.
     with receiver, suppress(EOFError):
         while receiver.poll():
             last = receiver.recv()
@@ -174,21 +166,19 @@ def wait_for_report(process: Any, receiver: Connection) -> TrialReport:
 
 
 def make_trial_run(run: RunConfig, folder: Path) -> RunConfig:
-    """Return the [run] section of a trial: that of its study in a folder of its own, which keeps
-    only the last checkpoint."""
+    """Return the study's [run] section in a folder of the trial's own, with one checkpoint kept."""
     return replace(run, dir=str(folder), keep_last=1)
 
 
 @contextmanager
 def trial_processes(parallel: int, preload: str) -> Iterator[ForkServerContext]:
-    """Give the context of a trial's processes, which start with the module `preload` imported.
-
-    They have equal shares of the cores, unless OMP_NUM_THREADS says how many threads each has.
-    """
+    """Yield the context of the trials' processes, which start with the module `preload`."""
     cores = len(os.sched_getaffinity(0))
+    # Equal shares of the cores, unless the user says how many threads each process has.
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, cores // parallel)))
     before = tempfile.tempdir
-    # The command line ends without the exit handlers that would remove multiprocessing's sockets.
+    # multiprocessing puts its sockets there: the command line ends without the exit handlers that
+    # would remove them.
     with tempfile.TemporaryDirectory(prefix="gmeta-tune-") as folder:
         tempfile.tempdir = folder
         try:

@@ -109,10 +109,10 @@ def test_progress_fits_into_80_columns_and_is_for_a_terminal_that_wants_it(
 def test_a_result_is_one_line_of_json_and_what_is_no_number_is_null(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    print_result({"nobody": "asked"})
+    print_result(nobody="asked")
     assert capsys.readouterr().out == ""
     monkeypatch.setenv(JSON_VARIABLE, "1")
-    print_result({"out": Path("a"), "scores": [0.5, math.nan], "by": {1: math.inf}})
+    print_result(out=Path("a"), scores=[0.5, math.nan], by={1: math.inf})
     make_console().print("for people")
     shown = capsys.readouterr()
     assert shown.out == '{"out": "a", "scores": [0.5, null], "by": {"1": null}}\n'

@@ -1,4 +1,4 @@
-"""`gmeta adapt`: the states of many tasks, adapted ahead of time."""
+"""`gmeta adapt`: writes the states of many tasks, adapted ahead of time."""
 
 from pathlib import Path
 from typing import Annotated
@@ -48,8 +48,7 @@ def adapt(
             f"--out = {str(out)!r} ends with {out.suffix or 'nothing'}: what is written is "
             "Parquet. Name a file that ends with .parquet"
         )
-    # Loading torch takes seconds: not before the options are known to be right.
+    # Late: loading torch takes seconds, and a wrong option is reported at once.
     with faster_import():
         from gmeta.cli.commands.work.adapt_support import adapt_and_report
-
     adapt_and_report(model, support, out, processes, verify)

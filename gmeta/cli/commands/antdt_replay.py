@@ -1,4 +1,4 @@
-"""`gmeta antdt-replay`: what a policy decided, decided once more from the log."""
+"""`gmeta antdt-replay`: repeats a policy's decisions from their log."""
 
 from dataclasses import replace
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""`gmeta antdt-sim`: what each way of dealing with stragglers would do for a job."""
+"""`gmeta antdt-sim`: the job's time under each way of dealing with stragglers."""
 
 import json
 from dataclasses import asdict
@@ -55,8 +55,9 @@ def antdt_sim(
     """
     if out is not None:
         check_local("--out", out)
-        out.mkdir(parents=True, exist_ok=True)  # first: at the end a wrong place would cost minutes
-    # A recording itself says how many workers it has.
+        # Made first: at the end a wrong place would cost minutes.
+        out.mkdir(parents=True, exist_ok=True)
+    # A recording says itself how many workers it has: --workers is for drawn ones.
     if trace is not None:
         workers = recorded_trace(trace, seed)[1]
     settings = load_straggler_config(config)
@@ -72,18 +73,23 @@ def antdt_sim(
         controller=settings.controller,
     )
     results = []
-    # A recording is one scenario; each method takes about as long as the others.
+    # A recording is one scenario. Each method takes about equally long, so each is one unit of the
+    # bar.
     scenarios = 1 if trace is not None else len(scenario or SCENARIOS)
     with progress_bars() as progress:
         bar = progress.add_task("simulating", total=scenarios * len(find_methods(method or [])))
         for result in run_study(job, scenario or [], method or [], trace):
             results.append(result)
             progress_text = f"{result.scenario}: {result.method} {result.slowdown:.2f}"
+            # Cut to 28 characters: a bar of 80 columns has no more for it.
             progress.update(bar, advance=1, description=f"{progress_text:.28}")
-    print_result(_to_document(job, results))
+    print_result(**_to_document(job, results))
     show_table(make_console(), _results_table(job, results))
     if out is not None:
-        _write_results(out, job, results)
+        text = f"{json.dumps(_to_document(job, results), indent=1)}\n"
+        write_atomically(out / "results.json", text.encode())
+        chart = completion_chart(results, f"{job.num_workers} workers, seed {job.seed}")
+        write_atomically(out / "completion.png", render_png(chart))
 
 
 def _results_table(job: JobConfig, results: list[StudyResult]) -> Table:
@@ -107,11 +113,3 @@ def _results_table(job: JobConfig, results: list[StudyResult]) -> Table:
 def _to_document(job: JobConfig, results: list[StudyResult]) -> dict[str, Any]:
     rows = [{"scenario": r.scenario, "method": r.method, **r.outcome._asdict()} for r in results]
     return {"job": asdict(job), "healthy_s": job.healthy_s, "results": rows}
-
-
-def _write_results(out: Path, job: JobConfig, results: list[StudyResult]) -> None:
-    write_atomically(
-        out / "results.json", f"{json.dumps(_to_document(job, results), indent=1)}\n".encode()
-    )
-    chart = completion_chart(results, f"{job.num_workers} workers, seed {job.seed}")
-    write_atomically(out / "completion.png", render_png(chart))

@@ -57,9 +57,9 @@ def config(
 
 
 def load_checked_config(path: Path, overrides: Sequence[str]) -> TrainConfig:
-    """Return a config that was checked against its data, model and algorithm."""
+    """Return a config, checked against its data, model and algorithm."""
     resolved = load_config(path, overrides)
-    # Loading torch takes seconds: not before the keys are known to be right.
+    # Late: loading torch takes seconds, and a wrong key is reported at once.
     with on_ranks.faster_import():
         from gmeta.cli.commands.work.preflight import check_for_ranks
     check_for_ranks(resolved, is_new=False)

@@ -1,4 +1,4 @@
-"""Where commands print: words as they are, lines as long as they are, tables in columns."""
+"""Consoles of the commands: text as it is, lines of any length, tables in columns."""
 
 import json
 import math
@@ -9,48 +9,40 @@ from contextlib import contextmanager
 from typing import Any
 
 from rich import box
+from rich import progress as rich_progress
 from rich.console import Console, Group, RenderableType
 from rich.measure import Measurement
-from rich.progress import (
-    BarColumn,
-    MofNCompleteColumn,
-    Progress,
-    TaskID,
-    TextColumn,
-    TimeElapsedColumn,
-    TimeRemainingColumn,
-)
 from rich.table import Table
 
 from gmeta.platform.verbosity import is_json, is_quiet, result_stream
 
-# In a file or a pipe rich takes 80 columns for granted, and folds: a cell that is folded can
-# neither be read nor found by a script.
+# Rich assumes 80 columns for a file or a pipe and folds: a folded cell can neither be read nor
+# found by a script.
 COLUMNS_OF_A_FILE = 250
-# Columns of text are folded to this many characters, not to one letter a line.
+# Columns of text fold to no less than this many characters: rich would fold to one letter a line.
 FOLDED_WIDTH = 16
 
 
 def make_console(*, stderr: bool = False) -> Console:
-    """Return a console for standard output or standard error, which takes brackets for no markup:
-    names and notes are other people's words. What is for standard error is left out with -q; with
-    --json all of it goes there."""
+    """Return a console for results, or for notes on standard error, which -q hides."""
+    # With --json standard output has the result alone, so that a script can parse it.
     is_note, stderr = stderr, stderr or is_json()
     stream = sys.stderr if stderr else sys.stdout
     is_known = stream.isatty() or "COLUMNS" in os.environ
+    # No markup: names and notes are other people's words, and may have brackets.
     return Console(
         stderr=stderr,
         quiet=is_note and is_quiet(),
         width=None if is_known else COLUMNS_OF_A_FILE,
         highlight=False,
         markup=False,
+        # No folding: a script finds a line as it was printed.
         soft_wrap=True,
     )
 
 
-def print_result(result: Mapping[str, Any]) -> None:
-    """Print what a command found as one JSON object on standard output, if --json asks for it. NaN
-    and infinities become null."""
+def print_result(**result: Any) -> None:
+    """Print a command's result as one line of JSON on standard output, if --json is given."""
     if is_json():
         stream = result_stream()
         stream.write(json.dumps(_to_json_value(result), default=str) + "\n")
@@ -62,22 +54,23 @@ def _to_json_value(value: Any) -> Any:
         return {str(name): _to_json_value(one) for name, one in value.items()}
     if isinstance(value, list | tuple):
         return [_to_json_value(one) for one in value]
+    # JSON has neither NaN nor infinities.
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def show_table(console: Console, table: RenderableType) -> None:
-    """Print a table, or a group of them; text is folded where a terminal is too narrow. Rather than
-    that a number loses digits or a column disappears, lines are longer than the terminal."""
+    """Print a table or a group of them; text folds where the terminal is too narrow."""
     terminal = console.width
     for part in table.renderables if isinstance(table, Group) else [table]:
         if isinstance(part, Table):
+            # Lines longer than the terminal are better than numbers without digits or lost columns.
             console.width = max(terminal, _least_width(console, part))
         console.print(part, soft_wrap=False)
         console.width = terminal
 
 
 def _least_width(console: Console, table: Table) -> int:
-    """Return the width that shows a table's numbers whole, and enough of its text."""
+    """Return the least width that shows all digits of a table's numbers, and enough of its text."""
     wide = console.options.update_width(COLUMNS_OF_A_FILE)
     for column in table.columns:
         measurements = (
@@ -86,21 +79,18 @@ def _least_width(console: Console, table: Table) -> int:
         widest = max(one.maximum for one in measurements)
         column.overflow = "fold"
         column.min_width = column.width or (widest if column.no_wrap else min(widest, FOLDED_WIDTH))
+    # The borders and the padding that rich adds to the columns.
     return sum(column.min_width or 0 for column in table.columns) + 3 * len(table.columns) + 1
 
 
 def make_table(title: str, *heads: str, text: Collection[str]) -> Table:
-    """Return an empty table with a title and these heads. Columns named in `text` are flush left
-    and may be folded; all others are numbers, flush right and never folded."""
+    """Return an empty table: columns in `text` flush left, to be folded; others flush right."""
     table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False)
     for head in heads:
         is_text = head in text
-        # Folded, not cut: a path has no place to break, and must be whole to be copied.
+        # Folded, not cut: a path has no place to break, and is needed in full to be copied.
         table.add_column(
-            head,
-            justify="left" if is_text else "right",
-            no_wrap=not is_text,
-            overflow="fold",
+            head, justify="left" if is_text else "right", no_wrap=not is_text, overflow="fold"
         )
     return table
 
@@ -115,24 +105,26 @@ def size_text(num_bytes: int) -> str:
     return f"{size:,.0f} {unit}" if unit == "B" else f"{size:,.1f} {unit}"
 
 
-def progress_bars() -> Progress:
-    """Return progress bars for standard error, with the time that is left; they fit into 80 columns
-    and disappear when the work is done. Nothing is shown with -q, or where it is no terminal."""
+def progress_bars() -> rich_progress.Progress:
+    """Return progress bars on standard error, removed at the end; none with -q or in a file."""
     columns = (
-        TextColumn("{task.description}"),
-        BarColumn(bar_width=12),
-        MofNCompleteColumn(),
-        TimeElapsedColumn(),
-        TextColumn("left"),
-        TimeRemainingColumn(),
+        rich_progress.TextColumn("{task.description}"),
+        # All columns together fit into 80.
+        rich_progress.BarColumn(bar_width=12),
+        rich_progress.MofNCompleteColumn(),
+        rich_progress.TimeElapsedColumn(),
+        rich_progress.TextColumn("left"),
+        rich_progress.TimeRemainingColumn(),
     )
     is_shown = sys.stderr.isatty() and not is_quiet()
-    return Progress(*columns, console=Console(stderr=True), transient=True, disable=not is_shown)
+    return rich_progress.Progress(
+        *columns, console=Console(stderr=True), transient=True, disable=not is_shown
+    )
 
 
 @contextmanager
 def show_progress(what: str, rank: int = 0) -> Iterator[Callable[[int, int], None]]:
-    """Yield a function (done, total) that shows the progress of one thing, on rank 0 alone."""
+    """Yield a function (done, total) that moves one progress bar, on rank 0 alone."""
     if rank:
         yield lambda done, total: None
         return
@@ -143,8 +135,8 @@ def show_progress(what: str, rank: int = 0) -> Iterator[Callable[[int, int], Non
 
 @contextmanager
 def show_phases() -> Iterator[Callable[[str, int, int], None]]:
-    """Yield a function (phase, done, total) that shows a progress bar for each phase."""
-    bars: dict[str, TaskID] = {}
+    """Yield a function (phase, done, total) that moves a progress bar for each phase."""
+    bars: dict[str, rich_progress.TaskID] = {}
     with progress_bars() as progress:
 
         def tell(phase: str, done: int, total: int) -> None:

@@ -1,7 +1,4 @@
-"""`gmeta judge`, `gmeta promote`, `gmeta rollback` and `gmeta publish`.
-
-Each imports its work last: loading torch takes seconds, and a wrong option is reported at once.
-"""
+"""`gmeta judge`, `gmeta promote`, `gmeta rollback` and `gmeta publish`."""
 
 from pathlib import Path
 from typing import Annotated
@@ -13,12 +10,12 @@ from gmeta.errors import UserError
 from gmeta.platform.files.local_paths import check_local
 from gmeta.serving.table_format import TableFormat
 
-REFUSED = 3  # the exit code of a refusal, which is no failure
+# The exit code of a refusal, which is no failure.
+REFUSED = 3
 
 ChannelAt = Annotated[Path, typer.Argument(metavar="CHANNEL", help="folder of the versions")]
 Candidate = Annotated[
-    Path,
-    typer.Argument(metavar="RUN|EXPORT", help="folder of a run, or what `gmeta export` wrote"),
+    Path, typer.Argument(metavar="RUN|EXPORT", help="folder of a run, or what `gmeta export` wrote")
 ]
 
 
@@ -59,9 +56,9 @@ def promote(
     already changes nothing.
     """
     _check_places(candidate, channel)
+    # Late, here and below: loading torch takes seconds, and a wrong option is reported at once.
     with faster_import():
         from gmeta.cli.commands.work.channel_changes import promote_candidate
-
     promote_candidate(candidate, channel, tables, step, verdict, force, keep)
 
 
@@ -80,7 +77,6 @@ def rollback(
     check_local("CHANNEL", channel)
     with faster_import():
         from gmeta.cli.commands.work.channel_changes import roll_back
-
     roll_back(channel, to)
 
 
@@ -104,7 +100,6 @@ def publish(
     check_local("CHANNEL|STREAM", path)
     with faster_import():
         from gmeta.cli.commands.work.channel_changes import publish_to
-
     publish_to(path, url)
 
 
@@ -123,8 +118,7 @@ def judge(
     margin: Annotated[
         float | None,
         typer.Option(
-            min=0,
-            help="loss that may be worse by chance; default: 1 % of the champion's",
+            min=0, help="loss that may be worse by chance; default: 1 % of the champion's"
         ),
     ] = None,
     pool: Annotated[
@@ -145,7 +139,6 @@ def judge(
         check_local("--out", out)
     with faster_import():
         from gmeta.cli.commands.work.channel_changes import judge_candidate
-
     if not judge_candidate(candidate, champion, on, split, margin, pool, out):
         raise typer.Exit(REFUSED)
 

@@ -11,8 +11,10 @@ from rich.console import Console
 from gmeta.distributed.launch import has_agent
 from gmeta.errors import GMetaError
 
+# By name, not imported: a command that fails early has not loaded these packages.
 METAIO_ERRORS = (("metaio.errors", "MetaIOError"),)
-METAIO_CODES = {"FormatError": 1, "QuarantinedError": 3}  # others: 2
+# Exit codes of metaio's errors by class name; those of all others are 2, for a wrong input.
+METAIO_CODES = {"FormatError": 1, "QuarantinedError": 3}
 # What the file systems of fsspec raise beside OSError: s3fs, gcsfs, adlfs and http.
 STORE_ERRORS = (
     ("botocore.exceptions", "BotoCoreError"),
@@ -22,10 +24,10 @@ STORE_ERRORS = (
     ("azure.core.exceptions", "AzureError"),
     ("aiohttp", "ClientError"),
 )
-# Several times what torchrun's agent needs to notice that a rank has ended and to end the others.
+# Several times what torchrun's agent needs to notice that a rank ended and to end the others.
 TURN_S = 2.0
 FULL = (errno.ENOSPC, errno.EDQUOT)
-# The user can mend them: another path, or its permissions.
+# The user can correct these, by another path or its permissions: exit code 2.
 WRONG_PATHS = (
     FileNotFoundError,
     FileExistsError,
@@ -36,7 +38,7 @@ WRONG_PATHS = (
 
 
 def reportable_errors() -> tuple[type[Exception], ...]:
-    """Return the errors that are printed as one line: those of libraries that are loaded by now."""
+    """Return the errors that are printed as one line, of the packages that are loaded by now."""
     return (GMetaError, OSError, *_loaded_classes(METAIO_ERRORS), *_loaded_classes(STORE_ERRORS))
 
 
@@ -46,8 +48,9 @@ def _loaded_classes(names: Sequence[tuple[str, str]]) -> list[type[Exception]]:
 
 
 def format_error(error: Exception) -> tuple[str, int]:
-    """Return the line to print for an error, and the exit code."""
+    """Return the line to print for an error, and its exit code."""
     line, code = _line_and_code(error)
+    # A caller adds notes as hints, such as to resume.
     notes = "".join(f" ({note})" for note in getattr(error, "__notes__", ()))
     return line + notes, code
 
@@ -56,19 +59,15 @@ def _line_and_code(error: Exception) -> tuple[str, int]:
     if isinstance(error, OSError):
         where = f": {error.filename}" if error.filename else ""
         if error.errno == errno.ENOSPC:
-            return (
-                f"no space left on device{where}. "
-                "Free some and run again; nothing half-written was kept",
-                1,
-            )
+            remedy = "Free some and run again; nothing half-written was kept"
+            return f"no space left on device{where}. {remedy}", 1
         if error.errno == errno.EROFS:
-            return (
-                f"read-only file system{where}. Name a place that can be written, or mount it so",
-                2,
-            )
+            remedy = "Name a place that can be written, or mount it so"
+            return f"read-only file system{where}. {remedy}", 2
         return f"{error.strerror or error}{where}", 2 if isinstance(error, WRONG_PATHS) else 1
     if isinstance(error.__cause__, OSError) and error.__cause__.errno in FULL:
-        return str(error), 1  # a full disk, whichever package met it
+        # A full disk is a failure, whichever package met it.
+        return str(error), 1
     if isinstance(error, GMetaError):
         return str(error), error.exit_code
     if isinstance(error, tuple(_loaded_classes(STORE_ERRORS))):
@@ -78,31 +77,34 @@ def _line_and_code(error: Exception) -> tuple[str, int]:
             "Check the URL, the credentials and the network, then run again",
             1,
         )
-    # Of metaio's: a damaged dataset is a failure; a wrong description or input the user can mend.
+    # Metaio's errors: a damaged dataset is a failure; a wrong description or input the user can
+    # correct.
     codes = (METAIO_CODES.get(kind.__name__) for kind in type(error).__mro__)
     return str(error), next((code for code in codes if code is not None), 2)
 
 
 def wait_for_other_ranks(error: Exception) -> None:
-    """Wait, under torchrun, where another rank of this machine may print the same error or its
-    cause: once that rank has ended, torchrun's agent ends this one before it prints anything."""
+    """Wait, under torchrun, if another rank of this machine may print the error or its cause."""
     if not has_agent():
-        return  # nobody would end it
-    # What explain_lost_peers explains is never the cause: the others may still print theirs.
+        # No agent ends this rank: a wait would only delay the message.
+        return
+    # An error that explain_lost_peers explains is never the cause: other ranks may still print
+    # theirs.
     turns = int(os.environ.get("LOCAL_RANK", "0") != "0") + isinstance(
         error.__cause__, RuntimeError
     )
+    # When the rank that prints first has ended, torchrun's agent ends this one before it prints.
     time.sleep(turns * TURN_S)
 
 
 def write_error(message: str) -> None:
-    """Write one line to standard error, with the rank that it comes from."""
+    """Write one line to standard error, with the number of this rank."""
     rank = os.environ.get("RANK")
     prefix = "error" if rank is None else f"error on rank {rank}"
     console = Console(stderr=True, soft_wrap=True)
     with console.capture() as styled:
         console.print(f"[bold red]{prefix}[/]: ", end="")
-    # Not through rich, to which brackets in a message are markup; and in one piece, because other
-    # ranks write to the same place.
+    # Not by rich, which takes brackets in a message for markup; and in one piece, as other ranks
+    # write to the same stream.
     sys.stderr.write(f"{styled.get()}{message}\n")
     sys.stderr.flush()

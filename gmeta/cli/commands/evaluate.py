@@ -19,10 +19,10 @@ from gmeta.metrics.own import check_trusted
 from gmeta.platform.files.local_paths import check_local
 from gmeta.runs.run_folder import RunFolder
 
-# Each is another pass over the split, and as many predictions in memory.
+# Each is one more pass over the split, and as many more predictions in memory.
 MOST_DRAWS = 1_000
 MOST_SIZES = 20
-# Of the inner loop, what says nothing about the weights that were trained.
+# Keys of the inner loop on which no trained weight depends.
 FREE_KEYS = ("inner_lr", "inner_steps", "support_prior", "adapt_layers", "adapt_embeddings")
 
 
@@ -101,17 +101,21 @@ def evaluate(
     roots = [run, *(against or [])]
     configs = [RunFolder(root).read_config() for root in roots]
     for root, each in zip(roots, configs, strict=True):
+        # A run's config may name a metric of its own, which is code: it is not run untrusted.
         foreign = custom_names(each.evaluation.metrics)
         check_trusted(root, foreign, RunFolder(root).read_environment())
     _check_comparable(roots, configs, label)
     if out.exists() and not out.is_dir():
         raise UserError(f"--out = {str(out)!r} is a file: a folder is needed. Choose another")
+    # The folder may not exist yet: the nearest folder above it must be writable.
     place = next(each for each in (out, *out.parents) if each.exists())
-    if not os.access(place, os.W_OK):  # reported before minutes are spent
+    # Reported now, not after minutes of scoring.
+    if not os.access(place, os.W_OK):
         raise UserError(f"{place} cannot be written: name another folder for the report by --out")
     config, overrides = configs[0], overrides or []
     _check_overrides(run, config.algorithm.name, overrides)
     chosen = overridden(config, overrides)
+    # Made for its checks alone: a metric that the loss does not allow is refused here.
     Scoring(chosen.loss_of(label), chosen.evaluation)
     if on_ranks.starts_ranks(nproc_per_node):
         arguments = ["evaluate", str(run), *overrides]
@@ -124,7 +128,7 @@ def evaluate(
         # No restarts: an evaluation keeps nothing that a second try could go on from.
         on_ranks.start_ranks_here(arguments, nproc_per_node, master_port=0, max_restarts=0)
         return
-    # Loading torch takes seconds: not before the folders are known to be right.
+    # Late: loading torch takes seconds, and a wrong folder is reported at once.
     with on_ranks.faster_import():
         from gmeta.cli.commands.work.evaluation_rank import EvaluateOptions, evaluate_on_rank
     options = EvaluateOptions(splits or [], overrides, item_column, trees, draws, sizes, on, label)
@@ -132,8 +136,7 @@ def evaluate(
 
 
 def _support_sizes(text: str) -> tuple[int, ...]:
-    """Return the sizes in a list such as 0,1,3, ascending. Raise UserError for one that is no whole
-    number, or is there twice."""
+    """Return the sizes in a list such as 0,1,3, ascending. Raises UserError for anything else."""
     words = [word.strip() for word in text.split(",")] if text else []
     sizes = {int(word) for word in words if re.fullmatch("[0-9]{1,6}", word)}
     if len(sizes) < len(words) or len(sizes) > MOST_SIZES:
@@ -146,12 +149,13 @@ def _support_sizes(text: str) -> tuple[int, ...]:
 
 
 def _check_overrides(run: Path, algorithm: str, overrides: list[str]) -> None:
-    """Refuse what evaluation cannot change, before torch is loaded."""
+    """Raise UserError for keys that an evaluation cannot change, before torch is loaded."""
     keys: tuple[str, ...] = FREE_KEYS
-    if algorithm == "anil":  # what adapts is its head
+    if algorithm == "anil":
+        # ANIL adapts its head alone: which layers adapt is not free.
         keys = FREE_KEYS[:3]
     if algorithm == "metasgd":
-        # Its rates, one for each of what adapts, are weights of the run.
+        # The rates of Meta-SGD, one for each weight that adapts, are trained weights of the run.
         keys = FREE_KEYS[1:3]
     allowed = [f"algorithm.{key}" for key in keys]
     allowed += [f"evaluation.{field.name}" for field in fields(EvaluationConfig)]
@@ -167,7 +171,7 @@ def _check_overrides(run: Path, algorithm: str, overrides: list[str]) -> None:
 
 
 def _check_comparable(roots: list[Path], configs: list[TrainConfig], label: str) -> None:
-    """Refuse runs that cannot be compared, before minutes are spent on scoring one of them."""
+    """Raise UserError for runs that cannot be compared, before minutes are spent on scoring one."""
     loss = configs[0].loss_of(label)
     for root, config in zip(roots[1:], configs[1:], strict=True):
         if roots.count(root) > 1:

@@ -37,8 +37,7 @@ def export(
     step: Annotated[
         int | None,
         typer.Option(
-            min=0,
-            help="checkpoint to export; default: the newest, with early stopping the best",
+            min=0, help="checkpoint to export; default: the newest, with early stopping the best"
         ),
     ] = None,
     since: Annotated[
@@ -64,14 +63,13 @@ def export(
             f"--since writes what changed for gmeta itself: --format {runtime} has no deltas. "
             "Leave one of them out"
         )
-    # Loading torch takes seconds: not before the options are known to be right.
+    # Late: loading torch takes seconds, and a wrong option is reported at once.
     with faster_import():
         from gmeta.cli.commands.work.model_export import (
             export_changes,
             export_for_runtime,
             export_full,
         )
-
     if runtime != "gmeta":
         export_for_runtime(run, out, runtime, tables, step, overwrite)
     elif since is not None:
@@ -129,5 +127,4 @@ def predict(
     # As above.
     with faster_import():
         from gmeta.cli.commands.work.row_predictions import predict_rows
-
     predict_rows(model, support, query, out, allow_no_support, verify)

@@ -1,4 +1,4 @@
-"""`gmeta prepare --extend`: the next increment of a stream, and what is said of it."""
+"""`gmeta prepare --extend`: appends the next increment to a stream and prints what is in it."""
 
 from functools import partial
 from pathlib import Path
@@ -23,10 +23,10 @@ def extend_stream(
     accept: bool,
     spark: bool,
 ) -> None:
-    """Append an increment, by Spark if asked, and say what is in it. Raises QuarantinedError: the
-    screen refuses the rows; the command line ends with 3."""
+    """Append an increment and print it. Raises QuarantinedError: the screen refuses its rows."""
     known = load_schema(schema) if schema is not None else None
     left_out: list[RefusedFilesError] = []
+    # The files of --along that the screen refuses are left out: they must not hold up the others.
     append = partial(extend, accept=accept, along=along, left_out=left_out.append)
     if spark:
         if schema is not None and known is not None:
@@ -42,13 +42,11 @@ def extend_stream(
         make_console(stderr=True).print(notice)
     _print_increment(stream, record)
     print_result(
-        {
-            "stream": stream,
-            "increment": record.number,
-            "window": record.window,
-            "fingerprint": record.fingerprint,
-            "report": record.report,
-        }
+        stream=stream,
+        increment=record.number,
+        window=record.window,
+        fingerprint=record.fingerprint,
+        report=record.report,
     )
 
 

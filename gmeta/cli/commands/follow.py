@@ -1,4 +1,4 @@
-"""`gmeta follow`: from a log that goes on to a model that is served, for as long as it runs."""
+"""`gmeta follow`: trains on a growing log and promotes models, for as long as it runs."""
 
 import signal
 import time
@@ -59,17 +59,21 @@ def follow(
         tls_cert=tls_cert, tls_key=tls_key, tls_client_ca=tls_client_ca, tokens=tokens
     )
     tls, proofs = protection.load_credentials()
-    _check_listen(listen, protection.secured)
+    if listen and not protection.secured and not is_loopback(split_address("--listen", listen)[0]):
+        raise UserError(
+            f"--listen {listen} can be reached from other machines. Pass --tls-cert, --tls-key "
+            "and one of --tokens and --tls-client-ca; or listen on 127.0.0.1"
+        )
     if page is not None:
         check_local("--page", page)
         page.parent.mkdir(parents=True, exist_ok=True)
-    # This process stays without torch: each stage runs in one of its own, which has it
-    # (loop/stages.py).
+    # This process stays without torch: each stage runs in a process of its own, which has it
+    # (gmeta/pipeline/stage_process.py).
     loop = Pipeline(settings, run_stage, last_line)
     metrics, stop = PipelineMetrics(loop), StopFlag()
     live, draw = None, None
     if listen or page is not None:
-        # Drawing loads matplotlib, half a second: only where the page is asked for.
+        # Late, as drawing loads matplotlib, which takes half a second.
         from gmeta.pipeline.live_page import StreamPageServer, write_page
 
         live = StreamPageServer(loop, metrics, listen, tls, proofs) if listen else None
@@ -84,20 +88,12 @@ def follow(
     _run_stages(loop, metrics, stop, once, draw, live)
 
 
-def _check_listen(address: str, is_secured: bool) -> None:
-    """Raise UserError for an address that strangers could reach."""
-    if address and not is_secured and not is_loopback(split_address("--listen", address)[0]):
-        raise UserError(
-            f"--listen {address} can be reached from other machines. Pass --tls-cert, --tls-key "
-            "and one of --tokens and --tls-client-ca; or listen on 127.0.0.1"
-        )
-
-
 def _print_line(line: str) -> None:
-    """Print a line; where the disk of the log is full, it is left out: no reason to end."""
+    """Print a line, unless the disk of the log is full: that is no reason to end."""
     try:
         make_console().print(line)
-    except BrokenPipeError:  # nobody looks any more
+    # The reader of the pipe is gone: there is no one to print for.
+    except BrokenPipeError:
         raise
     except OSError:
         return
@@ -111,7 +107,7 @@ def _run_stages(
     draw: Callable[[], None] | None,
     live: "StreamPageServer | None",
 ) -> None:
-    """Take stages until a signal has `asked` to end or, with `once`, nothing is left to do."""
+    """Run stages until a signal sets `stop` or, with `once`, nothing is left to do."""
     reported, drawn_s = "", 0.0
     every_s = pipeline.config.follow.every_s
     is_drawn = False
@@ -127,23 +123,27 @@ def _run_stages(
             if done is not None and live is not None:
                 live.redraw()
             lacking = pipeline.missing_input() if done is None else ""
-            # When there is time, or at the latest after a minute: drawing takes a second.
+            # In an idle moment, or at the latest after a minute: drawing takes a second.
             is_idle = done is None or time.monotonic() - drawn_s > _DRAWN_EVERY_S
             if draw is not None and not is_drawn and is_idle:
                 draw()
                 is_drawn, drawn_s = True, time.monotonic()
         except (GMetaError, MetaIOError, OSError) as error:
+            # A single pass ends with its failure; a service tries again.
             if once:
                 raise
+            # The stage failed because the signal ended it.
             if stop and str(error) != reported:
                 _print_line(f"stopped: {error}")
                 return
             metrics.note_failure(str(error))
-            if str(error) != reported:  # not every few seconds
+            # Once, not at each try, which are seconds apart.
+            if str(error) != reported:
                 reported = str(error)
                 _print_line(f"waiting: {reported}")
                 if draw is not None:
-                    with suppress(GMetaError, MetaIOError, OSError):  # it may be what fails
+                    # Drawing reads what the stage reads: it may be what fails.
+                    with suppress(GMetaError, MetaIOError, OSError):
                         draw()
             stop.wait(every_s)
             continue

@@ -18,9 +18,11 @@ from metaio.prepare.source.profile import read_log_sample
 from metaio.prepare.source.schema_template import NEGATIVES, format_schema, propose_episodes
 from metaio.quantities import format_count
 
-# Steps of an epoch, and bounds on the tasks of a step.
+# Steps of an epoch that a config aims at, and bounds on the tasks of a step: few tasks in large
+# steps make too few steps to learn anything.
 STEPS_PER_EPOCH, LEAST_TASKS, MOST_TASKS = 50, 4, 128
-EPOCHS = 4  # the first half plain
+# The first half of the epochs trains plainly.
+EPOCHS = 4
 FEW_TASKS = 300
 SCHEMA_FILE, CONFIG_FILE = "schema.toml", "train.toml"
 
@@ -54,13 +56,20 @@ def init(
     roles: tuple[tuple[Role, str], ...] = (("task", task), ("label", label), ("time", time))
     roles_given = {role: column for role, column in roles if column}
     guessed = infer_roles(read_log_sample(inputs), roles_given)
-    config = format_config(_first_config(guessed, out), _config_header(guessed), every=False)
+    header = (
+        f"Made by gmeta init for the label {guessed.label.name}. Rates and sizes are only a "
+        "start:\ngmeta tune chooses them on the validation split (docs/tuning.md). The keys that "
+        "are not here\nhave their defaults: gmeta config lists them."
+    )
+    config = format_config(_first_config(guessed, out), header, every=False)
     out.mkdir(parents=True, exist_ok=True)
     with ExitStack() as undone:
         for path, text in zip(paths, (format_schema(guessed, inputs), config), strict=True):
-            if not path.exists():  # one without the other would keep the next call out
+            # One file without the other would make the next call refuse the folder.
+            if not path.exists():
                 undone.callback(path.unlink, missing_ok=True)
             write_atomically(path, text.encode())
+        # Both files are written: neither is removed any more.
         undone.pop_all()
     console = make_console()
     (used_task,), (used_label,) = guessed.select("task"), guessed.select("label")
@@ -83,6 +92,7 @@ def init(
             f"{dealt.num_tasks:,} tasks are few to learn from, and to tell settings apart: "
             "look at the intervals of an evaluation before anything else"
         )
+    # The lines are for a shell, and a path may have spaces.
     schema, config, data, runs = (
         shlex.quote(str(out / name)) for name in (SCHEMA_FILE, CONFIG_FILE, "data", "runs")
     )
@@ -101,7 +111,6 @@ def init(
 
 
 def _first_config(guessed: InferredRoles, out: Path) -> TrainConfig:
-    """Return a config that trains MAML on what the schema makes."""
     return config_from_dict(
         {
             "data": {
@@ -132,27 +141,29 @@ def _first_config(guessed: InferredRoles, out: Path) -> TrainConfig:
 
 
 def _tasks_per_step(num_tasks: int) -> int:
-    """Return how many tasks a step takes, a power of 2, so that an epoch has about STEPS_PER_EPOCH
-    steps: few tasks in large steps make too few steps to learn anything."""
+    """Return the tasks of a step, a power of 2, that give an epoch about STEPS_PER_EPOCH steps."""
     power = round(math.log2(max(1.0, num_tasks / STEPS_PER_EPOCH)))
     return min(max(1 << power, LEAST_TASKS), MOST_TASKS)
 
 
 def _output_bias(guessed: InferredRoles) -> float:
-    """Return the output with which an untrained model predicts the mean label."""
+    """Return the output bias with which an untrained model predicts the mean label."""
     mean = guessed.mean_label
     if guessed.is_rating:
         return float(f"{mean:.3g}")
-    if guessed.threshold is not None:  # of two values, not 0 and 1
+    # The mean is of the raw values; a label of two values becomes 0 and 1.
+    if guessed.threshold is not None:
         mean = (mean - guessed.label.least) / (guessed.label.most - guessed.label.least)
     if guessed.is_positives:
         mean = 1 / (1 + NEGATIVES)
+    # The log-odds of 0 and 1 are infinite.
     share = min(max(mean, 1e-6), 1 - 1e-6)
     return round(math.log(share / (1 - share)), 2)
 
 
 def _evaluation_section(guessed: InferredRoles) -> dict[str, Any]:
-    """Return the section that says what a good label is, where labels are not stars up to 5."""
+    """Return the [evaluation] section for ratings that are not on a scale up to 5."""
+    # On a scale up to 5 the defaults hold: 4 and 5 are good.
     stars = guessed.label.least >= 0 and 4 <= guessed.label.most <= 5
     if not guessed.is_rating or stars or guessed.median_label <= 0:
         return {}
@@ -162,27 +173,17 @@ def _evaluation_section(guessed: InferredRoles) -> dict[str, Any]:
 
 
 def _statistics_sections(guessed: InferredRoles) -> dict[str, Any]:
-    """Return the sections that give the model statistics of training and support rows, which the
-    baselines of an evaluation have too."""
+    """Return the sections of statistics of training and support rows, which the baselines have."""
     sections: dict[str, Any] = {"support_features": {"task": True, "columns": ["*"]}}
     if guessed.item:
-        # A model that starts as the bias model, mean + item + task, is never far below it.
+        # The model starts as the bias model (mean + item + task), so it is hardly ever below it.
         sections["support_features"] |= {"residual_of": guessed.item, "bias_start": True}
         sections["item_features"] = {"columns": [column.name for column in guessed.ids]}
         if not guessed.is_rating:
             sections["item_features"]["log_odds"] = True
     if not guessed.select("time"):
-        # Support that is the past is never drawn at random; else training draws its own: of the
-        # clicks of MovieLens-100k without their time, validation's logloss is .579 with it, .615
-        # without.
+        # Rows with times keep their order, as support is the past. Others are split anew each
+        # epoch: of the clicks of MovieLens-100k without their time the logloss of validation is
+        # .579 with it, .615 without.
         sections["augment"] = {"resplit_support": True}
     return sections
-
-
-def _config_header(guessed: InferredRoles) -> str:
-    return (
-        f"Made by gmeta init for the label {guessed.label.name}. Rates and sizes are only a "
-        "start:\n"
-        "gmeta tune chooses them on the validation split (docs/tuning.md). The keys that are not "
-        "here\nhave their defaults: gmeta config lists them."
-    )

@@ -9,13 +9,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from gmeta.cli.commands.console import (
-    make_console,
-    make_table,
-    print_result,
-    show_progress,
-    show_table,
-)
+from gmeta.cli.commands import console as consoles
 from gmeta.cli.commands.inspect_channel import inspect_channel
 from gmeta.cli.commands.inspect_model import inspect_model, is_model
 from gmeta.cli.commands.inspect_stream import inspect_stream
@@ -40,8 +34,7 @@ def inspect(
         ),
     ],
     verify: Annotated[
-        bool,
-        typer.Option("--verify", help="check every checksum; exit code 1 if one differs"),
+        bool, typer.Option("--verify", help="check every checksum; exit code 1 if one differs")
     ] = False,
     picture: Annotated[
         Path | None, typer.Option(help="dataset: write a PNG of episode sizes and id skew")
@@ -77,14 +70,21 @@ def inspect(
                 "--picture has no effect with --verify, which draws none. Leave one out"
             )
     known: list[str] = []
+    # With --verify a split without its block table is reported beside other damage, not raised.
     dataset = open_dataset(path, known if verify else None)
-    console = make_console()
+    console = consoles.make_console()
     if verify:
-        with show_progress("reading") as advance:
+        with consoles.show_progress("reading") as advance:
             messages = find_damage(dataset, advance, known)
-        _print_verdict(console, dataset, messages)
+        for message in messages:
+            console.print(message)
+        consoles.print_result(kind="dataset", path=dataset.url, problems=messages)
+        if messages:
+            raise typer.Exit(1)
+        num_files = 1 + sum(1 for _ in dataset.files())
+        console.print(f"{dataset.url} is intact: {num_files} files, every checksum matches.")
         return
-    with show_progress("reading") as advance:
+    with consoles.show_progress("reading") as advance:
         summaries = summarise(dataset, advance)
     _print_summary(console, dataset, summaries)
     if picture is not None:
@@ -95,10 +95,12 @@ def inspect(
 
 
 def _find_inspector(place: str) -> Callable[[bool], None] | None:
-    """Return what shows a model, stream, channel, run or checkpoint; None for a dataset."""
+    """Return the function that shows a model, stream, channel, run or checkpoint, if it is one."""
     if is_stream(place):
         return partial(inspect_stream, place)
     if is_url(place):
+        # Runs, checkpoints and exports are local: at a URL there is a stream, a channel or a
+        # dataset.
         if not is_channel_at(place):
             return None
         return partial(inspect_channel, place, channel_at(place), promotions_at(place))
@@ -110,33 +112,24 @@ def _find_inspector(place: str) -> Callable[[bool], None] | None:
         return partial(inspect_model, path)
     if not (is_run(path) or is_checkpoint(path)):
         return None
-    # The index of a checkpoint is torch's, which a dataset need not wait for: it takes seconds.
+    # Late, as a checkpoint's index is read by torch, which takes seconds to load: a dataset need
+    # not wait.
     from gmeta.cli.commands.inspect_run import inspect_checkpoint, inspect_run
 
     return partial(inspect_run if is_run(path) else inspect_checkpoint, path)
 
 
 def is_run(path: Path) -> bool:
-    """Return whether this is a run folder, be it one without a checkpoint yet; a dataset has a
-    manifest instead, and an exported model no environment."""
+    """Return whether this is a run folder; one without a checkpoint yet counts."""
+    # A dataset has a manifest in place of these, and an exported model has no environment.
     marks = (path / "environment.json", path / "checkpoints")
     return (path / "config.json").is_file() and any(mark.exists() for mark in marks)
 
 
 def is_checkpoint(path: Path) -> bool:
     """Return whether this folder is one checkpoint of a run."""
-    # By where it lies: a damaged one must be recognised too.
+    # By its place, not its content: a damaged checkpoint must be recognised too.
     return path.is_dir() and path.name.startswith("step-") and path.parent.name == "checkpoints"
-
-
-def _print_verdict(console: Console, dataset: Dataset, messages: list[str]) -> None:
-    for message in messages:
-        console.print(message)
-    print_result({"kind": "dataset", "path": dataset.url, "problems": messages})
-    if messages:
-        raise typer.Exit(1)
-    num_files = 1 + sum(1 for _ in dataset.files())
-    console.print(f"{dataset.url} is intact: {num_files} files, every checksum matches.")
 
 
 def _print_summary(console: Console, dataset: Dataset, summaries: list[SplitSummary]) -> None:
@@ -145,17 +138,17 @@ def _print_summary(console: Console, dataset: Dataset, summaries: list[SplitSumm
         f"task {dataset.task}, label {dataset.label}, seed {manifest.seed}, "
         f"protocol: {manifest.protocol or 'none'}\nfingerprint {dataset.fingerprint}"
     )
-    show_table(console, _sizes_table(summaries))
-    for split, bundle_tasks in _bundles(dataset).items():
-        console.print(f"{split}: in bundles of {bundle_tasks:,} episodes that train together")
-    print_result(_to_document(dataset, summaries))
+    consoles.show_table(console, _sizes_table(summaries))
+    for name, split in dataset.splits.items():
+        if number := split.blocks.bundle_tasks:
+            console.print(f"{name}: in bundles of {number:,} episodes that train together")
+    consoles.print_result(**_to_document(dataset, summaries))
     if summaries:
-        show_table(console, _tables_table(summaries[0]))
+        consoles.show_table(console, _tables_table(summaries[0]))
         console.print(_unknown_id_lines(summaries))
 
 
 def _to_document(dataset: Dataset, summaries: list[SplitSummary]) -> dict[str, Any]:
-    """Return what the tables say, as plain values."""
     return {
         "kind": "dataset",
         "path": dataset.url,
@@ -191,12 +184,6 @@ def _to_document(dataset: Dataset, summaries: list[SplitSummary]) -> dict[str, A
     }
 
 
-def _bundles(dataset: Dataset) -> dict[str, int]:
-    """Return the number of episodes in a bundle, for each split that is stored in bundles."""
-    tasks = {name: split.blocks.bundle_tasks for name, split in dataset.splits.items()}
-    return {name: number for name, number in tasks.items() if number}
-
-
 def _three_sizes(sizes: list[int]) -> dict[str, int]:
     if not sizes:
         return {}
@@ -207,7 +194,7 @@ def _sizes_table(summaries: list[SplitSummary]) -> Table:
     title = "Episodes (support and query rows: least / median / most)"
     heads = ("split", "tasks", "episodes", "rows", "support", "query")
     names = [label.name for label in summaries[0].labels] if summaries else []
-    table = make_table(title, *heads, *names, text=("split",))
+    table = consoles.make_table(title, *heads, *names, text=("split",))
     for summary in summaries:
         table.add_row(
             summary.name,
@@ -222,7 +209,7 @@ def _sizes_table(summaries: list[SplitSummary]) -> Table:
 
 
 def _mean(label: LabelUsage, num_rows: int) -> str:
-    """Return the mean of a label, and over how many rows where it is not known in all."""
+    """Return a label's mean, and over how many rows where some have none."""
     of = "" if label.num_known == num_rows else f" of {label.num_known:,}"
     return f"{label.mean:.3f}{of}"
 
@@ -234,7 +221,7 @@ def _spread(sizes: list[int]) -> str:
 def _tables_table(summary: SplitSummary) -> Table:
     skew = [f"top {percent} %" for percent in SKEW_PERCENT]
     title = f"Embedding tables in {summary.name} (share of uses by the most used ids)"
-    table = make_table(title, "table", "rows", "ids used", *skew, text=("table",))
+    table = consoles.make_table(title, "table", "rows", "ids used", *skew, text=("table",))
     for use in summary.tables:
         shares = [_percent(use.top_share(percent)) for percent in SKEW_PERCENT]
         table.add_row(use.name, f"{use.num_rows:,}", f"{use.num_used:,}", *shares)
@@ -242,7 +229,7 @@ def _tables_table(summary: SplitSummary) -> Table:
 
 
 def _unknown_id_lines(summaries: list[SplitSummary]) -> str:
-    """Return a line for each table whose row 0 is used: the share of unknown ids in each split."""
+    """Return a line for each table whose row 0 is used: the share of unknown ids by split."""
     lines = []
     for index, table in enumerate(summaries[0].tables):
         shares = {s.name: s.tables[index].unknown_share for s in summaries}

@@ -1,4 +1,4 @@
-"""`gmeta inspect` on a channel: its versions, which one is served, and what was decided."""
+"""`gmeta inspect` on a channel: its versions, which one serves, and the judge's decisions."""
 
 from typing import Any
 
@@ -9,15 +9,14 @@ from gmeta.serving.channel.channel import Channel
 from gmeta.serving.channel.model_version import check_version
 from metaio.quantities import format_count
 
-_SHOWN = 20  # of the versions and of the verdicts: one screen
+# Versions and verdicts that are shown: one screen.
+_SHOWN = 20
 
 
 def inspect_channel(
     place: str, channel: Channel, promotions: list[dict[str, Any]], verify: bool
 ) -> None:
-    """Show the newest versions of a channel with their sizes and verdicts, which its log `told`,
-    and what serves. For one at a URL, `channel` is a copy of what serves and what that builds on.
-    """
+    """Show the newest versions of a channel, their verdicts from its log, and which one serves."""
     console, current = make_console(), channel.current()
     numbers = channel.numbers()
     served = "nothing is served yet"
@@ -25,6 +24,7 @@ def inspect_channel(
         served = f"serves version {current.parent.name}, {current.action} {current.at[:19]} UTC"
     held = format_count(len(numbers), "version")
     if is_url(place):
+        # A channel at a URL comes as a copy of the version that serves and those that it builds on.
         held += f" of what it serves, copied to {channel.root}"
     console.print(f"channel {place}: {held}; {served}")
     heads = ("version", "kind", "over", "bytes", "of full", "rows", "promoted", "verdict")
@@ -37,7 +37,8 @@ def inspect_channel(
         try:
             version, entry = channel.version(number), verdicts.get(number, {})
         except GMetaError as error:
-            broken.append(str(error))  # the one that serves may be whole
+            # The version that serves may be complete all the same.
+            broken.append(str(error))
             continue
         touched = version.delta.touched.values() if version.delta else ()
         table.add_row(
@@ -59,13 +60,11 @@ def inspect_channel(
             f"refused {str(entry.get('at'))[:19]}: {'; '.join(verdict.get('reasons', []))}"
         )
     print_result(
-        {
-            "kind": "channel",
-            "path": place,
-            "versions": numbers,
-            "serves": None if current is None else current.number,
-            "decisions": promotions,
-        }
+        kind="channel",
+        path=place,
+        versions=numbers,
+        serves=None if current is None else current.number,
+        decisions=promotions,
     )
     if current is None:
         return
@@ -81,7 +80,7 @@ def inspect_channel(
 
 
 def _format_scores(verdict: Any) -> str:
-    """Return a verdict's scores in a few words; "-" where nobody judged."""
+    """Return a verdict's scores in a few words; "-" where there is no verdict."""
     if not isinstance(verdict, dict):
         return "-"
     scores = verdict.get("candidate") or {}

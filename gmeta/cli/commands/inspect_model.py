@@ -1,4 +1,4 @@
-"""`gmeta inspect` on an exported model: which columns it reads, and whether all of it is there."""
+"""`gmeta inspect` on an exported model: the columns that it reads, and a check of its files."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -6,21 +6,16 @@ from pathlib import Path
 from gmeta.cli.commands.console import make_console, make_table, print_result, show_table, size_text
 from gmeta.config.table_widths import widths_of_tables
 from gmeta.metrics.catalogue import predicted_by
-from gmeta.serving.exported_folder import (
-    LAYERS_FILE,
-    ExportedConfig,
-    check_files,
-    read_config,
-    table_file,
-)
+from gmeta.serving import exported_folder
 from metaio.quantities import format_count
 
 
 def is_model(path: Path) -> bool:
-    """Return whether `gmeta export` wrote this folder; a damaged one counts, its config says so."""
-    if (path / LAYERS_FILE).is_file():
+    """Return whether `gmeta export` wrote this folder."""
+    if (path / exported_folder.LAYERS_FILE).is_file():
         return True
     try:
+        # A damaged model counts too: its first bytes say so, though it may not parse.
         return '"gmeta-model"' in (path / "config.json").read_text(encoding="utf-8")[:100]
     except (FileNotFoundError, NotADirectoryError, UnicodeDecodeError):
         return False
@@ -31,7 +26,7 @@ _PREDICTED = {"probability": "clicks", "rating": "ratings", "score": "scores"}
 
 def inspect_model(folder: Path, verify: bool) -> None:
     """Show the columns and tables of an exported model."""
-    config = read_config(folder)
+    config = exported_folder.read_config(folder)
     source, console = config.source, make_console()
     console.print(
         f"model {folder}: {config.algorithm.name} with {config.model.name}, predicts "
@@ -47,7 +42,7 @@ def inspect_model(folder: Path, verify: bool) -> None:
     tables = make_table("Tables", *described, text=("table", "type"))
     widths = widths_of_tables(config.features, config.model)
     for index, table in enumerate(config.features.tables):
-        stored = config.files.get(table_file(index))
+        stored = config.files.get(exported_folder.table_file(index))
         tables.add_row(
             table.name,
             f"{table.num_rows:,}",
@@ -56,20 +51,18 @@ def inspect_model(folder: Path, verify: bool) -> None:
             size_text(stored.num_bytes) if stored else "?",
         )
     show_table(console, tables)
-    check_files(folder, config, checksums=verify)
+    exported_folder.check_files(folder, config, checksums=verify)
     print_result(
-        {
-            "kind": "model",
-            "path": folder,
-            "algorithm": config.algorithm.name,
-            "model": config.model.name,
-            "loss": config.judged_loss,
-            "losses": dict(zip(config.features.labels, config.losses, strict=False)),
-            "source": config.source,
-            "columns": [dict(zip(heads, row, strict=True)) for row in _list_columns(config)],
-            "tables": {table.name: table.num_rows for table in config.features.tables},
-            "table_format": config.table_format,
-        }
+        kind="model",
+        path=folder,
+        algorithm=config.algorithm.name,
+        model=config.model.name,
+        loss=config.judged_loss,
+        losses=dict(zip(config.features.labels, config.losses, strict=False)),
+        source=config.source,
+        columns=[dict(zip(heads, row, strict=True)) for row in _list_columns(config)],
+        tables={table.name: table.num_rows for table in config.features.tables},
+        table_format=config.table_format,
     )
     make_console().print(
         "complete: every file is there, and as its checksum says"
@@ -78,7 +71,7 @@ def inspect_model(folder: Path, verify: bool) -> None:
     )
 
 
-def _describe_predictions(config: ExportedConfig) -> str:
+def _describe_predictions(config: exported_folder.ExportedConfig) -> str:
     """Return what is predicted, in words: each of several labels with its loss."""
     names, losses = config.features.labels, config.losses
     if not names:
@@ -91,8 +84,8 @@ def _describe_predictions(config: ExportedConfig) -> str:
     return f"{', '.join(label_texts)}, judged by {names[config.judged]}"
 
 
-def _list_columns(config: ExportedConfig) -> Iterator[tuple[str, str, str, str]]:
-    """Yield what a row must hold: the name, role, table and values of each column."""
+def _list_columns(config: exported_folder.ExportedConfig) -> Iterator[tuple[str, str, str, str]]:
+    """Yield the name, role, table and values of each column that a row must have."""
     columns, features = config.columns, config.features
     yield columns.task, "task", "", "integer or text; tells tasks apart in `gmeta predict`"
     schema = columns.schema
@@ -102,6 +95,7 @@ def _list_columns(config: ExportedConfig) -> Iterator[tuple[str, str, str, str]]
     for name in [] if schema is None else [x for x in schema.label_columns if x not in names]:
         yield name, "label", "", "a mask of 0 and 1, or a weight, of support rows"
     if schema is None:
+        # Without a schema the caller sends ids as they are in the tables.
         rows = {table.name: table.num_rows for table in features.tables}
         for role, sparse in (("single", features.single), ("multi", features.multi)):
             for one in sparse:

@@ -13,13 +13,12 @@ from gmeta.runs.checkpoints.lineage import describe_increments, read_lineage
 from gmeta.runs.run_folder import RunFolder, list_checkpoints
 from metaio.quantities import format_count
 
-# What a checkpoint says of itself and scripts may ask for.
+# Values of a checkpoint's own description that --json shows.
 ABOUT = ("step", "epoch", "epoch_step", "best_step", "best_score", "world_size", "config_digest")
 
 
 def inspect_run(root: Path, verify: bool) -> None:
-    """Show a run's checkpoints and what is in the newest; exit code 1 if one is not complete, or
-    with `verify` differs from its checksums."""
+    """Show a run's checkpoints; exit code 1 if one is incomplete or damaged."""
     folder = RunFolder(root)
     config, digest = folder.read_config_and_digest()
     console = make_console()
@@ -30,14 +29,15 @@ def inspect_run(root: Path, verify: bool) -> None:
     paths = list_checkpoints(folder.checkpoints)
     if not paths:
         console.print("no checkpoint yet")
-        print_result({"kind": "run", "checkpoints": [], "problems": []})
+        print_result(kind="run", checkpoints=[], problems=[])
         return
     summaries, unreadable = [], []
     for path in paths:
         try:
             summaries.append(summarise_checkpoint(path, verify))
         except GMetaError as error:
-            unreadable.append(str(error))  # the others may be what is looked for
+            # The other checkpoints may be what the caller wants to see.
+            unreadable.append(str(error))
     if summaries:
         _print_list(console, summaries, digest)
         _print_checkpoint(console, summaries[-1])
@@ -46,7 +46,7 @@ def inspect_run(root: Path, verify: bool) -> None:
 
 
 def _print_list(console: Console, summaries: list[CheckpointSummary], digest: str) -> None:
-    # As the newest says: each one was written when it, too, may have been the best so far.
+    # The newest checkpoint decides: when an older one was written it may have been the best so far.
     best_step = summaries[-1].about.get("best_step")
     heads = ("step", "epoch", "ranks", "config", "size", "", "")
     table = make_table("Checkpoints", *heads, text=("epoch", "config", ""))
@@ -68,8 +68,7 @@ def _print_list(console: Console, summaries: list[CheckpointSummary], digest: st
 
 
 def inspect_checkpoint(path: Path, verify: bool) -> None:
-    """Show what is in one checkpoint; exit code 1 if it is not complete, or with `verify` differs
-    from its checksums."""
+    """Show what is in one checkpoint; exit code 1 if it is incomplete or damaged."""
     summary = summarise_checkpoint(path, verify)
     about = summary.about
     console, num_ranks = make_console(), about.get("world_size", "?")
@@ -113,25 +112,22 @@ def _print_checkpoint(console: Console, summary: CheckpointSummary) -> None:
 def _finish(
     summaries: list[CheckpointSummary], verify: bool, unreadable: Sequence[str] = ()
 ) -> None:
-    """Print every problem and exit with code 1; without any, print how much was checked."""
     problems = [*unreadable, *(problem for summary in summaries for problem in summary.problems)]
     print_result(
-        {
-            "kind": "run",
-            "checkpoints": [
-                {
-                    "path": summary.path,
-                    "bytes": summary.disk_bytes,
-                    "tables": {
-                        one.name: {"rows": one.num_rows, "width": one.width, "type": one.dtype}
-                        for one in summary.tables
-                    },
-                    **{key: summary.about.get(key) for key in ABOUT},
-                }
-                for summary in summaries
-            ],
-            "problems": problems,
-        }
+        kind="run",
+        checkpoints=[
+            {
+                "path": summary.path,
+                "bytes": summary.disk_bytes,
+                "tables": {
+                    one.name: {"rows": one.num_rows, "width": one.width, "type": one.dtype}
+                    for one in summary.tables
+                },
+                **{key: summary.about.get(key) for key in ABOUT},
+            }
+            for summary in summaries
+        ],
+        problems=problems,
     )
     for problem in problems:
         make_console().print(problem)

@@ -1,4 +1,4 @@
-"""`gmeta inspect` on a stream: its increments, how its tables grow, what was refused and why."""
+"""`gmeta inspect` on a stream: its increments, the growth of its tables, and what was refused."""
 
 from collections import Counter
 from operator import itemgetter
@@ -16,37 +16,34 @@ from metaio.stream.chain import IncrementRecord, Stream, format_event_time, open
 from metaio.stream.quarantine import list_quarantine
 from metaio.stream.stream_state import load_state
 
-# The newest: one screen, whatever the age of the stream.
+# Increments, the newest: they fit on one screen, whatever the age of the stream.
 _SHOWN = 12
 
 
 def inspect_stream(path: str, verify: bool) -> None:
-    """Show a stream's increments, windows, rows, ids, capacities and alarms; with `verify` check
-    every checksum, exit code 1 if one differs."""
+    """Show a stream's increments, tables and alarms, or with `verify` check its checksums."""
     stream, console = open_stream(path), make_console()
     if verify:
         problems = _find_problems(stream)
         for line in problems:
             console.print(line)
-        print_result({"kind": "stream", "path": path, "problems": problems})
+        print_result(kind="stream", path=path, problems=problems)
         if problems:
             raise typer.Exit(1)
         num = format_count(len(stream.records), "increment")
         console.print(f"{path} is intact: {num}, every checksum matches.")
         return
     records = stream.records
-    refused = [] if is_url(path) else list_quarantine(Path(path))  # which is not published
+    # The quarantine is not published.
+    refused = [] if is_url(path) else list_quarantine(Path(path))
     print_result(
-        {
-            "kind": "stream",
-            "path": path,
-            "id": stream.id,
-            "increments": [
-                {"number": one.number, "window": one.window, "report": one.report}
-                for one in records
-            ],
-            "quarantined": refused,
-        }
+        kind="stream",
+        path=path,
+        id=stream.id,
+        increments=[
+            {"number": one.number, "window": one.window, "report": one.report} for one in records
+        ],
+        quarantined=refused,
     )
     schema = parse_schema(stream.description["schema"])
     gate = schema.stream.gate if schema.stream else 0.0
@@ -66,7 +63,7 @@ def inspect_stream(path: str, verify: bool) -> None:
         for alarm in record.report["alarms"]:
             console.print(f"alarm in {record.number}: {alarm}")
     for note in sorted(refused, key=itemgetter("before")):
-        # Whole: files of all partitions often have one name.
+        # With its path: files of all partitions often have one name.
         first, *others = (file["name"] for file in note["files"])
         more = f" and {len(others):,} more" if others else ""
         reasons = "; ".join(note["reasons"])
@@ -74,13 +71,13 @@ def inspect_stream(path: str, verify: bool) -> None:
 
 
 def _find_problems(stream: Stream) -> list[str]:
-    """Return one message for each file that is missing or altered, of whichever increment."""
     messages: list[str] = []
     for number in stream.numbers:
         try:
             known: list[str] = []
             messages += find_damage(stream.dataset(number, known), known_problems=known)
-        except FormatError as error:  # its manifest: others may be whole
+        # The manifest is damaged: those of other increments may be intact.
+        except FormatError as error:
             messages.append(str(error))
     if not is_url(stream.url):
         try:
@@ -129,7 +126,8 @@ def _show_tables(stream: Stream) -> None:
 
 
 def _shorten_count(number: int) -> str:
-    """Return a count in at most six characters: eleven columns fit into 80."""
+    """Return a count in at most six characters."""
+    # Nine columns of a table fit into 80 characters.
     if number < 100_000:
         return f"{number:,}"
     return f"{number / 1e3:.0f} k" if number < 1e6 else f"{number / 1e6:.1f} M"

@@ -1,4 +1,4 @@
-"""The argument of commands by which values of a training config are replaced."""
+"""The argument by which commands replace values of a training config."""
 
 from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
 
@@ -10,13 +10,13 @@ METAVAR = "[SECTION.KEY=VALUE]..."
 
 
 def complete_override(context: typer.Context, incomplete: str) -> list[str]:
-    """Return all that a shell may complete an override to: every key with each value that it has
-    to choose from; behind `KEY=`, which bash takes for words of their own, the values alone."""
+    """Return what a shell may complete an override to: keys, with their values where listed."""
     values = {
         f"{section}.{name}": _choices(hint)
         for section, fields in get_type_hints(TrainConfig).items()
         for name, hint in get_type_hints(fields).items()
     }
+    # Bash takes KEY, = and VALUE for three words: behind `KEY=` only values are wanted.
     before = [word for word in context.params.get("overrides") or () if word != "="]
     if before and before[-1] in values:
         return list(values[before[-1]])

@@ -62,16 +62,16 @@ def plan(
             "multiple, or another --gpus-per-host"
         )
     of_tables = dict(_parse_table_rows(entry) for entry in rows or [])
+    # A cluster smaller than a host is one host. Its ranks share the host's memory equally.
     per_host = min(gpus_per_host, gpus)
     device_bytes = parse_amount("--gpu-memory", gpu_memory, "")
     host_bytes = parse_amount("--host-memory", host_memory, "") / per_host
     bandwidths = {"--hbm": hbm, "--pcie": pcie, "--nvlink": nvlink, "--network": network}
     bytes_a_s = {name[2:]: parse_amount(name, text, "/s") for name, text in bandwidths.items()}
     flops = 1e12 * (tflops or {"float32": 60, "tf32": 400, "bf16": 800}[resolved.run.precision])
-    # Loading torch takes seconds: not before the options are known to be right.
+    # Late: loading torch takes seconds, and a wrong option is reported at once.
     with faster_import():
         from gmeta.cli.commands.work.plan_report import show_plan
-
     show_plan(
         resolved,
         CapacityOverrides(of_tables, rows_per_task, unique_share),
@@ -81,7 +81,6 @@ def plan(
 
 
 def _parse_table_rows(entry: str) -> tuple[str, int]:
-    """Return table and rows of --rows."""
     name, _, text = entry.rpartition("=")
     try:
         rows = float(text)
@@ -95,7 +94,8 @@ def _parse_table_rows(entry: str) -> tuple[str, int]:
 
 
 def parse_amount(option: str, text: str, per: str) -> float:
-    """Return bytes, or bytes a second: GB are powers of 1,000, GiB of 1,024, Gb/s bits."""
+    """Return bytes, or bytes a second where `per` is "/s"."""
+    # GB are powers of 1,000, GiB of 1,024; Gb and Gbit are bits, of a rate alone.
     pattern = rf"(\d+(?:\.\d+)?) *([KMGTkmgt]?)([iI]?)(b|B{'|bit' * bool(per)}){per}"
     match = re.fullmatch(pattern, text.strip())
     if match is None or float(match.group(1)) <= 0:
@@ -104,4 +104,5 @@ def parse_amount(option: str, text: str, per: str) -> float:
         )
     power = " KMGT".index(match.group(2).upper() or " ")
     amount = float(match.group(1)) * float(1024 if match.group(3) else 1000) ** power
-    return amount / 8 if per and match.group(4) != "B" else amount  # no memory is sold in bits
+    # No memory is sold in bits: only rates are divided.
+    return amount / 8 if per and match.group(4) != "B" else amount

@@ -6,20 +6,13 @@ from pathlib import Path
 from typing import Annotated, Literal
 
 import typer
-from rich.table import Table
 
-from gmeta.cli.commands.console import (
-    make_console,
-    make_table,
-    print_result,
-    show_phases,
-    show_table,
-)
+from gmeta.cli.commands import console as consoles
 from gmeta.cli.commands.extend_stream import extend_stream
 from gmeta.cli.commands.prepare_spark import prepare_on_spark, refuse_transform
 from gmeta.errors import UserError
 from metaio.format.atomic_folder import find_unfinished
-from metaio.format.dataset import Dataset, open_dataset
+from metaio.format.dataset import open_dataset
 from metaio.prepare.job import PrepareOptions
 from metaio.prepare.local import prepare as prepare_on_one_machine
 from metaio.prepare.schema.schema_file import load_schema
@@ -33,7 +26,7 @@ from metaio.recipes.synthetic import SyntheticConfig, prepare_synthetic
 from metaio.recipes.synthetic_days import DaysConfig, write_days
 
 DAILY_ROWS = (DaysConfig.min_rows, DaysConfig.max_rows)
-# The options that each way of preparing reads, beside --overwrite.
+# The options that each way of preparing reads, beside --overwrite: others are refused.
 OPTIONS = {
     "--recipe synthetic": {"recipe", "tasks", "items", "rows", "seed"},
     "--recipe synthetic-days": {"recipe", "days", "tasks", "items", "rows", "seed"},
@@ -42,7 +35,7 @@ OPTIONS = {
     "--recipe movielens-100k": {"recipe", "label", "seed"},
     "--recipe amazon": {"recipe", "label", "seed"},
     "--schema": {"schema", "memory", "threads", "block_rows", "bundle_tasks", "compact"},
-    # Memory and threads are Spark's own matter.
+    # Memory and threads are set in Spark's own configuration.
     "--schema --spark": {"schema", "spark", "block_rows", "bundle_tasks", "compact"},
     "--extend": {
         *("extend", "along", "accept", "schema", "memory", "threads"),
@@ -84,8 +77,7 @@ Seed = Annotated[int, typer.Option(min=0, help="recipes: seed of every random ch
 Validation = Annotated[
     bool,
     typer.Option(
-        "--validation",
-        help="movielens-1m, metaemb: also carve fit and valid-* out of what is warm",
+        "--validation", help="movielens-1m, metaemb: also carve fit and valid-* out of what is warm"
     ),
 ]
 Order = Annotated[str, typer.Option(help="movielens-1m: shuffle, or time (support is the past)")]
@@ -190,18 +182,23 @@ def prepare(
             raise UserError(
                 "--overwrite has no effect with --extend: increments do not change. Leave it out"
             )
+        # With --extend all paths are tables: there is no OUT.
         extend_stream(paths, along or [], extend, schema, options, accept, spark)
         return
-    _warn_of_leftovers(out)
+    if (left := find_unfinished(out)) is not None:
+        consoles.make_console(stderr=True).print(
+            f"an earlier prepare of {out} was interrupted: starting over, without {left}"
+        )
     if recipe == "synthetic-days":
         _expect_inputs(recipe, inputs, 0)
+        # A day's rows have another default than a user's.
         rows_source = context.get_parameter_source("rows")
         sizes = (
             rows if rows_source is not None and rows_source.name == "COMMANDLINE" else DAILY_ROWS
         )
         write_days(out, DaysConfig(days, tasks, items, *sizes, seed), overwrite)
-        print_result({"days": days, "logs": out, "schema": f"{out}/schema.toml"})
-        make_console(stderr=True).print(
+        consoles.print_result(days=days, logs=out, schema=f"{out}/schema.toml")
+        consoles.make_console(stderr=True).print(
             f"written: {format_count(days, 'day')} of logs below {out}, and {out}/schema.toml  "
             "(run: "
             f"gmeta prepare --schema {out}/schema.toml --extend STREAM {out}/day=.../*.parquet)"
@@ -240,7 +237,7 @@ def _check_options(
     spark: bool,
     extend: str | None,
 ) -> None:
-    """Refuse options that would have no effect: whoever gives one believes that it has."""
+    """Raise UserError for options that would have no effect."""
     if recipe is not None and schema is not None:
         raise UserError(
             "both --schema and --recipe are given: a dataset comes of one. Leave one out"
@@ -250,9 +247,10 @@ def _check_options(
     way = f"--recipe {recipe}" if recipe else "--schema"
     way = way if extend is None else "--extend"
     way += " --spark" if spark and recipe is None and (schema or extend) else ""
+    # Whoever gives an option believes that it has an effect.
     for name in context.params:
         source = context.get_parameter_source(name)
-        # Defaults were not asked for.
+        # Defaults were not given.
         if source is None or source.name != "COMMANDLINE" or name in OPTIONS[way]:
             continue
         *others, last = [other for other, used in OPTIONS.items() if name in used] or [""]
@@ -267,7 +265,6 @@ def _check_options(
 def _prepare_tables(
     inputs: list[str], out: str, schema: Path, options: PrepareOptions, spark: bool
 ) -> None:
-    """Prepare raw tables by a schema, on this machine or on Spark."""
     known = load_schema(schema)
     if known.stream is not None:
         raise UserError(
@@ -278,23 +275,15 @@ def _prepare_tables(
         refuse_transform(schema, known)
         prepare_on_spark(inputs, out, known, options)
     else:
-        with show_phases() as report_phase:
+        with consoles.show_phases() as report_phase:
             prepare_on_one_machine(inputs, out, known, options, report_phase)
-
-
-def _warn_of_leftovers(out: str) -> None:
-    left = find_unfinished(out)
-    if left is not None:
-        make_console(stderr=True).print(
-            f"an earlier prepare of {out} was interrupted: starting over, without {left}"
-        )
 
 
 def _parse_bytes(text: str) -> int:
     match = re.fullmatch(r"(\d+(?:\.\d+)?) *([KMGT]?)i?B?", text.strip(), re.IGNORECASE)
     if match is None or float(match.group(1)) <= 0:
         raise UserError(f"--memory is {text!r}; a size such as 512MB or 2GB is needed. Correct it")
-    # The letter's place is the power of 1,024; more than an exabyte is no more.
+    # The letter's place is the power of 1,024. More than an exabyte counts as one.
     power = " KMGT".index(match.group(2).upper() or " ")
     return int(min(float(match.group(1)) * 1024**power, 2.0**60))
 
@@ -309,45 +298,36 @@ def _expect_inputs(recipe: Recipe, inputs: list[str], count: int) -> None:
 
 
 def _print_report(out: str) -> None:
-    console = make_console(stderr=True)
+    console = consoles.make_console(stderr=True)
     # Opened anew: what is printed is what a reader will find.
     dataset = open_dataset(out)
-    show_table(console, _counts_table(dataset))
-    lost = {
-        name: count for name, count in dataset.manifest.report.get("dropped", {}).items() if count
-    }
-    if lost:
-        lost_text = ", ".join(f"{count:,} {name.replace('_', ' ')}" for name, count in lost.items())
-        console.print(f"left out: {lost_text}")
+    heads = ("split", "episodes", "rows", "shards", "blocks")
+    table = consoles.make_table(f"fingerprint {dataset.fingerprint[:16]}", *heads, text=("split",))
+    for name, split in dataset.splits.items():
+        counts = (split.num_episodes, split.num_rows, len(split.shards), split.num_blocks)
+        table.add_row(name, *(f"{count:,}" for count in counts))
+    consoles.show_table(console, table)
+    dropped = dataset.manifest.report.get("dropped", {})
+    if lost := [f"{count:,} {name.replace('_', ' ')}" for name, count in dropped.items() if count]:
+        console.print(f"left out: {', '.join(lost)}")
     for name, use in dataset.manifest.report.get("hashed_tables", {}).items():
         if use["values_sharing_a_row_estimated"]:
             console.print(
                 f"collisions in table {name}: about {use['values_sharing_a_row_estimated']:,} of "
-                f"{use['values_estimated']:,} values share one of {use['rows']:,} rows",
+                f"{use['values_estimated']:,} values share one of {use['rows']:,} rows"
             )
-    print_result(
-        {
-            "dataset": out,
-            "fingerprint": dataset.fingerprint,
-            "splits": {
-                name: {
-                    "episodes": split.num_episodes,
-                    "rows": split.num_rows,
-                    "shards": len(split.shards),
-                    "blocks": split.num_blocks,
-                }
-                for name, split in dataset.splits.items()
-            },
-            "report": dataset.manifest.report,
-        }
+    consoles.print_result(
+        dataset=out,
+        fingerprint=dataset.fingerprint,
+        splits={
+            name: {
+                "episodes": split.num_episodes,
+                "rows": split.num_rows,
+                "shards": len(split.shards),
+                "blocks": split.num_blocks,
+            }
+            for name, split in dataset.splits.items()
+        },
+        report=dataset.manifest.report,
     )
     console.print(f"prepared: {out}  (look inside: gmeta inspect {out})")
-
-
-def _counts_table(dataset: Dataset) -> Table:
-    heads = ("split", "episodes", "rows", "shards", "blocks")
-    table = make_table(f"fingerprint {dataset.fingerprint[:16]}", *heads, text=("split",))
-    for name, split in dataset.splits.items():
-        counts = (split.num_episodes, split.num_rows, len(split.shards), split.num_blocks)
-        table.add_row(name, *(f"{count:,}" for count in counts))
-    return table

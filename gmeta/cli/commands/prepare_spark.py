@@ -1,6 +1,4 @@
-"""`gmeta prepare --spark`: the tables are read and dealt by Spark, on whatever cluster its own
-configuration names (`SPARK_CONF_DIR`, `PYSPARK_SUBMIT_ARGS` or spark-submit).
-"""
+"""`gmeta prepare --spark`: Spark reads and deals the tables."""
 
 import importlib.util
 import re
@@ -21,12 +19,13 @@ if TYPE_CHECKING:
 
 def prepare_on_spark(inputs: list[str], out: str, schema: Schema, options: PrepareOptions) -> None:
     """Write a dataset at `out` from the Parquet tables at `inputs`."""
+    # The cluster is that of Spark's own configuration (SPARK_CONF_DIR, PYSPARK_SUBMIT_ARGS).
     with spark_session(inputs, out) as session:
         prepare_with_spark(_read_frame(session, inputs, schema), out, schema, options)
 
 
 def refuse_transform(path: Path, schema: Schema) -> None:
-    """Raise UserError for the schema of a file that Spark cannot run."""
+    """Raise UserError for a schema with [transform], which Spark cannot run."""
     if schema.transform is not None:
         raise UserError(
             f"{path} has [transform], which runs on one machine. Leave --spark out, or transform "
@@ -36,7 +35,7 @@ def refuse_transform(path: Path, schema: Schema) -> None:
 
 @contextmanager
 def spark_session(inputs: list[str], out: str) -> Iterator["SparkSession"]:
-    """Give the session that makes `out` of these tables, by Spark's own configuration."""
+    """Yield a Spark session that makes `out` of these tables."""
     for path in inputs:
         # Spark guesses the types of text columns by other rules than one machine does.
         if re.search(r"\.(csv|tsv|json|jsonl|ndjson|zip)(\.gz)?$", path.lower()):
@@ -62,7 +61,7 @@ def spark_session(inputs: list[str], out: str) -> Iterator["SparkSession"]:
     try:
         yield session
     finally:
-        # Also after an error: on a cluster it would go on to hold its executors.
+        # After an error too: on a cluster the session would keep its executors.
         session.stop()
 
 
@@ -73,8 +72,10 @@ def _read_frame(session: "SparkSession", inputs: list[str], schema: Schema) -> A
     # Hadoop knows S3 by this name only; the dataset is written by fsspec, which knows both.
     paths = [f"s3a{path[2:]}" if path.startswith("s3://") else path for path in inputs]
     try:
-        # Without columns of folders such as day=1, whose values would replace those of the files.
+        # Without the columns of folders such as day=1, whose values would replace those of the
+        # files.
         frame = session.read.option("recursiveFileLookup", "true").parquet(*paths)
+        # The schema may name a column of the folders: then the files are read with them.
         lacks = set(schema.columns) - set(frame.columns)
         return session.read.parquet(*paths) if lacks else frame
     except AnalysisException as error:

@@ -38,16 +38,16 @@ def runs(
     if not run_folders:
         raise UserError(
             f"no run is in {', '.join(map(str, chosen_folders))}, nor three folders below. Name "
-            "the folder "
-            "of your runs"
+            "the folder of your runs"
         )
     summaries, broken = [], []
     for run in run_folders:
         try:
             summaries.append(summarise_run(run))
         except GMetaError as error:
-            broken.append(str(error))  # the others may be what is looked for
-    # Runs that were named one by one are to be compared.
+            # The other runs may be what the caller wants to see.
+            broken.append(str(error))
+    # Only runs that are named one by one are compared: those of a folder are many.
     compared = len(run_folders) > 1 and [run.root for run in run_folders] == chosen_folders
     differing = find_differing_keys([run.read_config() for run in run_folders]) if compared else []
     if as_json:
@@ -102,7 +102,6 @@ def _print_comparison(
 
 
 def _print_scores(summaries: Sequence[RunSummary]) -> None:
-    """Show all metrics of each run's best validation, side by side."""
     metrics = list(dict.fromkeys(name for one in summaries for name in one.scores))
     if not metrics:
         return
@@ -118,7 +117,7 @@ def _number(value: float | None, form: str) -> str:
 
 
 def _format_age(logged_s: float | None) -> str:
-    """Return how long ago that was, in the largest unit that leaves at least two."""
+    """Return the age in the largest unit of which there are at least two."""
     if logged_s is None:
         return "nothing logged"
     seconds = max(0.0, time.time() - logged_s)

@@ -43,8 +43,7 @@ def score(
             f"{model} is no folder: an exported model is needed. Give a folder that `gmeta export` "
             "wrote, or CHANNEL/versions/NUMBER of a full version"
         )
-    # Loading torch takes seconds: not before the options are known to be right.
+    # Late: loading torch takes seconds, and a wrong option is reported at once.
     with faster_import():
         from gmeta.cli.commands.work.export_scores import score_export
-
     score_export(model, on, splits or [], out)

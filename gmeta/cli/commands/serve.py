@@ -6,71 +6,44 @@ from pathlib import Path
 
 import typer
 
-from gmeta.cli.commands.serve_options import (
-    AccessLog,
-    BehindProxy,
-    CacheBytes,
-    CacheTtl,
-    Drain,
-    DrainDelay,
-    Grpc,
-    Listen,
-    MaxBatch,
-    MaxBody,
-    MaxConnections,
-    MaxRows,
-    MaxWaiting,
-    Model,
-    Name,
-    ReloadEvery,
-    Threads,
-    TimeoutS,
-    Verify,
-    Workers,
-)
-from gmeta.cli.commands.server_options import (
-    Insecure,
-    LogLevel,
-    TlsCert,
-    TlsClientCa,
-    TlsKey,
-    TokenFolder,
-)
+from gmeta.cli.commands import serve_options as options
+from gmeta.cli.commands import server_options as shared
 from gmeta.errors import UserError
 from gmeta.platform.files.local_paths import is_url
 from gmeta.serving.server.serve_config import ServeConfig
 from gmeta.serving.server.server_limits import BatchLimits, RequestLimits
 
-_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")  # it stands in paths and in metrics
+# The name stands in paths and in metrics.
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
 
 
 def serve(
-    model: Model,
-    listen: Listen = "127.0.0.1:8080",
-    grpc: Grpc = "",
-    name: Name = "",
-    workers: Workers = 1,
-    threads: Threads = 1,
-    max_body: MaxBody = 16 << 20,
-    max_rows: MaxRows = 10_000,
-    max_waiting: MaxWaiting = 256,
-    max_batch: MaxBatch = 64,
-    max_connections: MaxConnections = 1_024,
-    timeout: TimeoutS = 10.0,
-    cache_bytes: CacheBytes = 256 << 20,
-    cache_ttl: CacheTtl = 3_600.0,
-    reload_every: ReloadEvery = 2.0,
-    drain: Drain = 20.0,
-    drain_delay: DrainDelay = 0.0,
-    verify: Verify = True,
-    access_log: AccessLog = True,
-    tls_cert: TlsCert = None,
-    tls_key: TlsKey = None,
-    tls_client_ca: TlsClientCa = None,
-    tokens: TokenFolder = None,
-    insecure: Insecure = False,
-    behind_proxy: BehindProxy = False,
-    log_level: LogLevel = "INFO",
+    model: options.Model,
+    listen: options.Listen = "127.0.0.1:8080",
+    grpc: options.Grpc = "",
+    name: options.Name = "",
+    workers: options.Workers = 1,
+    threads: options.Threads = 1,
+    max_body: options.MaxBody = 16 << 20,
+    max_rows: options.MaxRows = 10_000,
+    max_waiting: options.MaxWaiting = 256,
+    max_batch: options.MaxBatch = 64,
+    max_connections: options.MaxConnections = 1_024,
+    timeout: options.TimeoutS = 10.0,
+    cache_bytes: options.CacheBytes = 256 << 20,
+    cache_ttl: options.CacheTtl = 3_600.0,
+    reload_every: options.ReloadEvery = 2.0,
+    drain: options.Drain = 20.0,
+    drain_delay: options.DrainDelay = 0.0,
+    verify: options.Verify = True,
+    access_log: options.AccessLog = True,
+    tls_cert: shared.TlsCert = None,
+    tls_key: shared.TlsKey = None,
+    tls_client_ca: shared.TlsClientCa = None,
+    tokens: shared.TokenFolder = None,
+    insecure: shared.Insecure = False,
+    behind_proxy: options.BehindProxy = False,
+    log_level: shared.LogLevel = "INFO",
 ) -> None:
     """Answer the Open Inference Protocol with an exported model that adapts to each request's task.
 
@@ -111,7 +84,7 @@ def serve(
         behind_proxy=behind_proxy,
     )
     config.check()
-    # Loading torch takes seconds: not before the options are known to be right.
+    # Late: loading torch takes seconds, and a wrong option is reported at once.
     from gmeta.serving.server.server_processes import serve_until_signal
     from gmeta.serving.server.server_worker import run_worker
 
@@ -119,7 +92,7 @@ def serve(
 
 
 def _check(name: str) -> None:
-    """Raise UserError for a package that is missing, or an option that is wrong by itself."""
+    # Looked for before torch is loaded, which takes seconds.
     for package in ("fastapi", "uvicorn", "httptools"):
         if find_spec(package) is None:
             raise UserError(f"gmeta serve needs the extra: pip install 'gmeta[serve]' ({package})")

@@ -1,4 +1,4 @@
-"""The options of `gmeta serve` alone, each with its bounds and its line of help."""
+"""The options of `gmeta serve`, each with its bounds and its line of help."""
 
 from typing import Annotated, TypeAlias
 
@@ -47,8 +47,7 @@ CacheTtl: TypeAlias = Annotated[
     float, typer.Option(min=1, help="seconds that an adapted task is kept")
 ]
 ReloadEvery: TypeAlias = Annotated[
-    float,
-    typer.Option(min=0, max=3_600, help="seconds between looks for a newer model; 0: never"),
+    float, typer.Option(min=0, max=3_600, help="seconds between looks for a newer model; 0: never")
 ]
 Drain: TypeAlias = Annotated[
     float, typer.Option(min=0, max=3_600, help="seconds that requests under way may take")
@@ -62,6 +61,5 @@ Verify: TypeAlias = Annotated[
 ]
 AccessLog: TypeAlias = Annotated[bool, typer.Option(help="log each inference")]
 BehindProxy: TypeAlias = Annotated[
-    bool,
-    typer.Option("--behind-proxy", help="no TLS and no proof: a proxy in front does both"),
+    bool, typer.Option("--behind-proxy", help="no TLS and no proof: a proxy in front does both")
 ]

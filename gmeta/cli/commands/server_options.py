@@ -1,4 +1,4 @@
-"""The options that `gmeta serve` and `gmeta shard-service` share: who may call, what is logged."""
+"""Options that `gmeta serve` and `gmeta shard-service` share: who may call, and what is logged."""
 
 from pathlib import Path
 from typing import Annotated, Literal, TypeAlias

@@ -1,4 +1,4 @@
-"""How `gmeta shards` reaches the service: its options, and one call at a time."""
+"""Calls of `gmeta shards` to the service, one at a time, and their options."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -9,11 +9,11 @@ import typer
 from gmeta.antdt.client.connection import ConnectionConfig, ServiceConnection
 from gmeta.antdt.errors import ServiceUnavailableError
 
-OPERATOR_BUDGET_S = 5.0  # a person waits: say quickly that the service is away
+# A person waits for the answer: it is reported soon that the service is away.
+OPERATOR_BUDGET_S = 5.0
 
 Address = Annotated[
-    str,
-    typer.Option("--service", envvar="GMETA_SHARD_SERVICE", help="HOST:PORT of the service"),
+    str, typer.Option("--service", envvar="GMETA_SHARD_SERVICE", help="HOST:PORT of the service")
 ]
 TokenFile = Annotated[
     Path | None, typer.Option(envvar="GMETA_SHARD_TOKEN_FILE", help="file with the service's token")
@@ -50,14 +50,15 @@ def make_caller(
         token_file=token_file,
     )
 
-    # Opened for each call: a person makes one or two.
+    # A connection for each call: a command makes one or two.
     def call(rpc: str, request: Any) -> Any:
         connection = ServiceConnection(config)
         try:
             return connection.call(rpc, lambda: request)
         except ServiceUnavailableError as error:
             if getattr(error.__cause__, "reason", ""):
-                raise  # it answered, and said why it cannot
+                # The service answered, and said why it cannot.
+                raise
             raise ServiceUnavailableError(
                 f"no shard service answered at {address}: {error.__cause__}. Start it, or name "
                 "another by --service HOST:PORT or GMETA_SHARD_SERVICE; a job's own stands in "

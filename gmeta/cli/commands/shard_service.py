@@ -1,8 +1,6 @@
-"""`gmeta shard-service`: run the data-shard service.
+"""`gmeta shard-service`: run the data-shard service."""
 
-Imports neither torch nor the data layer: the service starts in well under a second.
-"""
-
+# No import of torch or the data layer: the service starts in well under a second.
 from pathlib import Path
 from typing import Annotated
 
@@ -13,14 +11,7 @@ from gmeta.access.log import configure_logging
 from gmeta.access.protection import NOTHING
 from gmeta.antdt.service.shard_server import ServiceConfig, ServiceStartError, serve_until_signal
 from gmeta.antdt.stragglers.straggler_config import load_straggler_config
-from gmeta.cli.commands.server_options import (
-    Insecure,
-    LogLevel,
-    TlsCert,
-    TlsClientCa,
-    TlsKey,
-    TokenFolder,
-)
+from gmeta.cli.commands import server_options as shared
 
 
 def shard_service(
@@ -45,11 +36,11 @@ def shard_service(
     metrics_listen: Annotated[
         str, typer.Option(help="HOST:PORT of the live page and /metrics; empty for none")
     ] = "",
-    tls_cert: TlsCert = None,
-    tls_key: TlsKey = None,
-    tls_client_ca: TlsClientCa = None,
-    tokens: TokenFolder = None,
-    insecure: Insecure = False,
+    tls_cert: shared.TlsCert = None,
+    tls_key: shared.TlsKey = None,
+    tls_client_ca: shared.TlsClientCa = None,
+    tokens: shared.TokenFolder = None,
+    insecure: shared.Insecure = False,
     antdt_config: Annotated[
         Path | None,
         typer.Option(
@@ -63,7 +54,7 @@ def shard_service(
             envvar="GMETA_ANTDT_DECISIONS", help="file for the controller's decisions, JSON lines"
         ),
     ] = None,
-    log_level: LogLevel = "INFO",
+    log_level: shared.LogLevel = "INFO",
     ends_with_stdin: Annotated[
         bool, typer.Option("--ends-with-stdin", help="also end when standard input is closed")
     ] = False,
@@ -101,6 +92,6 @@ def shard_service(
             "one of --tls-client-ca and --tokens are needed. Pass them; or --insecure on a "
             "loopback address, where only this machine can call."
         )
-    # After the checks: what is wrong with the options is said in plain words, not as JSON.
+    # After the checks: a person reads what is wrong with the options, not a log collector.
     configure_logging(log_level)
     raise typer.Exit(serve_until_signal(config))

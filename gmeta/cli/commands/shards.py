@@ -15,16 +15,8 @@ from gmeta.access.errors import AntdtError
 from gmeta.antdt.manifests.audit import audit_manifest, check_descends
 from gmeta.antdt.manifests.shard_manifest import load_manifest
 from gmeta.antdt.model import MAX_SHARDS
+from gmeta.cli.commands import shard_caller as caller
 from gmeta.cli.commands.console import make_console, show_table
-from gmeta.cli.commands.shard_caller import (
-    Address,
-    Call,
-    TlsCa,
-    TlsCert,
-    TlsKey,
-    TokenFile,
-    make_caller,
-)
 from gmeta.errors import UserError
 from gmeta_protos.antdt.v1 import shard_service_pb2 as pb
 
@@ -45,18 +37,18 @@ ShardArguments = Annotated[
 
 @shards.command()
 def status(
-    address: Address = DEFAULT_ADDRESS,
-    token_file: TokenFile = None,
-    tls_ca: TlsCa = None,
-    tls_cert: TlsCert = None,
-    tls_key: TlsKey = None,
+    address: caller.Address = DEFAULT_ADDRESS,
+    token_file: caller.TokenFile = None,
+    tls_ca: caller.TlsCa = None,
+    tls_cert: caller.TlsCert = None,
+    tls_key: caller.TlsKey = None,
     as_json: AsJson = False,
 ) -> None:
     """Show datasets, workers and checkpoints at a glance."""
-    call = make_caller(address, token_file, tls_ca, tls_cert, tls_key)
+    call = caller.make_caller(address, token_file, tls_ca, tls_cert, tls_key)
     answer = call("Status", pb.StatusRequest())
     if as_json:
-        return _print_json(answer)
+        return typer.echo(json.dumps(_to_dict(answer), indent=2))
     console = make_console()
     state = "draining" if answer.draining else "serving"
     console.print(
@@ -64,20 +56,14 @@ def status(
         f"{answer.service_epoch}, {answer.ledger_events} ledger events"
     )
     names = (
-        "dataset",
-        "epoch",
-        "shards",
-        "todo",
-        "doing",
-        "done",
-        "in checkpoint",
-        "skipped",
+        *("dataset", "epoch", "shards", "todo", "doing", "done", "in checkpoint", "skipped"),
         "quarantined",
     )
     rows = [
         (
             d.spec.name,
-            d.epoch + 1,  # as the trainers' lines and the live page count
+            # Counted from 1, as in the trainers' lines and on the live page.
+            d.epoch + 1,
             d.num_shards,
             d.todo,
             d.doing,
@@ -90,7 +76,13 @@ def status(
     ]
     _print_table(console, names, rows)
     workers = [
-        (w.worker_id, w.num_leases, _format_silence(w), w.draining or "") for w in answer.workers
+        (
+            w.worker_id,
+            w.num_leases,
+            f"{w.silent_ms / 1000:.1f} s ago" if w.HasField("silent_ms") else "not since start",
+            w.draining or "",
+        )
+        for w in answer.workers
     ]
     _print_table(console, ("worker", "leases", "last call", "draining"), workers)
     if answer.num_workers > len(workers):
@@ -104,42 +96,35 @@ def status(
 
 @shards.command("ls")
 def list_shards(
-    address: Address = DEFAULT_ADDRESS,
+    address: caller.Address = DEFAULT_ADDRESS,
     dataset: DatasetName = "",
     state: Annotated[
         str,
         typer.Option(help="only todo, doing, done_open, done_committed, skipped or quarantined"),
     ] = "",
     limit: Annotated[int, typer.Option(min=1, help="show at most so many")] = 100,
-    token_file: TokenFile = None,
-    tls_ca: TlsCa = None,
-    tls_cert: TlsCert = None,
-    tls_key: TlsKey = None,
+    token_file: caller.TokenFile = None,
+    tls_ca: caller.TlsCa = None,
+    tls_cert: caller.TlsCert = None,
+    tls_key: caller.TlsKey = None,
     as_json: AsJson = False,
 ) -> None:
     """List shards with their state, offset, attempts and holder."""
-    # Without 0, SHARD_STATE_UNSPECIFIED: in a request it asks for all states.
+    # Without SHARD_STATE_UNSPECIFIED, which is 0: in a request it stands for all states.
     numbers = {
         name.removeprefix("SHARD_STATE_").lower(): n for name, n in pb.ShardState.items() if n
     }
     if state and state.lower() not in numbers:
         raise typer.BadParameter(f"{state!r} is no shard state; known are {', '.join(numbers)}")
-
-    call = make_caller(address, token_file, tls_ca, tls_cert, tls_key)
+    call = caller.make_caller(address, token_file, tls_ca, tls_cert, tls_key)
     name = _only_dataset(call, dataset)
     listed: list[Any] = []
     page_token = ""
     while len(listed) < limit:
-        answer = call(
-            "ListShards",
-            pb.ListShardsRequest(
-                dataset=name,
-                state=numbers.get(state.lower(), 0),
-                # 1000 is the largest page of the service.
-                page_size=min(1000, limit - len(listed)),
-                page_token=page_token,
-            ),
-        )
+        # The service's pages have at most 1000 shards.
+        page = {"page_size": min(1000, limit - len(listed)), "page_token": page_token}
+        number = numbers.get(state.lower(), 0)
+        answer = call("ListShards", pb.ListShardsRequest(dataset=name, state=number, **page))
         listed.extend(answer.shards)
         page_token = answer.next_page_token
         if not page_token:
@@ -150,7 +135,7 @@ def list_shards(
     rows = [
         (
             s.shard_index,
-            _state_name(s.state),
+            pb.ShardState.Name(s.state).removeprefix("SHARD_STATE_").lower(),
             f"{s.start_unit}..{s.start_unit + s.num_units - 1}",
             s.units_done,
             s.attempts,
@@ -191,18 +176,17 @@ def audit(
 @shards.command()
 def requeue(
     numbers: ShardArguments,
-    address: Address = DEFAULT_ADDRESS,
+    address: caller.Address = DEFAULT_ADDRESS,
     dataset: DatasetName = "",
-    token_file: TokenFile = None,
-    tls_ca: TlsCa = None,
-    tls_cert: TlsCert = None,
-    tls_key: TlsKey = None,
+    token_file: caller.TokenFile = None,
+    tls_ca: caller.TlsCa = None,
+    tls_cert: caller.TlsCert = None,
+    tls_key: caller.TlsKey = None,
 ) -> None:
     """Offer quarantined or skipped shards again, with a clean count of attempts."""
-
-    call = make_caller(address, token_file, tls_ca, tls_cert, tls_key)
+    call = caller.make_caller(address, token_file, tls_ca, tls_cert, tls_key)
     name = _only_dataset(call, dataset)
-    # One id for all attempts of the call: an answer that was lost requeues nothing twice.
+    # One id for all attempts of the call: repeated after a lost answer, it changes nothing twice.
     request = pb.RequeueRequest(request_id=uuid.uuid4().hex, dataset=name, shard_indices=numbers)
     typer.echo(f"shards of {name} offered again: {call('Requeue', request).num_changed}")
 
@@ -211,16 +195,15 @@ def requeue(
 def skip(
     numbers: ShardArguments,
     reason: Annotated[str, typer.Option(help="why; kept in the ledger and in every checkpoint")],
-    address: Address = DEFAULT_ADDRESS,
+    address: caller.Address = DEFAULT_ADDRESS,
     dataset: DatasetName = "",
-    token_file: TokenFile = None,
-    tls_ca: TlsCa = None,
-    tls_cert: TlsCert = None,
-    tls_key: TlsKey = None,
+    token_file: caller.TokenFile = None,
+    tls_ca: caller.TlsCa = None,
+    tls_cert: caller.TlsCert = None,
+    tls_key: caller.TlsKey = None,
 ) -> None:
     """Leave shards out of this epoch, on the record."""
-
-    call = make_caller(address, token_file, tls_ca, tls_cert, tls_key)
+    call = caller.make_caller(address, token_file, tls_ca, tls_cert, tls_key)
     name = _only_dataset(call, dataset)
     request = pb.SkipRequest(
         request_id=uuid.uuid4().hex, dataset=name, shard_indices=numbers, reason=reason
@@ -232,15 +215,15 @@ def skip(
 def drain(
     worker: Annotated[str, typer.Option(help="only this worker; its shards go back at once")] = "",
     undo: Annotated[bool, typer.Option("--undo", help="hand out shards again")] = False,
-    address: Address = DEFAULT_ADDRESS,
-    token_file: TokenFile = None,
-    tls_ca: TlsCa = None,
-    tls_cert: TlsCert = None,
-    tls_key: TlsKey = None,
+    address: caller.Address = DEFAULT_ADDRESS,
+    token_file: caller.TokenFile = None,
+    tls_ca: caller.TlsCa = None,
+    tls_cert: caller.TlsCert = None,
+    tls_key: caller.TlsKey = None,
 ) -> None:
     """Hand out no more shards: to one worker, or to nobody."""
     request = pb.DrainRequest(request_id=uuid.uuid4().hex, worker_id=worker, undo=undo)
-    answer = make_caller(address, token_file, tls_ca, tls_cert, tls_key)("Drain", request)
+    answer = caller.make_caller(address, token_file, tls_ca, tls_cert, tls_key)("Drain", request)
     who = f"worker {worker}" if worker else "the service"
     typer.echo(
         f"{who} {'hands out again' if undo else 'is draining'}; shards that went back: "
@@ -249,10 +232,10 @@ def drain(
 
 
 class DatasetChoiceError(AntdtError, UserError):
-    """The command line does not say which dataset is meant."""
+    """The command line does not say which dataset it is about."""
 
 
-def _only_dataset(call: Call, dataset: str) -> str:
+def _only_dataset(call: caller.Call, dataset: str) -> str:
     if dataset:
         return dataset
     names = [d.spec.name for d in call("Status", pb.StatusRequest()).datasets]
@@ -269,28 +252,12 @@ def _only_dataset(call: Call, dataset: str) -> str:
     return str(names[0])
 
 
-def _state_name(state: int) -> str:
-    return str(pb.ShardState.Name(state)).removeprefix("SHARD_STATE_").lower()
-
-
-def _format_silence(worker: Any) -> str:
-    return (
-        f"{worker.silent_ms / 1000:.1f} s ago"
-        if worker.HasField("silent_ms")
-        else "not since start"
-    )
-
-
 def _print_table(console: Console, names: tuple[str, ...], rows: list[tuple[Any, ...]]) -> None:
     if rows:
         table = Table(*names, box=None, pad_edge=False)
         for row in rows:
             table.add_row(*(str(cell) for cell in row))
         show_table(console, table)
-
-
-def _print_json(message: Any) -> None:
-    typer.echo(json.dumps(_to_dict(message), indent=2))
 
 
 def _to_dict(message: Any) -> Any:

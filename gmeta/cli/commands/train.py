@@ -14,12 +14,7 @@ from gmeta.config.train_config import load_config
 from gmeta.distributed.launch import restarts
 from gmeta.distributed.stopping import AGENT_SERVES_VARIABLE
 from gmeta.errors import UserError
-from gmeta.feeds.service import (
-    SERVICE_VARIABLE,
-    SHARDS_FOLDER,
-    needs_own_service,
-    start_embedded_service,
-)
+from gmeta.feeds import service
 from gmeta.runs.run_folder import CONFIG_FILE, LOCK_FILE
 
 
@@ -54,6 +49,7 @@ def train(
             )
     resolved = load_config(config, overrides or [])
     root = Path(resolved.run.dir)
+    # run.dir may not exist yet, but nothing above it may be a file.
     nearest = next(path for path in (root, *root.absolute().parents) if path.exists())
     if not nearest.is_dir():
         what = "is" if nearest == root else f"lies below {str(nearest)!r}, which is"
@@ -62,12 +58,18 @@ def train(
         )
     # torchrun repeats the command as it was: a restarted rank finds what its first life wrote.
     is_new = not (resume or restarts()[0])
-    if is_new:
-        _check_is_free(root)
+    # A run that was killed before it began leaves a lock alone: its folder is free.
+    if is_new and root.is_dir() and any(path.name != LOCK_FILE for path in root.iterdir()):
+        raise UserError(
+            f"run.dir = {str(root)!r} is not empty: a new run needs a new folder. "
+            "Choose another run.dir, or add --resume to go on from its newest checkpoint"
+        )
     with ExitStack() as stack:
-        if not (root / SHARDS_FOLDER).exists():
+        if not (root / service.SHARDS_FOLDER).exists():
+            # A run that is refused leaves no store: else the corrected command would find its
+            # folder not empty.
             stack.callback(_remove_unused_store, root)
-        # Loading torch takes seconds: not before the config is known to be right.
+        # Late: loading torch takes seconds, and a wrong config is reported at once.
         if not starts_ranks:
             with on_ranks.faster_import():
                 from gmeta.cli.commands.work.training_rank import train_on_rank
@@ -76,29 +78,19 @@ def train(
         with on_ranks.faster_import():
             from gmeta.cli.commands.work.preflight import check_for_ranks
         check_for_ranks(resolved, is_new)
-        # The run folder was checked above; by the time a rank looks, the service's store is in it.
+        # With --resume: the folder was checked above, and the service's store is in it before a
+        # rank looks.
         arguments = ["train", str(config), *(overrides or []), "--resume"]
-        if needs_own_service(resolved.data):
-            # Started here, not in a rank, so that it outlives the restarts of all ranks.
-            os.environ[SERVICE_VARIABLE] = stack.enter_context(
-                start_embedded_service(resolved.run.dir)
+        if service.needs_own_service(resolved.data):
+            # The service runs here, not in a rank, so that it outlives restarts of all ranks.
+            os.environ[service.SERVICE_VARIABLE] = stack.enter_context(
+                service.start_embedded_service(resolved.run.dir)
             ).address
             os.environ[AGENT_SERVES_VARIABLE] = "1"
         on_ranks.start_ranks_here(arguments, nproc_per_node, master_port, max_restarts)
 
 
 def _remove_unused_store(root: Path) -> None:
-    """Remove the store of a run that was refused before it began: the corrected command would find
-    a folder that is not empty."""
+    """Remove the store of a run that was refused before it began."""
     if not (root / CONFIG_FILE).exists() and os.environ.get("RANK", "0") == "0":
-        shutil.rmtree(root / SHARDS_FOLDER, ignore_errors=True)
-
-
-def _check_is_free(root: Path) -> None:
-    """Raise UserError for a folder that a new run cannot have."""
-    # A lock without a run was left by a run that was killed before it began.
-    if root.is_dir() and any(path.name != LOCK_FILE for path in root.iterdir()):
-        raise UserError(
-            f"run.dir = {str(root)!r} is not empty: a new run needs a new folder. "
-            "Choose another run.dir, or add --resume to go on from its newest checkpoint"
-        )
+        shutil.rmtree(root / service.SHARDS_FOLDER, ignore_errors=True)

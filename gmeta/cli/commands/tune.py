@@ -24,17 +24,7 @@ from gmeta.runs.early_stop import EarlyStop, make_early_stop
 from gmeta.runs.resolve_names import with_names
 from gmeta.runs.run_folder import LOCK_FILE
 from gmeta.runs.run_lock import lock_run_folder
-from gmeta.tuning.outcome import (
-    check_any_complete,
-    describe_counts,
-    describe_edges,
-    describe_trial,
-    format_best_config,
-    format_results,
-    format_score,
-    format_value,
-    shorten_keys,
-)
+from gmeta.tuning import outcome
 from gmeta.tuning.search_space import (
     Space,
     check_metric,
@@ -99,6 +89,7 @@ def tune(
     Each trial is a run in the study's folder; the same command goes on where it was stopped. Writes
     best.toml, a config for `gmeta train`.
     """
+    # Before the config is read: without the extra no study can begin.
     import_optuna()
     base = load_config(config, overrides or [])
     at_a_time = _num_parallel(parallel)
@@ -116,18 +107,17 @@ def tune(
         plain = make_plain_config(base)
         of_plain = make_plain_space(chosen) if space else make_default_space(plain, labels)
         check_space(of_plain, plain)
-        plain_folder = folder.with_name(f"{folder.name}-plain")
-        sides["plain"] = (
-            plain_folder,
-            StudyPlan(plain, of_plain, ends_early, seed, dataset.fingerprint),
-        )
+        plan = StudyPlan(plain, of_plain, ends_early, seed, dataset.fingerprint)
+        sides["plain"] = (folder.with_name(f"{folder.name}-plain"), plan)
+    # Both studies are checked before either starts: the second would fail hours later.
     for place, plan in sides.values():
         check_metric(plan.space, plan.base)
         _check_folder(place)
     results = {}
-    # One context for both: processes are forked from a server that is started once.
+    # One context for both studies: the fork server imports torch once.
     with trial_processes(at_a_time, WORK) as context:
         for side, (place, plan) in sides.items():
+            # Only one process at a time may have a study open.
             with lock_run_folder(place):
                 checked = replace(plan.base, run=make_trial_run(plan.base.run, place / "check"))
                 _check_on_data(checked.to_json(), place, context)
@@ -138,22 +128,20 @@ def tune(
                 _run_trials(opened, runner, plan.space, decides, trials, at_a_time)
                 results[side] = _print_results(opened, runner, place, plan, decides)
     first = results.pop("")
-    print_result({**first, **results})
+    print_result(**first, **results)
 
 
 def _run_trial(
     is_check: bool, config: dict[str, Any], log: str, place: int, says: Connection
 ) -> None:
-    # In the trial's process: this one stays without torch.
+    # Imported in the trial's process alone: `gmeta tune` itself stays without torch.
     with faster_import():
         from gmeta.cli.commands.work.trial_process import run_as_trial
-
     run_as_trial(is_check, config, log, place, says)
 
 
 def choose_pruner(pruner: PrunerName | None, with_plain: bool) -> PrunerName:
-    """Return the pruner. Raise UserError where runs of both sides would be ended early, more of one
-    side than of the other."""
+    """Return the pruner. Raises UserError for one that would end runs of both studies early."""
     if with_plain and pruner not in (None, "none"):
         raise UserError(
             f"--pruner = {pruner!r} with --with-plain: it ends more runs of one side than of the "
@@ -163,8 +151,7 @@ def choose_pruner(pruner: PrunerName | None, with_plain: bool) -> PrunerName:
 
 
 def _check_tunable(data: DataConfig, dataset: Dataset) -> None:
-    """Raise ConfigError where scores would say nothing: there is no split to score trials on, or it
-    is one that the config trains on or reports on."""
+    """Raise ConfigError where there is no split that trials may be scored on."""
     if not data.valid_splits:
         raise ConfigError(
             'data.valid_split = "": trials are scored on a validation split, and on no other. '
@@ -173,6 +160,8 @@ def _check_tunable(data: DataConfig, dataset: Dataset) -> None:
     trained = data.train_split
     for split in data.valid_splits:
         if split in find_overlapping_splits(trained, dataset):
+            # A split that was carved out of the training split, or the other way round, shares rows
+            # with it.
             holds = "is data.train_split too" if split == trained else f"holds rows of {trained!r}"
             raise ConfigError(
                 f"data.valid_split = {split!r} {holds}: what was trained on tells nothing of "
@@ -195,8 +184,7 @@ def _num_parallel(parallel: int) -> int:
     if parallel > cores:
         raise UserError(
             f"--parallel = {parallel}, but this process may use {format_count(cores, 'core')}: "
-            "trials "
-            f"would wait for each other. Choose 1 to {cores}"
+            f"trials would wait for each other. Choose 1 to {cores}"
         )
     return parallel or min(2, cores)
 
@@ -204,7 +192,7 @@ def _num_parallel(parallel: int) -> int:
 def _check_folder(folder: Path) -> None:
     if folder.exists() and not folder.is_dir():
         raise UserError(f"--study = {str(folder)!r} is a file: a folder is needed. Choose another")
-    # What was left by a study that was killed before its first trial.
+    # A study that was killed before its first trial leaves these alone: the folder is still free.
     left = (LOCK_FILE, CHECK_LOG)
     holds_other = folder.is_dir() and any(path.name not in left for path in folder.iterdir())
     if holds_other and not (folder / STUDY_FILE).exists():
@@ -214,18 +202,18 @@ def _check_folder(folder: Path) -> None:
 
 
 def _with_validations(run: RunConfig, data: DataConfig, dataset: Dataset) -> RunConfig:
-    """Return the section with VALIDATIONS validations a run unless it says how many: a run that
-    validates only at its end cannot be pruned."""
+    """Return the section with VALIDATIONS validations a run, unless it says how many."""
     if run.valid_every_steps or data.blocks_per_step or data.train_split not in dataset.splits:
         return run
+    # A run that validates only at its end cannot be pruned.
     steps = dataset.splits[data.train_split].num_episodes // data.tasks_per_step * run.epochs
     total = min(steps, run.max_steps or steps)
     return replace(run, valid_every_steps=max(1, total // VALIDATIONS))
 
 
 def _check_on_data(config: dict[str, Any], folder: Path, context: ForkServerContext) -> None:
-    """Check the config itself, before trials of it fail one by one. Raise GMetaError with the line
-    of `gmeta train` where it does not fit its dataset."""
+    """Raise GMetaError, as `gmeta train` would, where the config does not fit its dataset."""
+    # Once for the study: else each of its trials would fail by itself.
     log = folder / CHECK_LOG
     process, receiver = start_process(context, partial(_run_trial, True), config, log)
     if line := wait_for_report(process, receiver).failure:
@@ -236,17 +224,11 @@ def _check_on_data(config: dict[str, Any], folder: Path, context: ForkServerCont
 
 
 def _run_trials(
-    study: Study,
-    runner: TrialRunner,
-    space: Space,
-    decides: EarlyStop,
-    trials: int,
-    parallel: int,
+    study: Study, runner: TrialRunner, space: Space, decides: EarlyStop, trials: int, parallel: int
 ) -> None:
-    """Run the trials that are left, and report each as it ends."""
     console = make_console(stderr=True)
     for number in study.interrupted:
-        # What it trained is tried anew, with the same values.
+        # The same values are tried again from the start: a half-trained run is not resumed.
         folder = runner.folder_of(number).root
         shutil.rmtree(folder, ignore_errors=True)
         folder.with_suffix(".log").unlink(missing_ok=True)
@@ -254,37 +236,41 @@ def _run_trials(
     if done := study.count_tried():
         console.print(f"goes on behind {format_count(done, 'trial')}")
     for trial in runner.run(trials, parallel):
-        console.print(describe_trial(study, trial, space, decides.metric))
+        console.print(outcome.describe_trial(study, trial, space, decides.metric))
 
 
 def _print_results(
     study: Study, runner: TrialRunner, folder: Path, plan: StudyPlan, decides: EarlyStop
 ) -> dict[str, Any]:
-    """Print all trials, the best first, write what was found and return it."""
-    write_atomically(folder / RESULTS_FILE, format_results(study, decides).encode())
-    best = check_any_complete(study, folder)
+    write_atomically(folder / RESULTS_FILE, outcome.format_results(study, decides).encode())
+    best = outcome.check_any_complete(study, folder)
     splits, path = " + ".join(plan.base.data.valid_splits), folder / BEST_FILE
-    write_atomically(path, format_best_config(study, best, splits, decides.metric, path).encode())
+    write_atomically(
+        path, outcome.format_best_config(study, best, splits, decides.metric, path).encode()
+    )
     show_table(make_console(), _trials_table(study, plan.space, decides))
     lines = [
-        *describe_edges(plan.space, best),
-        f"best: {decides.metric} {format_score(best.score)} on split {splits!r}, trial "
-        f"{best.number} ({describe_counts(study)})",
+        *outcome.describe_edges(plan.space, best),
+        f"best: {decides.metric} {outcome.format_score(best.score)} on split {splits!r}, trial "
+        f"{best.number} ({outcome.describe_counts(study)})",
         *([best.note] if best.note else []),
         f"train it: gmeta train {path}",
         f"or take that trial as it is: gmeta evaluate {runner.folder_of(best.number).root}",
     ]
     make_console(stderr=True).print("\n".join(lines))
-    return {"best": path, **json.loads(format_results(study, decides))}
+    return {"best": path, **json.loads(outcome.format_results(study, decides))}
 
 
 def _trials_table(study: Study, space: Space, decides: EarlyStop) -> Table:
     score_head = f"{decides.metric} {'↑' if decides.higher_is_better else '↓'}"
-    table = make_table("", "trial", score_head, "state", *shorten_keys(space), text=("state",))
+    table = make_table(
+        "", "trial", score_head, "state", *outcome.shorten_keys(space), text=("state",)
+    )
     table.title = None
     for trial in study.rank_trials():
+        # Its values were tried again under another number.
         if trial.state == "interrupted":
             continue
-        values = [format_value(trial.values.get(dimension.key)) for dimension in space]
-        table.add_row(str(trial.number), format_score(trial.score), trial.state, *values)
+        values = [outcome.format_value(trial.values.get(dimension.key)) for dimension in space]
+        table.add_row(str(trial.number), outcome.format_score(trial.score), trial.state, *values)
     return table

@@ -1,62 +1,63 @@
-"""The options that every command has: how much it says, and whether its result is JSON."""
+"""The options that every command has: how much it prints, and whether its result is JSON."""
 
 import os
 from typing import Annotated, Any
 
 import typer
 
-from gmeta.platform.verbosity import (
-    JSON_VARIABLE,
-    QUIET,
-    VERBOSE,
-    VERBOSITY_VARIABLE,
-    is_json,
-    stdout_for_result,
-)
+from gmeta.platform import verbosity
 
-# Those that print what they found, made or decided; `runs` and `shards` have a --json of their own.
+# Commands that print a result; `runs` and `shards` have a --json of their own.
 WITH_JSON = (
     *("prepare", "inspect", "train", "plan", "tune", "evaluate", "export", "adapt", "predict"),
     *("judge", "promote", "rollback", "publish", "antdt-sim"),
 )
 
 
+# Any stands for click's types, as in load_command.
 def with_options(command: Any, name: str) -> Any:
-    """Return the command, and all below it, with -q, -v and, where it prints a result, --json.
-
-    Any stands for click's types, as in load_command.
-    """
+    """Return the command, and all below it, with -q, -v and, for one with a result, --json."""
     for below in getattr(command, "commands", {}).values():
         with_options(below, name)
     if not hasattr(command, "commands"):
-        command.params += _verbosity_options()[: 3 if name in WITH_JSON else 2]
+        alone = typer.Typer(add_completion=False)
+        alone.command()(_declare_options)
+        options = typer.main.get_command(alone).params[: 3 if name in WITH_JSON else 2]
+        for option in options:
+            # The command's function has no parameters for them.
+            option.expose_value = False
+            # Set before any other option is looked at, whose errors follow it.
+            option.is_eager = True
+        command.params += options
     return command
 
 
 def _set_verbosity(context: Any, variable: str, value: str) -> None:
-    """Set how the command talks, in the environment: its ranks and processes hear of it, too."""
+    """Set how much the command prints. Fails for -q together with -v."""
+    # The options of a call share context.meta: another value of the variable contradicts the first.
     if context.meta.setdefault(variable, value) != value:
         context.fail("--quiet and --verbose are given, which say the opposite: leave one out")
+    # In the environment, so that ranks and other processes of the command have it too.
     os.environ[variable] = value
-    if value == VERBOSE:
+    if value == verbosity.VERBOSE:
         os.environ.setdefault("GMETA_TRACEBACK", "1")
 
 
 def _set_quiet(context: typer.Context, is_given: bool) -> None:
     if is_given:
-        _set_verbosity(context, VERBOSITY_VARIABLE, QUIET)
+        _set_verbosity(context, verbosity.VERBOSITY_VARIABLE, verbosity.QUIET)
 
 
 def _set_verbose(context: typer.Context, is_given: bool) -> None:
     if is_given:
-        _set_verbosity(context, VERBOSITY_VARIABLE, VERBOSE)
+        _set_verbosity(context, verbosity.VERBOSITY_VARIABLE, verbosity.VERBOSE)
 
 
 def _set_json(context: typer.Context, is_given: bool) -> None:
     if is_given:
-        _set_verbosity(context, JSON_VARIABLE, "1")
-    if is_json():
-        context.with_resource(stdout_for_result())
+        _set_verbosity(context, verbosity.JSON_VARIABLE, "1")
+    if verbosity.is_json():
+        context.with_resource(verbosity.stdout_for_result())
 
 
 def _declare_options(
@@ -81,15 +82,4 @@ def _declare_options(
         ),
     ] = False,
 ) -> None:
-    """Hold the options; nobody calls it."""
-
-
-def _verbosity_options() -> list[Any]:
-    """Return the options as click knows them, which hand the command no value."""
-    alone = typer.Typer(add_completion=False)
-    alone.command()(_declare_options)
-    options = typer.main.get_command(alone).params
-    for option in options:
-        option.expose_value = False
-        option.is_eager = True  # set before another option of the command is looked at
-    return options
+    """Declare the options; this function is never called."""

@@ -1,21 +1,17 @@
-"""The bias model: the mean, plus what is known of the item, plus what is known of the task.
+"""The bias model: the mean, plus the effect of the item, plus the effect of the task.
 
-Ratings, and labels beside scores, in their unit (Koren, Factor in the Neighbors, TKDD 2010,
-section 2.1):
+Ratings, and labels beside scores (Koren, Factor in the Neighbors, TKDD 2010, section 2.1):
 
     y = mu + a_i + b_t,   a_i = sum_{rows of i} (y - mu) / (n_i + item_prior)
                           b_t = sum_{support of t} (y - mu - a_i) / (m_t + task_prior)
 
 Clicks, on log-odds, so that probabilities stay calibrated: p = sigmoid(logit(mu) + a_i + b_t), each
-the most probable value under a normal prior around 0 of precision `prior`,
+effect the most probable one under a normal prior around 0 of precision `prior`,
 
     sum (y - p) = prior * a_i  over the rows of i,   = prior * b_t  over the support of t.
 
-mu and a_i come from the training split, b_t from the support rows of the task that is predicted. No
-feature but the item, no gradient.
-
-Shape suffixes: T tasks, N rows, S support rows, F single-id or pooled features.
-"""
+mu and a_i come from the training split, b_t from the support rows of the task that is predicted.
+Shape suffixes: T tasks, N rows, S support rows, F single-id or pooled features."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -31,16 +27,18 @@ from gmeta.metrics.scores import logloss, mae
 from gmeta.metrics.terms import mean_of
 from metaio.ragged import Int64
 
-# Rows' worth: from "a single row is believed" to "hundreds are needed".
+# In rows: from "a single row is believed" to "hundreds are needed".
 PRIORS = (0.5, 1.0, 2.0, 4.0, 8.0, 16.0, 32.0, 64.0)
-COARSE_PRIORS = (2.0, 8.0, 32.0)  # enough to tell which column is the item
-# Of Newton's method: far more than it takes to where the slope is 0.
+# Fewer priors are enough to find out which column is the item.
+COARSE_PRIORS = (2.0, 8.0, 32.0)
+# Newton's method stops earlier, where the gradient is 0: this many steps are far more than it
+# takes.
 NEWTON_STEPS = 60
 
 
 @dataclass(frozen=True)
 class BiasModel:
-    """What was chosen: `item` is an index into Features.single, NO_ITEM where there is none."""
+    """A model: `item` is an index into Features.single, or NO_ITEM."""
 
     loss: Loss
     item: int
@@ -48,7 +46,7 @@ class BiasModel:
     task_prior: float
 
     def without_task(self, sums: TrainingSums, ids_N: Int64, fold_N: Int64) -> Floats:
-        """Return mu + a_i of each row (log-odds for bce), from the folds but its own."""
+        """Return mu + a_i of each row (log-odds for bce), from all folds but the row's own."""
         if self.item == NO_ITEM:
             return np.full(len(ids_N), base_output(self.loss, sums.mean))
         counts_N, sums_N = sums.columns[self.item].leave_fold_out(ids_N, fold_N)
@@ -59,12 +57,12 @@ class BiasModel:
         mu = base_output(self.loss, mean)
         if self.loss != "bce":
             return mu + (sums_N - counts_N * mean) / (counts_N + self.item_prior)
-        # All rows of an item have one level, as nothing but the item is known of them.
+        # All rows of an item have one level: nothing but the item is known of them.
         level_N, each_N = np.full(len(counts_N), mu), np.arange(len(counts_N))
         return mu + _fit_effects(self.item_prior, level_N, each_N, counts_N, sums_N, len(counts_N))
 
     def fit_task_effects(self, level_N: Floats, rows: EpisodeRows) -> Floats:
-        """Return b_t of each episode, from its support rows, whose mu + a_i are in `level_N`."""
+        """Return b_t of each episode from its support rows, with mu + a_i in `level_N`."""
         support_N = rows.is_support_N
         episode_S = rows.episode_N[support_N]
         label_S, level_S = rows.label_N[support_N], level_N[support_N]
@@ -80,7 +78,7 @@ class BiasModel:
         return output
 
     def predict(self, sums: TrainingSums, rows: EpisodeRows) -> Floats:
-        """Return what every row of unseen tasks is predicted as: probabilities for bce."""
+        """Return the prediction of every row of unseen tasks: a probability for bce."""
         level_N = self.without_task(sums, rows.ids_of(self.item), np.full(rows.num_rows, NO_FOLD))
         return to_predictions(self.loss, self.output_N(level_N, rows))
 
@@ -88,15 +86,14 @@ class BiasModel:
 def _fit_effects(
     prior: float, levels: Floats, owners: Int64, rows: Floats, clicks: Floats, number: int
 ) -> Floats:
-    """Return the most probable effect of each of `number` owners, whose entries have these rows
-    and clicks at the log-odds `levels`."""
+    """Return the most probable effect of each owner of rows and clicks at the log-odds `levels`."""
     effects = np.zeros(number)
     for _ in range(NEWTON_STEPS):
         p = sigmoid(levels + effects[owners])
         gradient = np.bincount(owners, clicks - rows * p, number) - prior * effects
         hessian = np.bincount(owners, rows * p * (1 - p), number) + prior
-        # A whole step may end where sigmoids are flat, and the next one runs away: an item with
-        # many of rare clicks. Steps of at most 1 always gain, as |f'''| <= |f''| (Bach,
+        # A full step may end where sigmoids are flat, from where the next one runs away: an item
+        # with many rare clicks. Steps of at most 1 always gain, as |f'''| <= |f''| (Bach,
         # Self-concordant analysis for logistic regression, 2010).
         step = np.clip(gradient / hessian, -1.0, 1.0)
         effects += step
@@ -106,22 +103,13 @@ def _fit_effects(
 
 
 def choose_bias(
-    loss: Loss,
-    sums: TrainingSums,
-    judges: Sequence[EpisodeRows],
-    item: int | None,
-    seed: int,
+    loss: Loss, sums: TrainingSums, judges: Sequence[EpisodeRows], item: int | None, seed: int
 ) -> BiasModel:
-    """Return the model whose priors predict the query rows of `judges` best, by the mean error over
-    the groups of rows that judge.
-
-    These are training or validation tasks; the items of a task are judged by the training tasks of
-    other folds, so it does no harm if a validation task is among those. With `item` None, that
-    column is taken for the item by whose means the rows are predicted best; none, where no column
-    helps.
-    """
+    """Return the model (its item too if `item` is None) that predicts `judges` best."""
+    # Judged by training tasks of other folds: it does no harm if a validation task is among those.
     columns = [item] if item is not None else [NO_ITEM, *range(judges[0].ids_NF.shape[1])]
     if len(columns) > 1:
+        # The column by whose means the rows are predicted best; none, where no column helps.
         columns = [
             min(
                 columns,
@@ -139,8 +127,7 @@ def _search_priors(
     seed: int,
     priors: tuple[float, ...],
 ) -> tuple[float, BiasModel]:
-    """Return the smallest error over the grid of priors, and the model that makes it."""
-    # Without an item there is no prior of items to choose.
+    # Without an item there is no item prior to choose.
     item_priors = priors if item != NO_ITEM else priors[:1]
     errors: dict[BiasModel, float] = {}
     for rows in judges:
@@ -158,20 +145,21 @@ def _search_priors(
 
 
 def mean_error(loss: Loss, label_N: Floats, predicted_N: Floats) -> float:
-    """Return what a model is chosen by: logloss, the mean absolute error of ratings, or, beside
-    scores, the mean squared one: of rare clicks the absolute error is least for no click at all."""
+    """Return the error by which a model is chosen: logloss, mean absolute or mean squared error."""
+    # Of rare clicks the absolute error is least for a prediction of no click at all.
     if predicted_by(loss) == "score":
         return mean_of(np.square(label_N - predicted_N))
     return (logloss if loss == "bce" else mae)(label_N, predicted_N)
 
 
 def base_output(loss: Loss, mean: float) -> float:
-    """Return the mean label as a model's output: its log-odds for bce, which are kept finite."""
+    """Return the mean label as a model's output: its log-odds, kept finite, for bce."""
     return float(log_odds(mean)) if loss == "bce" else mean
 
 
 def sigmoid(logit_N: Floats) -> Floats:
-    """Return 1 / (1 + exp(-x)), without overflow."""
+    """Return 1 / (1 + exp(-x))."""
+    # By tanh, which does not overflow.
     values: Floats = 0.5 * (1.0 + np.tanh(0.5 * logit_N))
     return values
 

@@ -1,12 +1,8 @@
-"""Gradient-boosted trees on statistics of support and item (features.py), with LightGBM.
+"""Gradient-boosted trees (LightGBM) on statistics of support and item, on top of the bias model.
 
-They start from the bias model's output and learn what is left, with the loss of the run that they
-stand beside. Training rows are the query rows of training tasks, whose support is drawn several
-times by the stored rule. Leaves, least rows of a leaf, rate and number of trees are chosen on
-validation tasks, or on a fifth of the training tasks where there are none.
-
-Shape suffixes: T tasks, N rows, X all inputs side by side.
-"""
+Trained on the query rows of training tasks, with the loss of the run beside them; leaves, rows of a
+leaf, rate and number of trees are chosen on validation tasks, or a fifth of the training tasks.
+Shape suffixes: T tasks, N rows, X all inputs side by side."""
 
 import importlib
 import time
@@ -39,20 +35,23 @@ OBJECTIVES: dict[str, dict[str, Any]] = {
     "huber": {"objective": "huber", "metric": "huber"},
     "mae": {"objective": "regression_l1", "metric": "l1"},
 }
-# Predictions of the label rank as scores do.
+# A ranking loss has no objective here: predictions of the label rank as scores do.
 OBJECTIVES |= dict.fromkeys(LIST_LOSSES, OBJECTIVES["mse"])
-# Of clicks with fractions among them, which "binary" would take for 1.
+# For clicks with fractions among them, which "binary" would take for 1.
 FRACTIONS = {"objective": "cross_entropy", "metric": "cross_entropy"}
-# One after the other, each with the best of those before; the first of each stands until it is its
-# turn.
+# One key after the other, each with the best of those before; the first value of a key stands until
+# it is that key's turn.
 GRID = {"leaves": (7, 15, 31, 63), "leaf_rows": (50, 20, 200), "rate": (0.1, 0.03)}
 MAX_TREES = 1_000
 PATIENCE_TREES = 30
-TRIED_TREES = 5  # to choose the number of threads
-# The query rows that trees are grown on: draws of each task until there are so many.
+# Trees that are grown to choose the number of threads.
+TRIED_TREES = 5
+# Query rows to grow trees on: the support of each task is drawn again until there are so many.
 WANTED_ROWS, MAX_DRAWS = 100_000, 10
-# Training rows whose item is taken for a new one, as cold items will be.
+# Share of training rows whose item is treated as a new one, as the items of cold splits are.
 UNSEEN_SHARE = 0.2
+# deterministic, force_row_wise: the same trees with any number of threads. boost_from_average: they
+# start from the bias model's output.
 FIXED = {
     "verbosity": -1,
     "deterministic": True,
@@ -69,7 +68,7 @@ MISSING = "boosted trees: they need the extra, pip install 'gmeta[lightgbm]'"
 
 @dataclass(frozen=True)
 class TreeSetting:
-    """What trees are grown with."""
+    """The parameters that trees are grown with."""
 
     leaves: int = 7
     leaf_rows: int = 50
@@ -78,7 +77,7 @@ class TreeSetting:
 
 @dataclass(frozen=True)
 class BoostedTrees:
-    """A grown model and the setting chosen for it, out of `num_tried`."""
+    """A grown model and the setting that was chosen for it, out of `num_tried`."""
 
     loss: Loss
     booster: Any
@@ -89,7 +88,7 @@ class BoostedTrees:
     num_statistics: int
 
     def predict(self, known: StatisticsMaker, rows: EpisodeRows) -> Floats:
-        """Return what the query rows of unseen tasks are predicted as: probabilities for bce."""
+        """Return the predictions of the query rows of unseen tasks: probabilities for bce."""
         given = known.make_statistics(rows, np.full(rows.num_rows, NO_FOLD))
         raw_N = self.booster.predict(given.values_NX, raw_score=True) if self.num_trees else 0.0
         return to_predictions(self.loss, given.start_N + raw_N)
@@ -99,7 +98,8 @@ def is_available() -> bool:
     """Return whether LightGBM can be imported."""
     try:
         importlib.import_module("lightgbm")
-    except (ImportError, OSError):  # OSError: its library finds no OpenMP
+    # OSError: LightGBM's library finds no OpenMP.
+    except (ImportError, OSError):
         return False
     return True
 
@@ -115,35 +115,33 @@ def grow_trees(
     grid: Mapping[str, Sequence[float]] = GRID,
     max_trees: int = MAX_TREES,
 ) -> BoostedTrees | None:
-    """Return trees grown on the training tasks `train`, chosen by the mean loss of the groups of
-    tasks `valid`, or, where there are none, on the tasks of one fold of `train`; None where one of
-    both has no query row. Needs LightGBM, see available."""
+    """Return trees grown on `train`, chosen by the mean loss of the groups `valid`."""
     library = importlib.import_module("lightgbm")
     training_set, is_held_back_N = make_training_statistics(known, train, support_is_past, seed)
     if not valid:
-        fitted, judges = (
-            _filter_statistics(training_set, ~is_held_back_N),
-            [_filter_statistics(training_set, is_held_back_N)],
-        )
+        # Without validation tasks one fold of the training tasks judges.
+        fitted = _filter_statistics(training_set, ~is_held_back_N)
+        judges = [_filter_statistics(training_set, is_held_back_N)]
     else:
         folds = [assign_folds(rows.task_T, seed)[rows.episode_N] for rows in valid]
         fitted = training_set
         judges = [known.make_statistics(*one) for one in zip(valid, folds, strict=True)]
     if not all(len(rows.label_N) for rows in (fitted, *judges)):
+        # One of both sides has no query row.
         return None
     data = _make_dataset(library, fitted)
-    # Every group weighs alike, however many rows it has.
+    # Every group has the same weight, however many rows it has.
     sizes = np.array([len(rows.label_N) for rows in judges])
-    validation_set = _make_dataset(
-        library, _concatenate_statistics(judges), data, np.repeat(1.0 / sizes, sizes)
-    )
+    weight_N = np.repeat(1.0 / sizes, sizes)
+    validation_set = _make_dataset(library, _concatenate_statistics(judges), data, weight_N)
     is_fraction = loss == "bce" and bool((training_set.label_N % 1 != 0).any())
     objective = FRACTIONS if is_fraction else OBJECTIVES[loss]
-    objective = objective | {"alpha": huber_delta}  # read by "huber" alone
+    # "huber" alone reads alpha.
+    objective = objective | {"alpha": huber_delta}
     objective = objective | {"num_threads": _choose_threads(library, objective, data)}
     found: dict[TreeSetting, tuple[float, int]] = {}
     best = TreeSetting()
-    # One axis after the other: seven settings in place of twenty-four, each a training of its own.
+    # One key after the other: seven settings, not twenty-four, as each is a training of its own.
     for key, values in grid.items():
         for value in values:
             changed: dict[str, Any] = {key: value}
@@ -192,27 +190,25 @@ def _concatenate_statistics(parts: Sequence[Statistics]) -> Statistics:
 
 
 def redraw_support(rows: EpisodeRows, draw: int, support_is_past: bool, seed: int) -> EpisodeRows:
-    """Return the episodes with other support and query rows; draw 0 has the stored ones.
-
-    Rows in no order are shuffled and as many of them support as before. Where the support is the
-    past, it ends earlier, after a row that is drawn, and as many rows follow as before.
-    """
+    """Return the episodes with other support and query rows; draw 0 has the stored ones."""
     if draw == 0:
         return rows
     if not support_is_past:
+        # Rows in no order are shuffled, and as many of them are support as before.
         draw_N = hash_uniform(_hash_places_N(rows), DRAW_STREAM, seed + draw)
         return rows.reorder(np.lexsort((draw_N, rows.episode_N)), rows.support_lengths_T)
     share_T = hash_uniform(rows.task_T, DRAW_STREAM, seed + draw)
-    # Where time decides, a redraw may not look ahead: the border moves back, and what is behind it
-    # is left out.
+    # Where support is the past it ends earlier, after a random row, and as many rows follow as
+    # before: a draw may not look ahead.
     support_T = (share_T * rows.support_lengths_T).astype(np.int64)
-    support_T += rows.support_lengths_T > 0  # at least 1 where there is one
+    # At least one support row where there was one.
+    support_T += rows.support_lengths_T > 0
     query_T = np.diff(rows.row_offsets_T1) - rows.support_lengths_T
     return rows.select_first_rows(support_T + query_T, support_T)
 
 
 def _hash_places_N(rows: EpisodeRows) -> Int64:
-    """Return a name for each row that depends on its task and its place there alone."""
+    """Return a number for each row that depends only on its task and its place there."""
     within_N = places(np.diff(rows.row_offsets_T1))
     mixed_N: Int64 = splitmix64(rows.task_T.astype(np.uint64)).view(np.int64)[rows.episode_N]
     return mixed_N + within_N
@@ -230,7 +226,7 @@ def _filter_statistics(given: Statistics, keep_N: Bools) -> Statistics:
 def _make_dataset(
     library: Any, given: Statistics, like: Any = None, weight_N: Floats | None = None
 ) -> Any:
-    """Return LightGBM's own form of statistics; that of `like` has the same bins."""
+    """Return statistics as a LightGBM dataset, with the bins of `like` if given."""
     return library.Dataset(
         given.values_NX, given.label_N, init_score=given.start_N, reference=like,
         weight=weight_N, free_raw_data=False, params=FIXED,
@@ -247,9 +243,9 @@ def _make_parameters(objective: dict[str, Any], setting: TreeSetting) -> dict[st
 
 
 def _choose_threads(library: Any, objective: dict[str, Any], data: Any) -> int:
-    """Return 1, or 0 for all cores: whichever grows some trees sooner here and now. Beside other
-    work threads wait for each other, and took twenty times as long. The trees are the same."""
+    """Return 1, or 0 for all cores, whichever is faster here and now; the trees are the same."""
     data.construct()
+    # Beside other work threads wait for each other: that took twenty times as long.
     seconds = dict.fromkeys((1, 0), 0.0)
     for threads in seconds:
         parameters = _make_parameters(objective | {"num_threads": threads}, TreeSetting())
@@ -267,7 +263,6 @@ def _grow_once(
     setting: TreeSetting,
     max_trees: int,
 ) -> tuple[float, int]:
-    """Return the smallest loss on the tasks that judge, and after how many trees."""
     booster = library.train(
         _make_parameters(objective, setting),
         data,

@@ -1,11 +1,8 @@
-"""Each positive query row among items that its task has no row of: what rank metrics over sampled
-candidates are measured on, alike for every model and baseline.
+"""Samples items beside each positive query row, to measure rank metrics on.
 
-A sampled row is its positive row with the columns of another item. Items are drawn evenly from all
-that the dataset has rows of, without those of the task; task and draw decide which.
-
-Shape suffixes: T tasks, N rows, F single-id or pooled features, V values, K dense columns.
-"""
+A sampled row is its positive row with the columns of another item, drawn evenly from all items that
+the task has no row of.
+Shape suffixes: T tasks, N rows, F single-id or pooled features, V values, K dense columns."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -29,44 +26,44 @@ from metaio.format.features import find_vector_column
 from metaio.prepare.schema.schema_file import read_item_rule
 from metaio.ragged import Int64, offsets
 
-# Rows that are predicted at once, sampled ones among them: a longer task stays whole.
+# Rows that are predicted at once, with the sampled ones; a longer task is not split.
 MOST_ROWS = 100_000
-# Rows by which columns are found that follow from the item.
+# Rows that show which columns follow from the item.
 SAMPLE_ROWS = 200_000
 
 
 @dataclass(frozen=True)
 class RowsWithCandidates:
-    """Episodes whose positive query rows are each followed by sampled ones. `source_N` is the row
-    that each was made of."""
+    """Episodes with sampled rows after each positive query row."""
 
     rows: EpisodeRows
     is_sampled_N: Bools
+    # The row that each row was made from.
     source_N: Int64
 
 
 @dataclass(frozen=True)
 class Candidates:
-    """How many items stand beside each positive row, and which there are.
-
-    `items` has a row an item, by its id; `of_task` the places there of each task's items.
-    """
+    """The items to sample: `items` has a row for each."""
 
     per_positive: int
     label: ScoredLabel
-    threshold: float  # the least label of a positive row
+    # The least label of a positive row.
+    threshold: float
     item: int
-    sparse: tuple[bool, ...]  # which sparse columns change with the item
-    dense: tuple[int, ...]  # and which dense ones
+    # Which sparse and which dense columns change with the item.
+    sparse: tuple[bool, ...]
+    dense: tuple[int, ...]
     items: EpisodeRows
+    # The places in `items` of each task's items.
     of_task: dict[int, Int64]
 
     def add_candidates(self, rows: EpisodeRows, view: SupportView) -> Iterator[RowsWithCandidates]:
-        """Yield the episodes with sampled rows, as many at a time as fit."""
+        """Yield the episodes with sampled rows, as many at a time as MOST_ROWS allows."""
         is_positive_N = self._find_positives_N(rows)
         size_N = 1 + self.per_positive * is_positive_N.astype(np.int64)
         size_T = np.bincount(rows.episode_N, size_N, len(rows.task_T))
-        # Whole episodes, as a task adapts once for all of its rows.
+        # Episodes are not split: a task adapts once, for all of its rows.
         chunk_T = (np.cumsum(size_T) - 1) // MOST_ROWS
         for chunk in np.unique(chunk_T).tolist():
             chosen = np.flatnonzero(chunk_T == chunk)
@@ -74,7 +71,7 @@ class Candidates:
             yield replace(listed, source_N=listed.source_N + rows.row_offsets_T1[chosen[0]])
 
     def _find_positives_N(self, rows: EpisodeRows) -> Bools:
-        # A label that is not known is NaN, which is no positive one: NaN >= x is false.
+        # An unknown label is NaN, and NaN >= x is false: its row is not positive.
         return (self.label.label_N(rows.label_N) >= self.threshold) & ~rows.is_support_N
 
     def _add_to_rows(self, rows: EpisodeRows, draw: int) -> RowsWithCandidates:
@@ -85,7 +82,7 @@ class Candidates:
         is_sampled_N[offsets(repeats_N)[:-1]] = False
         listed = rows.reorder(source_N, rows.support_lengths_T)
         places = self._draw_items(rows, is_positive_N, draw)
-        # Behind the rows themselves stand the items: each row is taken from its place there.
+        # The items stand after the rows: a sampled row takes its lists from its item's place there.
         source_place_N = np.arange(len(source_N))
         source_place_N[is_sampled_N] = len(source_N) + places
         num_single = rows.ids_NF.shape[1]
@@ -101,7 +98,6 @@ class Candidates:
         return RowsWithCandidates(replace(listed, multi=multi), is_sampled_N, source_N)
 
     def _draw_items(self, rows: EpisodeRows, is_positive_N: Bools, draw: int) -> Int64:
-        """Return the items of the sampled rows, as places in `items`, row by row."""
         found = [np.zeros(0, np.int64)]
         count_T = np.bincount(rows.episode_N[is_positive_N], minlength=len(rows.task_T))
         num_items = self.items.num_rows
@@ -109,8 +105,8 @@ class Candidates:
             if not positives:
                 continue
             others = np.delete(np.arange(num_items), self.of_task[task])
-            # Of draw and task alone: models and baselines meet the same candidates, in whatever
-            # order tasks come.
+            # Seeded by draw and task alone: every model and baseline meets the same candidates, in
+            # whatever order the tasks come.
             random = np.random.default_rng([draw, task % 2**64])
             item_draws = (
                 random.choice(others, self.per_positive, replace=False) for _ in range(positives)
@@ -127,13 +123,7 @@ def make_candidates(
     item_column: str = "",
     label: ScoredLabel = ONE_LABEL,
 ) -> Candidates:
-    """Return what is sampled for the tasks of `splits`, from the rows of the whole dataset: each is
-    read once.
-
-    The item is that of the schema, or `item_column`. Its attributes are those that [item] or
-    [negatives] lists, else the sparse columns that follow from it. Raises UserError: nothing names
-    an item, or a task lacks fewer items than are asked for.
-    """
+    """Return what to sample for the tasks of `splits`, from one pass over the dataset."""
     rule, features = read_item_rule(dataset.manifest), dataset.features
     names = [feature.name for feature in features.single]
     name = item_column or (rule.column if rule is not None else "")
@@ -144,15 +134,17 @@ def make_candidates(
             "or with --item-column"
         )
     item = names.index(name)
+    # The item's attributes: those of [item] or [negatives] in the schema, else the columns that
+    # follow from the item.
     listed = rule.features if rule is not None and rule.column == name else (name,)
     sparse = tuple(feature.name in listed for feature in features.sparse)
     if len(listed) == 1:
-        store_items = sample_rows(dataset, next(iter(dataset.splits)), SAMPLE_ROWS, 0)
-        sparse = find_item_columns(store_items, features, item)
+        sample = sample_rows(dataset, next(iter(dataset.splits)), SAMPLE_ROWS, 0)
+        sparse = find_item_columns(sample, features, item)
     dense = tuple(
         at for at, name in enumerate(features.dense) if find_vector_column(name) in listed
     )
-    # Those of the scored splits first: nobody asks what other tasks have.
+    # Scored splits first: when the others are read, all tasks whose items are needed are known.
     order = [*splits, *(split for split in dataset.splits if split not in splits)]
     scored: npt.NDArray[np.int64] = np.zeros(0, np.int64)
     parts: list[EpisodeRows] = []
@@ -164,13 +156,14 @@ def make_candidates(
                 scored = np.union1d(scored, rows.task_T)
             id_N, task_N = rows.ids_of(item).astype(np.int64), rows.task_T[rows.episode_N]
             ids, first = np.unique(id_N, return_index=True)
-            # Row 0 is no item: it stands for all that the vocabulary lacks.
+            # Row 0 stands for all values that the vocabulary lacks, so it is no item.
             is_new = ~np.isin(ids, known) & (ids != 0)
             parts.append(_select_rows(rows, first[is_new]))
             known = np.union1d(known, ids[is_new])
             kept_N = np.isin(task_N, scored) & (id_N != 0)
             pairs.append(np.unique(np.stack([task_N[kept_N], id_N[kept_N]], axis=1), axis=0))
     items = concatenate_episodes(parts)
+    # By id, as searchsorted below needs it, and whichever splits are scored.
     by_id = np.argsort(items.ids_of(item), kind="stable")
     items = items.select_episodes(by_id)
     pair = np.unique(np.concatenate(pairs), axis=0)
@@ -190,23 +183,22 @@ def make_candidates(
 def rank_among_candidates_N2(
     score_N: npt.NDArray[np.floating], is_sampled_N: Bools
 ) -> npt.NDArray[np.int32]:
-    """Return how many sampled rows score above each row that was not sampled, and how many the
-    same; -1 for rows that have none. What is no number counts as above."""
+    """Return how many sampled rows score above each other row, and how many the same; or -1."""
     first_N = np.flatnonzero(~is_sampled_N)
     owner_N = np.cumsum(~is_sampled_N) - 1
     owner_score = score_N[first_N][owner_N[is_sampled_N]]
     sampled_score, sampled_owner = score_N[is_sampled_N], owner_N[is_sampled_N]
     tied_N = np.bincount(sampled_owner, sampled_score == owner_score, len(first_N))
-    # Those below are counted, so that NaN, which is neither, falls to those above.
+    # Rows below are counted, and those above follow: NaN, which is neither, counts as above.
     below_N = np.bincount(sampled_owner, sampled_score < owner_score, len(first_N))
     count_N = np.bincount(sampled_owner, minlength=len(first_N))
     found = np.stack([count_N - tied_N - below_N, tied_N], axis=1)
+    # Rows beside which no row was sampled.
     found[count_N == 0] = -1
     return found.astype(np.int32)
 
 
 def _select_rows(rows: EpisodeRows, chosen: Int64) -> EpisodeRows:
-    """Return these rows, each as an episode of its own without support."""
     single = replace(
         rows,
         task_T=rows.task_T[rows.episode_N],
@@ -217,6 +209,5 @@ def _select_rows(rows: EpisodeRows, chosen: Int64) -> EpisodeRows:
 
 
 def _concatenate_lists(own: IdLists, other: IdLists) -> IdLists:
-    """Return the lists of both, those of `other` behind."""
     ends = own.offsets_N1[-1] + other.offsets_N1[1:]
     return IdLists(np.concatenate([own.ids_V, other.ids_V]), np.concatenate([own.offsets_N1, ends]))

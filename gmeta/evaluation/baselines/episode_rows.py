@@ -1,9 +1,6 @@
-"""Episodes as plain rows: labels, ids and the task of each, without embeddings or torch; and which
-columns follow from the item, told by the rows alone.
-
+"""Episodes as plain rows: labels, ids and tasks, without embeddings or torch.
 Shape suffixes: T tasks, N rows, F single-id or pooled features, V values, K dense columns, L
-labels.
-"""
+labels."""
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
@@ -20,10 +17,11 @@ from metaio.ragged import Float32, Int64, index_entries, offsets, owners, places
 Floats = npt.NDArray[np.float64]
 Bools = npt.NDArray[np.bool_]
 
-# Which fold or half a task is in, which of its rows are drawn: kept apart by these.
+# Streams of hashes: a task's fold, half and sample and the draw of its rows must not depend on each
+# other.
 FOLD_STREAM, SAMPLE_STREAM, DRAW_STREAM, MASK_STREAM, HALF_STREAM = 1, 2, 3, 4, 5
 NO_ITEM = -1
-# A column describes the item if this share of the item's other rows agrees with its first one.
+# A column follows from the item if this share of the item's other rows agrees with its first one.
 FOLLOWS_ITEM_SHARE = 0.99
 
 
@@ -47,12 +45,12 @@ class IdLists:
 
 @dataclass(frozen=True)
 class EpisodeRows:
-    """Whole episodes, rows of an episode together, support rows before query rows; with several
-    labels `label_N` is [N, L], NaN where one is not known."""
+    """Complete episodes, the rows of each together, support rows first."""
 
     task_T: Int64
     row_offsets_T1: Int64
     support_lengths_T: Int64
+    # [N, L] where there are several labels, NaN where one is not known.
     label_N: Floats
     ids_NF: Int64
     multi: tuple[IdLists, ...]
@@ -70,30 +68,29 @@ class EpisodeRows:
 
     @property
     def is_support_N(self) -> Bools:
-        """Return which rows support their episode; the others are its query rows."""
+        """Return which rows are support; the others are query rows."""
         within_N = places(np.diff(self.row_offsets_T1))
         support: Bools = within_N < self.support_lengths_T[self.episode_N]
         return support
 
     def ids_of(self, column: int) -> Int64:
-        """Return a single column's id in each row; of column -1, no column, an id of 0 each."""
+        """Return a single-id column's id in each row; 0 for column -1, which is none."""
         return self.ids_NF[:, column] if column >= 0 else np.zeros(self.num_rows, np.int64)
 
     def reorder(self, order_N: Int64, support_lengths_T: Int64) -> "EpisodeRows":
-        """Return these rows in this order, which keeps those of an episode together, with the first
-        `support_lengths_T` of each episode as its support."""
+        """Return the rows in an order that keeps episodes together, with new support lengths."""
         lengths_T = np.bincount(self.episode_N[order_N], minlength=len(self.task_T))
         kept = replace(self, row_offsets_T1=offsets(lengths_T))
         return kept._select_rows(order_N, support_lengths_T)
 
     def apply_view(self, view: SupportView) -> "EpisodeRows":
-        """Return the rows that an evaluation shows by a view."""
+        """Return the rows that an evaluation shows in a view."""
         stored = (self.task_T, self.row_offsets_T1, self.support_lengths_T)
         return self if view == STORED else self.reorder(*view.order_rows(*stored))
 
     def select_label(self, label: ScoredLabel, is_predicted: bool = False) -> "EpisodeRows":
-        """Return the rows where a label is known, with it alone; if they are predicted, all query
-        rows, and NaN where it is not known."""
+        """Return the rows with a known label (`is_predicted`: and all query rows), with it
+        alone."""
         label_N = label.label_N(self.label_N)
         known_N = ~np.isnan(label_N)
         kept_N = known_N | (~self.is_support_N & is_predicted)
@@ -114,22 +111,21 @@ class EpisodeRows:
         )
 
     def select_episodes(self, chosen: Int64) -> "EpisodeRows":
-        """Return these episodes, in the order given."""
+        """Return these episodes, in this order."""
         rows_N = index_entries(self.row_offsets_T1, chosen)
         offsets_T1 = offsets(np.diff(self.row_offsets_T1)[chosen])
         kept = replace(self, task_T=self.task_T[chosen], row_offsets_T1=offsets_T1)
         return kept._select_rows(rows_N, self.support_lengths_T[chosen])
 
     def select_first_rows(self, lengths_T: Int64, support_lengths_T: Int64) -> "EpisodeRows":
-        """Return the first `lengths_T` rows of each episode, the first `support_lengths_T` of them
-        as its support."""
+        """Return the first `lengths_T` rows of each episode, with new support lengths."""
         rows_N = ragged_indices(self.row_offsets_T1[:-1], lengths_T)
         kept = replace(self, row_offsets_T1=offsets(lengths_T))
         return kept._select_rows(rows_N, support_lengths_T)
 
 
 def concatenate_episodes(parts: Iterable[EpisodeRows]) -> EpisodeRows:
-    """Return the episodes of all parts, of which there is at least one, as one."""
+    """Return the episodes of all parts as one."""
     found = list(parts)
     return EpisodeRows(
         np.concatenate([part.task_T for part in found]),
@@ -149,25 +145,26 @@ def concatenate_episodes(parts: Iterable[EpisodeRows]) -> EpisodeRows:
 
 
 def sample_share(rows: EpisodeRows, share: float, seed: int) -> EpisodeRows:
-    """Return about this share of the tasks, with all their episodes; the seed and a task's id
-    decide which. A share of 1 or more is all."""
+    """Return about this share of the tasks, with all their episodes; 1 or more: all."""
     if share >= 1.0:
         return rows
+    # By a hash of the task's id: all episodes of a task are drawn together, in whatever block they
+    # are.
     return rows.select_episodes(
         np.flatnonzero(hash_uniform(rows.task_T, SAMPLE_STREAM, seed) < share)
     )
 
 
 def sample_about(rows: EpisodeRows, max_rows: int, seed: int) -> EpisodeRows:
-    """Return whole tasks with about `max_rows` rows, or all if they have no more."""
+    """Return a sample of tasks with about `max_rows` rows, or all if they have no more."""
     return sample_until_some(
         lambda share: sample_share(rows, share, seed), max_rows / max(rows.num_rows, 1)
     )
 
 
 def sample_until_some(sample: Callable[[float], EpisodeRows], share: float) -> EpisodeRows:
-    """Return what is drawn at this share of the tasks; if that is nothing, at twice the share, and
-    so on: of few large tasks, such as advertisers, hashes may choose none."""
+    """Return what is drawn at this share of the tasks, or else at twice the share, and so on."""
+    # Of few large tasks, such as advertisers, hashes may choose none.
     rows = sample(share)
     return rows if rows.num_rows or share >= 1.0 else sample_until_some(sample, 2 * share)
 
@@ -180,18 +177,18 @@ def hash_uniform(names: Int64, stream: int, seed: int) -> Floats:
 
 
 def find_item_columns(rows: EpisodeRows, features: Features, item: int) -> tuple[bool, ...]:
-    """Return which sparse columns follow from the item, as a film's director; itself, too."""
+    """Return which sparse columns follow from the item, as a film's director does; the item too."""
     if item == NO_ITEM:
         return (False,) * len(features.sparse)
     id_N = rows.ids_of(item)
     _, first, index_N = np.unique(id_N, return_index=True, return_inverse=True)
-    # Row 0 is no item: it stands for all that the vocabulary lacks. A first row agrees with itself.
+    # Row 0 stands for all values that the vocabulary lacks. A first row always agrees with itself.
     is_informative_N = id_N != 0
     is_informative_N[first] = False
     found = []
     for column in range(len(features.sparse)):
         lists = make_lists(rows, column)
-        # Of equal lists these sums are equal; of others hardly ever.
+        # Random weights: lists that are equal have equal sums, others hardly ever.
         weight_V = np.random.default_rng(0).random(4099)[lists.ids_V % 4099]
         mark_N = np.bincount(lists.row_V, weight_V, minlength=rows.num_rows)
         # A share, not all: a log may correct a film's genre once.
@@ -202,7 +199,7 @@ def find_item_columns(rows: EpisodeRows, features: Features, item: int) -> tuple
 
 
 def make_lists(rows: EpisodeRows, column: int) -> IdLists:
-    """Return a sparse column's ids as lists; those of a single column have one id each."""
+    """Return a sparse column's ids as lists; those of a single-id column have one id each."""
     num_single = rows.ids_NF.shape[1]
     if column >= num_single:
         lists: IdLists = rows.multi[column - num_single]

@@ -1,12 +1,7 @@
-"""The yardstick of an evaluation: what the bias model and the trees predict of the same query rows.
-
-They are made from the training split, a block at a time, and, where the config names any, chosen on
-the validation splits, each of which counts alike; in a split that is scored they read no labels but
-those of support rows.
-"""
+"""Predicts the query rows of an evaluation with the bias model and the trees."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -18,17 +13,11 @@ from gmeta.config.train_config import DataConfig
 from gmeta.data.support_views import EvalProtocol, SupportView
 from gmeta.errors import UserError
 from gmeta.evaluation.baselines import boosted_trees as trees
+from gmeta.evaluation.baselines import episode_rows
 from gmeta.evaluation.baselines.bias_model import BiasModel, choose_bias
 from gmeta.evaluation.baselines.block_rows import read_rows, sample_rows
 from gmeta.evaluation.baselines.boosted_trees import BoostedTrees
 from gmeta.evaluation.baselines.candidates import Candidates, rank_among_candidates_N2
-from gmeta.evaluation.baselines.episode_rows import (
-    NO_ITEM,
-    EpisodeRows,
-    Floats,
-    find_item_columns,
-    sample_about,
-)
 from gmeta.evaluation.baselines.training_sums import sum_training_rows
 from gmeta.evaluation.baselines.tree_features import StatisticsMaker
 from gmeta.evaluation.report.evaluated_runs import PLACES, EvaluatedBaseline
@@ -38,23 +27,23 @@ from metaio.prepare.episodes.raw_ids import find_item_feature, with_raw_ids
 from metaio.quantities import format_count
 from metaio.recipes.validation_splits import find_overlapping_splits
 
-# Whole tasks with about the first number of rows are held in memory, and tasks with the second
-# choose the priors: with a million rows of clicks the grid takes a minute.
+# Rows of the tasks that are held in memory, and of those that choose the priors: with a million
+# rows of clicks the grid takes a minute.
 SAMPLE_ROWS, CHOOSING_ROWS = 500_000, 200_000
-# Not that of the run: the yardstick is the same for runs of other seeds.
+# Not the run's seed: the baselines are the same for runs of other seeds.
 SEED = 0
 
 
 @dataclass(frozen=True)
 class Baselines:
-    """What stands beside the runs, and lines about what does not."""
+    """The models beside the runs, and a line on each that is missing."""
 
     models: tuple[EvaluatedBaseline, ...]
     notes: tuple[str, ...] = ()
 
 
 def find_item_index(dataset: Dataset, name: str) -> int | None:
-    """Return which single column is the item; None, for the name "", that it is to be found."""
+    """Return the index of the single-id column that is the item; None for "": it is to be found."""
     names = [feature.name for feature in dataset.features.single]
     if name and name not in names:
         raise UserError(
@@ -77,23 +66,23 @@ def predict_baselines(
     candidates: Candidates | None = None,
     label: ScoredLabel = ONE_LABEL,
 ) -> Baselines:
-    """Return the predictions of the bias model and of the trees, made from the rows of `dataset`
-    where the label is known, for the query rows of `splits` of `on` (None: of the same dataset), as
-    the runs were shown them."""
+    """Return what models of `dataset` predict for query rows of `splits` of `on` (or of itself)."""
     item = find_item_index(dataset, item_column)
     train_split, valid_splits = data.train_split, data.valid_splits
+    # No split of another dataset was trained on.
     is_own = on is None or on.fingerprint == dataset.fingerprint
     trained = find_overlapping_splits(train_split, dataset) if is_own else ()
     scored_splits = [split for split in splits if split not in trained]
     if not scored_splits:
         return Baselines((), (f"no yardstick: it is made from {train_split}, which is scored",))
+    # Of the splits that are scored only the labels of support rows are read, as by the runs.
     read = (rows.select_label(label) for rows in read_rows(dataset, train_split))
     sums = sum_training_rows(read, dataset.features, SEED)
     train = sample_rows(dataset, train_split, SAMPLE_ROWS, SEED).select_label(label)
     valid = [
         sample_rows(dataset, split, SAMPLE_ROWS, SEED).select_label(label) for split in valid_splits
     ]
-    judges = [sample_about(rows, CHOOSING_ROWS, SEED) for rows in valid or [train]]
+    judges = [episode_rows.sample_about(rows, CHOOSING_ROWS, SEED) for rows in valid or [train]]
     of_label = f" of {label.name}" if label.name else ""
     if not sums.num_rows or any(rows.is_support_N.all() for rows in judges):
         split_names = ", ".join(valid_splits or (train_split,))
@@ -110,7 +99,7 @@ def predict_baselines(
         return Baselines(found, ("boosted trees: left out, as --no-trees asks",))
     if not trees.is_available():
         return Baselines(found, (trees.MISSING,))
-    describing = find_item_columns(train, dataset.features, bias.item)
+    describing = episode_rows.find_item_columns(train, dataset.features, bias.item)
     known = StatisticsMaker(sums, dataset.features, bias, describing)
     is_past = dataset.manifest.support_is_past
     grown = trees.grow_trees(loss, known, train, valid, is_past, SEED, huber_delta)
@@ -123,10 +112,9 @@ def predict_baselines(
 
 
 class _PredictionRequest(NamedTuple):
-    """Which rows a model is asked of."""
-
     dataset: Dataset
-    trained_dataset: Dataset  # says what the items are called
+    # Its vocabularies say what the items are called.
+    trained_dataset: Dataset
     splits: Sequence[str]
     protocol: EvalProtocol
     candidates: Candidates | None
@@ -134,12 +122,12 @@ class _PredictionRequest(NamedTuple):
 
 
 def _predict_views(
-    request: _PredictionRequest, predict: Callable[[EpisodeRows], Floats]
+    request: _PredictionRequest, predict: Callable[[episode_rows.EpisodeRows], episode_rows.Floats]
 ) -> tuple[pa.Table, dict[int, pa.Table]]:
-    """Return a row for each query row of each draw, and the same for each number of support rows;
-    `predict` gets only those support rows whose label is known."""
+    """Return a row for each query row of each draw, and the same by limit of support rows."""
 
-    def predict_known(rows: EpisodeRows) -> Floats:
+    def predict_known(rows: episode_rows.EpisodeRows) -> episode_rows.Floats:
+        # Support rows whose label is not known teach nothing.
         return predict(rows.select_label(request.label, is_predicted=True))
 
     def predict_view(view: SupportView) -> pa.Table:
@@ -156,10 +144,11 @@ def _predict_views(
 
 
 def _predict_view(
-    request: _PredictionRequest, view: SupportView, predict: Callable[[EpisodeRows], Floats]
+    request: _PredictionRequest,
+    view: SupportView,
+    predict: Callable[[episode_rows.EpisodeRows], episode_rows.Floats],
 ) -> pa.Table:
-    """Return a row for each query row: split, task, support_rows, label, prediction, draw, the item
-    where one is known, and its place among candidates where there are any."""
+    """Return a row for each query row, as EvaluatedBaseline has them."""
     parts, item = [], find_item_feature(request.dataset)
     for split in request.splits:
         for stored in read_rows(request.dataset, split):
@@ -180,12 +169,11 @@ def _predict_view(
 
 
 def _predict_rows(
-    rows: EpisodeRows,
+    rows: episode_rows.EpisodeRows,
     view: SupportView,
     candidates: Candidates | None,
-    predict: Callable[[EpisodeRows], Floats],
+    predict: Callable[[episode_rows.EpisodeRows], episode_rows.Floats],
 ) -> dict[str, npt.NDArray[Any]]:
-    """Return the prediction of each query row, and its place among candidates if there are any."""
     if candidates is None:
         return {"prediction": predict(rows).astype(np.float32)}
     found, places = [np.zeros(0, np.float32)], [np.zeros((0, 2), np.int32)]
@@ -202,11 +190,10 @@ def _describe_bias(
     dataset: Dataset,
     model: BiasModel,
     was_found: bool,
-    train: EpisodeRows,
+    train: episode_rows.EpisodeRows,
     valid_splits: Sequence[str],
 ) -> tuple[str, str, str, dict[str, str | float]]:
-    """Return the model's names, a line on how it was chosen, and what was chosen."""
-    item = dataset.features.single[model.item].name if model.item != NO_ITEM else ""
+    item = dataset.features.single[model.item].name if model.item != episode_rows.NO_ITEM else ""
     chosen_on = ", ".join(valid_splits) or format_count(len(train.task_T), "training task")
     how = "whose means predict best" if was_found else "as asked"
     parts = [f"item ({item}, {how}; prior {model.item_prior:g})"] if item else []
@@ -225,7 +212,6 @@ def _describe_bias(
 def _describe_trees(
     model: BoostedTrees, valid_splits: Sequence[str]
 ) -> tuple[str, str, str, dict[str, str | float]]:
-    """Return the model's names, a line on how it was chosen, and what was chosen."""
     chosen_on = ", ".join(valid_splits) or "a held-back fifth of the training tasks"
     setting = model.setting
     description = (
@@ -237,9 +223,7 @@ def _describe_trees(
     )
     chosen: dict[str, str | float] = {
         "num_trees": model.num_trees,
-        "leaves": setting.leaves,
-        "leaf_rows": setting.leaf_rows,
-        "rate": setting.rate,
+        **asdict(setting),
         "settings_tried": model.num_tried,
         "num_rows": model.num_rows,
         "num_statistics": model.num_statistics,

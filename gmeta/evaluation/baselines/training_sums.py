@@ -1,10 +1,5 @@
-"""How many training rows hold each value of a column, and the sum of their labels, fold by fold.
-
-The training split is read once, a block at a time. A fold holds the tasks of one fifth: what a row
-of it is predicted from comes from the other four, as a new task knows nothing of itself.
-
-Shape suffixes: T tasks, N rows, F single-id or pooled features, V values.
-"""
+"""Sums of the training split: rows and labels of each value of a column, in each fold of tasks.
+Shape suffixes: T tasks, N rows, F single-id or pooled features, V values."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -22,28 +17,30 @@ from gmeta.evaluation.baselines.episode_rows import (
 from metaio.format.features import Features
 from metaio.ragged import Int64
 
-NO_FOLD = -1  # of rows that the sums know nothing of: nothing is left out
-# Beyond it, values of a large table share a place by their remainder.
+# The fold of rows that the sums do not contain: nothing is left out for them.
+NO_FOLD = -1
+# Above this size values of a large table share a place, by their remainder.
 MAX_BYTES = 1 << 30
 
 
 @dataclass(frozen=True)
 class ColumnSums:
-    """Of one column: rows and label sum of each value in each fold."""
+    """Rows and label sum of each value of one column, by fold."""
 
     sums_by_fold: Floats
 
     def leave_fold_out(self, ids_N: Int64, fold_N: Int64) -> tuple[Floats, Floats]:
-        """Return rows and label sum of each id in all folds but its own (NO_FOLD: in all)."""
+        """Return rows and label sum of each id in all folds but its row's (NO_FOLD: in all)."""
         place_N = ids_N % self.sums_by_fold.shape[1]
         sums_N2 = self.sums_by_fold.sum(axis=0)[place_N]
+        # A row is predicted without the tasks of its fold, as a new task knows nothing of itself.
         sums_N2 -= np.where(fold_N[:, None] != NO_FOLD, self.sums_by_fold[fold_N, place_N], 0.0)
         return sums_N2[:, 0], sums_N2[:, 1]
 
 
 @dataclass(frozen=True)
 class TrainingSums:
-    """Of all sparse columns, in the order of Features.sparse; and of all rows."""
+    """The sums of all sparse columns, in the order of Features.sparse, and of all rows."""
 
     columns: tuple[ColumnSums, ...]
     num_rows: int
@@ -63,8 +60,9 @@ def assign_folds(task_T: Int64, seed: int) -> Int64:
 def sum_training_rows(
     parts: Iterable[EpisodeRows], features: Features, seed: int, max_bytes: int = MAX_BYTES
 ) -> TrainingSums:
-    """Return the sums over all rows, support and query."""
+    """Return the sums over all rows, support and query, read a part at a time."""
     sizes = {table.name: table.num_rows for table in features.tables}
+    # 16 bytes a value: rows and label sum as float64.
     most = max(1, max_bytes // (16 * NUM_FOLDS * max(len(features.sparse), 1)))
     shapes = [(NUM_FOLDS, min(sizes[feature.table], most), 2) for feature in features.sparse]
     columns = tuple(ColumnSums(np.zeros(shape)) for shape in shapes)

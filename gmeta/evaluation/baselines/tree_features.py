@@ -1,17 +1,10 @@
-"""What the trees are told of a query row: statistics of its task's support rows and of the values
-in its columns, never a label of its own side.
+"""Inputs of the trees: statistics of a query row's columns and of its task's support rows.
 
-- the task: its support rows, their mean label and deviation, the task's bias (bias.py)
-- each sparse column: mean label of the training rows with that value; how many support rows of the
-  task share the value, and how far these lie above what their items alone foretell; for the item's
-  column also the number of training rows
+- the task: its support rows, their mean label and deviation, the task's bias (bias_model.py)
+- each sparse column: the mean label of training rows with its value; the support rows with the same
+  value, and how far these lie above what their items alone predict; of the item its training rows
 - each dense column as it is
-
-Values of training rows come from the folds that their task is not in. Leaving out the row alone
-would give its label away: of two values of a column, what is missing from the mean is the label.
-
-Shape suffixes: T tasks, N rows, V values, K dense columns, X all inputs side by side.
-"""
+Shape suffixes: T tasks, N rows, V values, K dense columns, X all inputs side by side."""
 
 from dataclasses import dataclass
 
@@ -31,8 +24,8 @@ from gmeta.evaluation.baselines.training_sums import TrainingSums
 from metaio.format.features import Features
 from metaio.ragged import Int64
 
-# So many rows of the overall mean count towards a value's mean, and of 0 towards what a task's
-# support says of a value: what a single row says is mostly noise.
+# Rows of the overall mean that count towards a value's mean, and rows of 0 towards a shared
+# value's: a single row is mostly noise.
 VALUE_PRIOR = 5.0
 SHARED_PRIOR = 2.0
 
@@ -49,7 +42,7 @@ class Statistics:
 
 @dataclass(frozen=True)
 class StatisticsMaker:
-    """What is known from the training split; `describing` columns follow from a row's item."""
+    """Makes statistics from the training sums; columns in `follows_item` follow from the item."""
 
     sums: TrainingSums
     features: Features
@@ -59,19 +52,15 @@ class StatisticsMaker:
     def make_statistics(
         self, rows: EpisodeRows, fold_N: Int64, unseen_N: Bools | None = None
     ) -> Statistics:
-        """Return the statistics of the query rows of `rows`, in their order.
-
-        `fold_N` is the fold of each row's task, NO_FOLD outside the training split. A query row in
-        `unseen_N` is told what a new item would be told: nothing of the item itself, and of what
-        describes it only what the other items say.
-        """
+        """Return the statistics of the query rows; `fold_N` is each row's fold, or NO_FOLD."""
         bias, mean = self.bias, self.sums.mean
         query_N = ~rows.is_support_N
+        # A query row in `unseen_N` is treated as one of a new item.
         hidden_N = np.zeros(rows.num_rows, np.bool_) if unseen_N is None else unseen_N & query_N
         level_N = bias.without_task(self.sums, rows.ids_of(bias.item), fold_N)
         level_N = np.where(hidden_N, base_output(bias.loss, mean), level_N)
         effect_N = bias.fit_task_effects(level_N, rows)[rows.episode_N]
-        # Query rows count nothing here, whatever their label is.
+        # Query rows count as 0 here, so that no label of theirs is an input.
         above_N = np.where(query_N, 0.0, rows.label_N - to_predictions(bias.loss, level_N))
         columns = _make_task_columns(rows) | {"task bias": effect_N}
         item_counts_N, item_label_sums_N = self._find_item_sums(rows, fold_N, hidden_N)
@@ -79,9 +68,11 @@ class StatisticsMaker:
             zip(self.features.sparse, self.sums.columns, strict=True)
         ):
             lists = make_lists(rows, index)
-            # A genre of a new item has the mean of the other items of that genre; its own rows,
-            # which a cold item has not, are taken out.
+            # Of folds other than the task's: leaving out one row alone would give its label away,
+            # as what is missing from the mean of two values is the label.
             counts_V, sums_V = column.leave_fold_out(lists.ids_V, fold_N[lists.row_V])
+            # A genre of a new item has the mean of the genre's other items: rows of the item itself
+            # are taken out, as a cold item has none.
             if self.follows_item[index]:
                 counts_V = counts_V - item_counts_N[lists.row_V]
                 sums_V = sums_V - item_label_sums_N[lists.row_V]
@@ -98,7 +89,7 @@ class StatisticsMaker:
     def _find_item_sums(
         self, rows: EpisodeRows, fold_N: Int64, hidden_N: Bools
     ) -> tuple[Floats, Floats]:
-        """Return rows and label sum of the item of each hidden row, 0 of the others."""
+        """Return rows and label sum of the item of each hidden row, 0 for other rows."""
         if self.bias.item == NO_ITEM:
             return np.zeros(rows.num_rows), np.zeros(rows.num_rows)
         column = self.sums.columns[self.bias.item]
@@ -116,7 +107,8 @@ def _make_task_columns(rows: EpisodeRows) -> dict[str, Floats]:
         return sums_T.astype(np.float64)
 
     count_T = total(np.ones(rows.num_rows))
-    with np.errstate(invalid="ignore"):  # 0 / 0 is NaN: nothing is known
+    # 0 / 0 is NaN: of a task without support rows nothing is known.
+    with np.errstate(invalid="ignore"):
         mean_T = total(rows.label_N) / count_T
         variance_T = total(np.square(rows.label_N - mean_T[episode_N])) / count_T
     return {
@@ -127,7 +119,7 @@ def _make_task_columns(rows: EpisodeRows) -> dict[str, Floats]:
 
 
 def _average_lists(lists: IdLists, counts_V: Floats, sums_V: Floats, mean: float) -> Floats:
-    """Return the mean over each row's ids of their shrunk mean labels; NaN for an empty list."""
+    """Return the mean over each row's ids of their smoothed mean labels; NaN for an empty list."""
     mean_V = (sums_V + VALUE_PRIOR * mean) / (np.maximum(counts_V, 0.0) + VALUE_PRIOR)
     lengths_N = np.diff(lists.offsets_N1)
     with np.errstate(invalid="ignore"):
@@ -138,14 +130,13 @@ def _average_lists(lists: IdLists, counts_V: Floats, sums_V: Floats, mean: float
 def _count_shared_values(
     name: str, lists: IdLists, rows: EpisodeRows, above_N: Floats
 ) -> dict[str, Floats]:
-    """Return how many support rows of its task share a row's value (of a list: any, each counted),
-    and how far their labels lie above expectation, shrunk towards 0."""
+    """Return how many support rows share a row's values, and how far these lie above average."""
     if not len(lists.ids_V):
         zeros_N = np.zeros(rows.num_rows)
         return {f"{name}: shared": zeros_N, f"{name}: shared mean": zeros_N}
     row_V = lists.row_V
     id_V = np.unique(lists.ids_V, return_inverse=True)[1]
-    # (episode, value) as one integer, made dense twice, so that counts fit an array.
+    # (episode, value) as one integer, made dense twice, so that the counts fit into an array.
     key_V = rows.episode_N[row_V] * (int(id_V.max()) + 1) + id_V
     pair_V = np.unique(key_V, return_inverse=True)[1]
     entries = row_V, pair_V, int(pair_V.max()) + 1

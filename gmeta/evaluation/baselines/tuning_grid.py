@@ -1,7 +1,4 @@
-"""How a plain run is fine-tuned at its best: a small grid of inner rates and steps.
-
-Plain training never sees an inner step, so nothing in its config was chosen for one.
-"""
+"""The grid of inner rates and steps among which runs choose theirs."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -12,21 +9,23 @@ from gmeta.evaluation.baselines.episode_rows import HALF_STREAM, hash_uniform
 from gmeta.evaluation.report.evaluation_schema import TriedSetting
 from metaio.ragged import Int64
 
+# Plain training sees no inner step, so no key of its config was chosen for one.
 RATES = (0.01, 0.03, 0.1, 0.3, 1.0)
 STEPS = (1, 3, 5, 10)
-# Where the best rate is the lowest or highest so far, the next one is tried, this often at most.
+# How often at most the grid goes on beyond its lowest or highest rate, where that is the best.
 MAX_EXTENSIONS = 3
 
 
 def try_settings(
     errors: Callable[[float, Sequence[int]], list[float]], own: tuple[float, int]
 ) -> tuple[TriedSetting, ...]:
-    """Return the grid with the error of each setting, the config's `own` first; where the best rate
-    lies at an edge, the grid goes on there. `errors` takes a rate and rising numbers of steps."""
+    """Return the settings that were tried with their errors, the config's `own` first."""
     found: dict[tuple[float, int], float] = {}
 
     def add(rate: float, grid: Sequence[int] = STEPS) -> None:
         wanted = {*grid, own[1]} if rate == own[0] else {*grid}
+        # All steps of a rate in one call: the inner loop with the most of them passes through the
+        # others.
         steps = sorted(one for one in wanted if (rate, one) not in found)
         values = errors(rate, steps) if steps else []
         found.update({(rate, one): value for one, value in zip(steps, values, strict=True)})
@@ -39,6 +38,7 @@ def try_settings(
     rates = list(RATES)
     for rate in rates:
         add(rate)
+    # The best rate at an edge of the grid: a better one may lie beyond.
     for _ in range(MAX_EXTENSIONS):
         best = choose_best(list_tried()).inner_lr
         if best >= rates[-1]:
@@ -58,8 +58,8 @@ def assign_halves(task_N: Int64) -> Int64:
 
 
 def choose_best(tried: Sequence[TriedSetting]) -> TriedSetting:
-    """Return the setting of the smallest error, of equals the first; one that diverged is never
-    better."""
+    """Return the setting of the smallest error, of equals the first."""
+    # A setting that diverged has an error of NaN, which min would keep if it came first.
     return min(tried, key=lambda one: one.value if math.isfinite(one.value) else math.inf)
 
 

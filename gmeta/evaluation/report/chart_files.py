@@ -1,9 +1,4 @@
-"""How a picture becomes a file: PNG sheets for a README, small SVG panels for the page.
-
-A panel is as wide as a phone; the page lays panels side by side where there is room. In the SVG
-every colour of the palette becomes a CSS variable and text takes the page's font: one drawing
-serves light and dark.
-"""
+"""Turns a picture into a file: PNG sheets for a README, small SVG panels for the page."""
 
 import io
 import math
@@ -25,8 +20,8 @@ from gmeta.evaluation.report.evaluation_schema import Stage
 
 Axes: TypeAlias = Any  # of matplotlib, which is read without types
 
-# name -> (light, dark). Series colours: Okabe & Ito's palette for the colour-blind, darkened or
-# lightened to reach a contrast of 3:1 on the page (WCAG 2.1, 1.4.11).
+# name -> (light, dark). Series: Okabe & Ito's colours for the colour-blind, darkened or lightened
+# to a contrast of 3:1 on the page (WCAG 2.1, 1.4.11).
 PALETTE = {
     "ink": ("#1f2328", "#e6edf3"),
     "muted": ("#59636e", "#9198a1"),
@@ -38,13 +33,14 @@ PALETTE = {
     "series-3": ("#a8508a", "#dd8fbf"),
 }
 NUM_SERIES_COLORS = 4
+# As wide as a phone: the page puts panels side by side where there is room.
 PANEL_WIDTH_INCHES = 4.8
 PNG_DPI = 150
 
 
 @dataclass(frozen=True)
 class PlotSeries:
-    """How a (run, stage) is drawn: colour and marker tell the run, filled or hollow the stage."""
+    """How a (run, stage) is drawn: the run has a colour and a marker, filled for one stage."""
 
     run: str
     stage: Stage
@@ -92,6 +88,7 @@ def light_color(name: str) -> str:
 
 def render_png(chart: Chart) -> bytes:
     """Return all panels in one PNG on white, at most three a row, with a title and a legend."""
+    # Four panels make two full rows.
     columns = 2 if len(chart.panels) == 4 else min(3, len(chart.panels))
     rows = math.ceil(len(chart.panels) / columns)
     legend_columns = 2 * columns
@@ -120,11 +117,11 @@ def render_png(chart: Chart) -> bytes:
 
 
 def render_svg(chart: Chart, index: int) -> str:
-    """Return one panel as an <svg> element: no title, legend, fixed size or colours of its own."""
+    """Return one panel as an <svg> element, without title, legend, size and colours of its own."""
     panel = chart.panels[index]
     prefix = f"{chart.name}-{index}"
     with matplotlib.rc_context(_make_plot_settings(prefix) | {"axes.facecolor": "none"}):
-        # Made without pyplot, which keeps every figure and may look for a display.
+        # Without pyplot, which keeps every figure and may look for a display.
         size = PANEL_WIDTH_INCHES, panel.height_inches
         figure = Figure(size, facecolor="none", layout="constrained")
         panel.draw(figure.subplots())
@@ -137,10 +134,13 @@ def render_svg(chart: Chart, index: int) -> str:
 def _make_plot_settings(salt: str) -> dict[str, Any]:
     return {
         "svg.fonttype": "none",
+        # Ids in the SVG are hashes: with a fixed salt the same picture has the same bytes.
         "svg.hashsalt": salt,
-        "font.family": "DejaVu Sans",  # comes with matplotlib: the same picture everywhere
+        # This font comes with matplotlib: a picture is the same everywhere.
+        "font.family": "DejaVu Sans",
         "font.size": 10.5,
-        "text.parse_math": False,  # names of runs and columns may have dollar signs
+        # Names of runs and columns may have dollar signs.
+        "text.parse_math": False,
         "text.color": light_color("ink"),
         "axes.labelcolor": light_color("muted"),
         "axes.edgecolor": light_color("line"),
@@ -155,27 +155,28 @@ def _make_plot_settings(salt: str) -> dict[str, Any]:
 
 
 def _write_canvas(print_to: Callable[..., None], metadata: dict[str, None]) -> bytes:
-    """Return what a canvas writes, without the metadata that would make two reports of one
-    evaluation differ. Figure.savefig would draw it all twice, the first time for the layout alone.
-    """
+    """Return what a canvas writes, without metadata."""
+    # Not by Figure.savefig, which draws everything twice. Metadata would make two reports of one
+    # evaluation differ.
     buffer = io.BytesIO()
     with warnings.catch_warnings():
-        # A sheet has boxes for what its font lacks; the page, in the browser's fonts, has not.
+        # A PNG has boxes for what its font lacks; the page, in the browser's fonts, does not.
         warnings.filterwarnings("ignore", "Glyph .* missing from font")
         print_to(buffer, metadata=metadata)
     return buffer.getvalue()
 
 
 def _apply_theme(svg: str, prefix: str, description: str) -> str:
-    """Replace colours by CSS variables and the font by the page's, make ids unique, leave the size
-    open."""
-    # Drawings have no colour but these, each in its light form.
+    """Replace colours and font by the page's, make ids unique, and remove the size."""
+    # A drawing has no other colours, each in its light form: as CSS variables they serve light and
+    # dark.
     for name, (color, _) in PALETTE.items():
         svg = svg.replace(color, f"var(--{name})")
     svg = re.sub(
         r"<metadata>.*?</metadata>|<defs>\s*<style.*?</style>\s*</defs>", "", svg, flags=re.DOTALL
     )
     svg = svg.replace("font-family: 'DejaVu Sans'; ", "")
+    # The page holds many drawings: equal ids would refer to the first of them.
     svg = re.sub(r'\bid="', f'id="{prefix}-', svg)
     svg = re.sub(r"url\(#", f"url(#{prefix}-", svg)
     svg = re.sub(r'xlink:href="#', f'href="#{prefix}-', svg)

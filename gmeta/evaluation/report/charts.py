@@ -1,4 +1,4 @@
-"""Which pictures a report has and what each draws; how they become files is render's business."""
+"""Which charts a report has, and how each is drawn."""
 
 from collections.abc import Sequence
 from functools import partial
@@ -6,6 +6,7 @@ from textwrap import fill
 
 from matplotlib.ticker import EngFormatter, MaxNLocator
 
+from gmeta.evaluation.report import evaluation_schema as schema
 from gmeta.evaluation.report.chart_files import (
     NUM_SERIES_COLORS,
     Axes,
@@ -18,13 +19,6 @@ from gmeta.evaluation.report.curves import (
     make_activity_chart,
     make_support_chart,
     make_support_limit_chart,
-)
-from gmeta.evaluation.report.evaluation_schema import (
-    STAGES,
-    BaselineFacts,
-    Evaluation,
-    GroupEvaluation,
-    RunFacts,
 )
 from gmeta.evaluation.report.learning_curves import LearningCurve
 from gmeta.evaluation.report.metric_lines import (
@@ -43,7 +37,7 @@ USUAL_METRICS = ("mae", "ndcg@3", "auc", "gauc", "logloss")
 MAX_CHARTED_METRICS = 3
 
 
-def make_charts(evaluation: Evaluation, curves: Sequence[LearningCurve]) -> list[Chart]:
+def make_charts(evaluation: schema.Evaluation, curves: Sequence[LearningCurve]) -> list[Chart]:
     """Return every chart that there is data for, in the order of the page."""
     series = make_series(evaluation.runs, evaluation.yardsticks)
     own = [one for one in series if one.run == evaluation.runs[0].name]
@@ -58,7 +52,7 @@ def make_charts(evaluation: Evaluation, curves: Sequence[LearningCurve]) -> list
     return [chart for chart in charts if chart.panels]
 
 
-def make_label_charts(evaluation: Evaluation) -> list[Chart]:
+def make_label_charts(evaluation: schema.Evaluation) -> list[Chart]:
     """Return the charts of a label that is not the judged one: of its calibration."""
     series = make_series(evaluation.runs, evaluation.yardsticks)
     own = [one for one in series if one.run == evaluation.runs[0].name]
@@ -66,7 +60,7 @@ def make_label_charts(evaluation: Evaluation) -> list[Chart]:
     return [chart] if chart.panels else []
 
 
-def choose_charted_metrics(evaluation: Evaluation) -> list[str]:
+def choose_charted_metrics(evaluation: schema.Evaluation) -> list[str]:
     """Return the metrics that get a picture, the headline among them, in the order to draw."""
     names = list(evaluation.metrics)
     usual = [name for name in USUAL_METRICS if name in names]
@@ -74,25 +68,25 @@ def choose_charted_metrics(evaluation: Evaluation) -> list[str]:
 
 
 def make_series(
-    runs: Sequence[RunFacts], baselines: Sequence[BaselineFacts] = ()
+    runs: Sequence[schema.RunFacts], baselines: Sequence[schema.BaselineFacts] = ()
 ) -> list[PlotSeries]:
-    """Return both stages of each run and the one stage of each yardstick as series; from the fifth
-    model on, colours repeat with other markers."""
+    """Return both stages of each run and the one stage of each baseline as series."""
     made: list[PlotSeries] = []
-    models: list[RunFacts | BaselineFacts] = [*runs, *baselines]
+    models: list[schema.RunFacts | schema.BaselineFacts] = [*runs, *baselines]
     for index, model in enumerate(models):
+        # From the fifth model on, colours repeat with other markers.
         color = f"series-{index % NUM_SERIES_COLORS}"
         marker = MARKERS[(index + index // NUM_SERIES_COLORS) % len(MARKERS)]
-        if isinstance(model, BaselineFacts):
+        if isinstance(model, schema.BaselineFacts):
             made.append(PlotSeries(model.name, "after", model.name, color, marker))
             continue
-        for stage in STAGES:
+        for stage in schema.STAGES:
             label = f"{model.name}, {model.stage_label(stage)}"
             made.append(PlotSeries(model.name, stage, label, color, marker))
     return made
 
 
-def _make_groups_chart(evaluation: Evaluation, series: Sequence[PlotSeries]) -> Chart:
+def _make_groups_chart(evaluation: schema.Evaluation, series: Sequence[PlotSeries]) -> Chart:
     height_inches = 1.0 + max(1.4, len(evaluation.groups) * (0.2 + 0.15 * len(series)))
     infos = {name: evaluation.metrics[name] for name in choose_charted_metrics(evaluation)}
     panels = [
@@ -114,7 +108,7 @@ def _make_groups_chart(evaluation: Evaluation, series: Sequence[PlotSeries]) -> 
 
 
 def _draw_groups(
-    groups: Sequence[GroupEvaluation],
+    groups: Sequence[schema.GroupEvaluation],
     series: Sequence[PlotSeries],
     name: str,
     info: MetricInfo,
@@ -125,32 +119,24 @@ def _draw_groups(
         rows, estimates = list_points(one, found, name)
         if rows:
             values = [estimate.value for estimate in estimates]
-            axes.errorbar(
-                values,
-                rows,
-                xerr=measure_whiskers(estimates),
-                linestyle="none",
-                linewidth=1.5,
-                **one.style,
-            )
+            style = {"linestyle": "none", "linewidth": 1.5, **one.style}
+            axes.errorbar(values, rows, xerr=measure_whiskers(estimates), **style)
     # Wrapped: a long name would take the room of the axes.
     axes.set_yticks(range(len(groups)), [fill(group.name, 16) for group in groups])
-    # Upside down: the first group stands on top, as in the tables.
+    # Upside down: the first group is on top, as in the tables.
     axes.set_ylim(len(groups) - 0.5, -0.5)
     for row in range(1, len(groups)):
         axes.axhline(row - 0.5, color=light_color("line"), linewidth=0.8)
     axes.xaxis.set_major_locator(MaxNLocator(5))
     axes.grid(axis="x")
     axes.tick_params(axis="y", length=0)
-    arrow = (
-        "higher is better \N{RIGHTWARDS ARROW}"
-        if info.higher_is_better
-        else "\N{LEFTWARDS ARROW} lower is better"
-    )
-    axes.set_xlabel(f"{format_label_with_unit(info)}   ({arrow})")
+    better = "\N{LEFTWARDS ARROW} lower is better"
+    if info.higher_is_better:
+        better = "higher is better \N{RIGHTWARDS ARROW}"
+    axes.set_xlabel(f"{format_label_with_unit(info)}   ({better})")
 
 
-def _make_calibration_chart(evaluation: Evaluation, series: Sequence[PlotSeries]) -> Chart:
+def _make_calibration_chart(evaluation: schema.Evaluation, series: Sequence[PlotSeries]) -> Chart:
     panels = [
         Panel(
             group.name,
@@ -167,7 +153,9 @@ def _make_calibration_chart(evaluation: Evaluation, series: Sequence[PlotSeries]
     return Chart("calibration", "Calibration", caption + WHISKERS, panels, series)
 
 
-def _draw_calibration(group: GroupEvaluation, series: Sequence[PlotSeries], axes: Axes) -> None:
+def _draw_calibration(
+    group: schema.GroupEvaluation, series: Sequence[PlotSeries], axes: Axes
+) -> None:
     top = 0.0
     for one in series:
         for found in group.calibration:
@@ -175,31 +163,16 @@ def _draw_calibration(group: GroupEvaluation, series: Sequence[PlotSeries], axes
                 predicted = [bin_.mean_probability for bin_ in found.bins]
                 observed = [bin_.positive_share for bin_ in found.bins]
                 shares = [estimate.value for estimate in observed]
-                axes.errorbar(
-                    predicted, shares, yerr=measure_whiskers(observed), linewidth=1.3, **one.style
-                )
-                top = max(
-                    top,
-                    *predicted,
-                    *shares,
-                    *(zero_if_undefined(estimate.high) for estimate in observed),
-                )
+                style = {"linewidth": 1.3, **one.style}
+                axes.errorbar(predicted, shares, yerr=measure_whiskers(observed), **style)
+                highs = [zero_if_undefined(estimate.high) for estimate in observed]
+                top = max(top, *predicted, *shares, *highs)
     # Where clicks are rare, axes up to 1 would press all bins into a corner.
     limit = min(1.0, 1.05 * top) or 1.0
-    axes.plot(
-        [0, limit],
-        [0, limit],
-        color=light_color("muted"),
-        linewidth=1,
-        linestyle=(0, (4, 3)),
-        zorder=0,
-    )
-    axes.set(
-        xlim=(0, limit),
-        ylim=(0, limit),
-        xlabel="mean predicted probability",
-        ylabel="share of positives",
-    )
+    diagonal, color = ([0, limit], [0, limit]), light_color("muted")
+    axes.plot(*diagonal, color=color, linewidth=1, linestyle=(0, (4, 3)), zorder=0)
+    axes.set(xlim=(0, limit), ylim=(0, limit))
+    axes.set(xlabel="mean predicted probability", ylabel="share of positives")
     axes.grid(axis="both")
 
 

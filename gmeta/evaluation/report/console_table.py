@@ -1,4 +1,4 @@
-"""The report for the terminal: every metric by group, with verdicts in place of intervals."""
+"""Shows the report on a terminal: every metric by group, with verdicts in place of intervals."""
 
 from typing import TypeVar
 
@@ -27,18 +27,18 @@ from gmeta.metrics.metric_info import MetricInfo
 
 Item = TypeVar("Item")
 
-STYLES: dict[Verdict, str] = {"better": "green", "worse": "red"}  # others are dim
+# Other verdicts are dim.
+STYLES: dict[Verdict, str] = {"better": "green", "worse": "red"}
 UP, DOWN = "\N{UPWARDS ARROW}", "\N{DOWNWARDS ARROW}"
-# Fixed, so that the tables of all groups line up; four differences fill 80 columns.
+# Fixed widths, so that the tables of all groups line up; four differences fill 80 columns.
 METRIC_WIDTH, VALUE_WIDTH, NAMED_WIDTH, VERDICT_WIDTH = 19, 7, 10, 14
 VALUES_A_TABLE, DIFFERENCES_A_TABLE = 6, 4
-# Of each label that is not judged.
+# Of tables of labels that are not judged.
 LABEL_GROUP_WIDTH, LABEL_DIFFERENCES_A_TABLE = 17, 3
 
 
 def make_console_table(evaluation: Evaluation) -> RenderableType:
-    """Return a heading, the tables of each group, what the evaluation chose, how to read all that,
-    and in red what must not be missed."""
+    """Return the tables of each group, what the evaluation chose, a legend, and cautions in red."""
     run = evaluation.runs[0]
     of_label = f", label {evaluation.label}" if evaluation.label else ""
     parts: list[RenderableType] = [Text(f"{run.name}, step {run.step:,}{of_label}", style="bold")]
@@ -59,7 +59,6 @@ def make_console_table(evaluation: Evaluation) -> RenderableType:
 
 
 def _make_value_tables(evaluation: Evaluation, group: GroupEvaluation) -> list[Table]:
-    """Return the metrics of every model, in as many tables as the columns need."""
     columns = list_columns(evaluation)
     tables = []
     for chosen in _split_into_tables(columns, VALUES_A_TABLE):
@@ -78,7 +77,6 @@ def _make_value_tables(evaluation: Evaluation, group: GroupEvaluation) -> list[T
 
 
 def _make_difference_tables(evaluation: Evaluation, group: GroupEvaluation) -> list[Table]:
-    """Return adapted minus every other model, with verdicts, in as many tables as that needs."""
     lines = {name: make_headline(evaluation, group, name) for name in evaluation.metrics}
     rivals = next(iter(lines.values())).rivals
     headings = ["before", *(rival.short_name for rival in rivals)]
@@ -98,8 +96,6 @@ def _make_difference_tables(evaluation: Evaluation, group: GroupEvaluation) -> l
 
 
 def _make_label_tables(evaluation: Evaluation) -> list[RenderableType]:
-    """Return a heading and the headline metric of one of the labels that are not judged, a row a
-    group, in as many tables as the models need."""
     info = evaluation.metrics[evaluation.headline]
     tables: list[RenderableType] = [
         Text.assemble((f"label {evaluation.label}", "bold"), f", {_format_metric(info)}")
@@ -145,8 +141,7 @@ def _format_metric(info: MetricInfo) -> Text:
 def _format_verdict(difference: Difference) -> Text:
     word = "?" if difference.verdict == "unknown" else difference.verdict
     return Text(
-        f"{format_signed(difference.value)} {word:6}",
-        style=STYLES.get(difference.verdict, "dim"),
+        f"{format_signed(difference.value)} {word:6}", style=STYLES.get(difference.verdict, "dim")
     )
 
 
@@ -154,7 +149,7 @@ def _format_legend(evaluation: Evaluation) -> str:
     lines = [
         f"{UP} higher is better, {DOWN} lower is better. better, worse: the "
         f"{evaluation.interval.level_percent:g} % interval over tasks excludes 0; "
-        "noise: it does not.",
+        "noise: it does not."
     ]
     visible_differences = [
         make_headline(evaluation, group, m)

@@ -1,5 +1,4 @@
-"""Pictures of metrics as lines: over support sizes, over limited numbers of support rows, and over
-tasks from little to very active."""
+"""Draws metrics as lines: over support sizes, limits of support rows, and rows of a task."""
 
 from collections.abc import Sequence
 from functools import partial
@@ -27,25 +26,18 @@ def make_support_chart(evaluation: Evaluation, series: Sequence[PlotSeries]) -> 
 
 
 def make_activity_chart(evaluation: Evaluation, series: Sequence[PlotSeries]) -> Chart:
-    """Return the headline metric by how many rows a task has, where that differs from its support
-    size."""
+    """Return the headline metric by how many rows a task has, if that is not its support size."""
     panels = [
         _make_bins_panel(evaluation, group, group.by_activity, "rows of a task", series)
         for group in evaluation.groups
-        if len(group.by_activity) > 1 and not _equals_support_bins(group)
+        # As text: an estimate that is not known is NaN, which equals nothing.
+        if len(group.by_activity) > 1
+        and repr([one.results for one in group.by_activity])
+        != repr([one.results for one in group.by_support_rows])
     ]
     caption = "Rows of a task, support and query together; each bin holds other tasks. "
     label = evaluation.metrics[evaluation.headline].label
     return Chart("activity", f"{label} by activity", caption + WHISKERS, panels, series)
-
-
-def _equals_support_bins(group: GroupEvaluation) -> bool:
-    """Return whether these bins are those by support size: of equally many query rows."""
-    of_activity, of_support = (
-        [one.results for one in bins] for bins in (group.by_activity, group.by_support_rows)
-    )
-    # As text: an estimate that is not known is NaN, which equals nothing.
-    return repr(of_activity) == repr(of_support)
 
 
 def _make_bins_panel(
@@ -55,7 +47,6 @@ def _make_bins_panel(
     rows: str,
     series: Sequence[PlotSeries],
 ) -> Panel:
-    """Return the headline metric of a group over bins of tasks by their number of `rows`."""
     name = evaluation.headline
     info = evaluation.metrics[name]
     ticks = [f"{one.label}\n{format_count(one.num_tasks)}" for one in bins]
@@ -73,25 +64,16 @@ def make_support_limit_chart(
     """Return these metrics after adapting on limited numbers of support rows, group by group."""
     adapted = [one for one in series if one.stage == "after"]
     axis_title = "support rows shown; below, the tasks that have as many"
-    panels = [
-        Panel(
-            f"{group.name}: {evaluation.metrics[name].label}",
-            f"{evaluation.metrics[name].label} of {group.name} against the number of support rows "
-            "that are shown",
-            partial(
-                draw_lines,
-                [one.results for one in limits],
-                [f"{one.max_support_rows}\n{format_count(one.num_tasks_full)}" for one in limits],
-                axis_title,
-                adapted,
-                name,
-                evaluation.metrics[name],
-            ),
-        )
-        for group in evaluation.groups
-        if (limits := group.by_support_limit)
-        for name in names
-    ]
+    panels = []
+    for group in evaluation.groups:
+        limits = group.by_support_limit
+        results = [one.results for one in limits]
+        ticks = [f"{one.max_support_rows}\n{format_count(one.num_tasks_full)}" for one in limits]
+        for name in names if limits else ():
+            info = evaluation.metrics[name]
+            draw = partial(draw_lines, results, ticks, axis_title, adapted, name, info)
+            text = f"{info.label} of {group.name} against the number of support rows that are shown"
+            panels.append(Panel(f"{group.name}: {info.label}", text, draw))
     caption = (
         "The same tasks and query rows throughout; of each task's support rows no more than so "
         "many are shown, chosen by chance. A task with fewer shows all it has. "

@@ -1,4 +1,4 @@
-"""What a report is made from: evaluated runs and the checks that their predictions must pass."""
+"""The runs and baselines that a report is made from, and the checks of their predictions."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
@@ -29,7 +29,7 @@ COLUMNS = {
 }
 
 
-# Columns of rank metrics over sampled candidates; a yardstick has the last two alone.
+# Columns of rank metrics over sampled candidates; a baseline has the last two only.
 PLACES = ("before_above", "before_tied", "after_above", "after_tied")
 
 
@@ -37,20 +37,13 @@ PLACES = ("before_above", "before_tied", "after_above", "after_tied")
 class EvaluatedRun:
     """A checkpoint and its predictions on the query rows of unseen tasks.
 
-    `predictions` has the columns split (string), task, support_rows (integers; support rows of the
-    episode), label, before and after (floats; the output before and after adapting on the support
-    set: a probability for bce, a rating for mse). `history` holds the lines of metrics.jsonl,
-    `evaluated_at` is shown as given.
-
-    It may have more: `draw` (integer, from 0 on: which draw of support and query rows; without it
-    there is one), `task_rows` (integer: stored rows of the task), and columns that only name a row.
-    With sampled candidates it has those of PLACES: how many score above a positive row before and
-    after adapting, and how many the same; -1 in other rows. `limited` holds, by a number of support
-    rows, the predictions after adapting on no more than that.
-
-    With several labels `label` is the judged one, NaN where it is not known, and `other_losses` has
-    the others, each with the columns `label:NAME`, `before:NAME` and `after:NAME`.
-    """
+    Columns of `predictions`: split, task, support_rows (of the episode), label, before and after
+    (the output before and after adaptation: a probability for bce, a rating for mse). Optional:
+    draw (which draw of support and query rows, from 0), task_rows (stored rows of the task), those
+    of PLACES (how many sampled candidates score above a positive row, and how many the same; else
+    -1), and names of a row. `limited` holds the predictions by a limit of support rows; `history`
+    the lines of metrics.jsonl. With several labels `label` is the judged one, NaN where not known,
+    and each of `other_losses` has columns `label:NAME`, `before:NAME` and `after:NAME`."""
 
     name: str
     algorithm: str
@@ -72,7 +65,7 @@ class EvaluatedRun:
 
     @property
     def scoring(self) -> Scoring:
-        """Return how its predictions are measured."""
+        """Return how the predictions are measured."""
         return Scoring(self.loss, self.evaluation)
 
     @property
@@ -82,8 +75,7 @@ class EvaluatedRun:
 
     @property
     def label_logged(self) -> str:
-        """Return the suffix of its label's metrics in its log: "" if the config judges by it
-        too."""
+        """Return the suffix of the label's metrics in the log: "" if the config judges by it."""
         is_own = self.label == self.config.get("labels", {}).get("judged", self.label)
         return "" if is_own else self.label
 
@@ -107,24 +99,21 @@ class EvaluatedRun:
 
 @dataclass(frozen=True)
 class EvaluatedBaseline:
-    """What a simple model predicts of the same query rows.
-
-    `predictions` has the columns split, task, support_rows, label and prediction, as those of
-    EvaluatedRun, and draw where EvaluatedRun has it; so do those `limited` to few support rows.
-    `told` and `chosen` say what the model is. It is of one label, `label`, and also has the rows
-    where that is not known.
-    """
+    """A baseline's predictions of the same query rows, for one label."""
 
     name: str
     short_name: str
+    # A line on what the model is, and the same for machines.
     description: str
     chosen: dict[str, Any]
+    # Columns: split, task, support_rows, label, prediction and, as in EvaluatedRun, draw. Rows
+    # where the label is not known are there too.
     predictions: pa.Table
     limited: dict[int, pa.Table] = field(default_factory=dict)
     label: str = field(default="")
 
     def drop_unknown(self) -> "EvaluatedBaseline":
-        """Return the yardstick with only the rows where its label is known."""
+        """Return the baseline with only the rows where its label is known."""
         return replace(
             self,
             predictions=drop_unknown_rows(self.predictions),
@@ -134,7 +123,7 @@ class EvaluatedBaseline:
 
 @dataclass(frozen=True)
 class SplitRows:
-    """The rows of one run on one split, aligned, in the order of the table."""
+    """The rows of one model on one split, aligned, in the order of the table."""
 
     task_N: Array
     support_rows_N: Array
@@ -158,8 +147,7 @@ class SplitRows:
 
 
 def check_runs(runs: Sequence[EvaluatedRun], baseline_names: Sequence[str] = ()) -> None:
-    """Refuse runs that cannot be reported, or not beside each other, or not beside models of the
-    names `taken`. Raises UserError: no runs, equal names, or a table that breaks its contract."""
+    """Raise UserError for runs that cannot be reported: none, equal names, a wrong table."""
     if not runs:
         raise UserError(
             "a report of 0 runs was asked for: at least 1 is needed. Evaluate a run first"
@@ -182,12 +170,10 @@ def check_runs(runs: Sequence[EvaluatedRun], baseline_names: Sequence[str] = ())
 
 
 def select_runs(runs: Sequence[EvaluatedRun], label: str) -> list[EvaluatedRun]:
-    """Return the first run and the others as if they had `label` alone; those that do not predict
-    it are left out, unless it is the judged one. A label without a name is compared with the one
-    that others are judged by. Raises UserError: a run lacks the judged one, or has another loss for
-    it, or no probabilities."""
+    """Return the runs that predict `label`, as if they had it alone. Raises UserError."""
     views = []
     for run in runs:
+        # A label without a name is compared with the one that other runs are judged by.
         own = run.label if label == runs[0].label and "" in (label, run.label) else label
         if own in run.labels:
             views.append(run.select_label(own))
@@ -219,7 +205,8 @@ def select_split(predictions: pa.Table, split: str) -> SplitRows:
     """Return the rows of one split; none if the table has none."""
     rows = predictions.filter(pc.equal(predictions["split"], split))
     names = ["task", "support_rows", "label", "before", "after"]
-    if "prediction" in rows.column_names:  # a yardstick has one, whatever the stage
+    # A baseline has one prediction, whatever the stage.
+    if "prediction" in rows.column_names:
         names[-2:] = ["prediction", "prediction"]
     places = [
         rows[name].to_numpy() if name in rows.column_names else np.full(rows.num_rows, -1)
@@ -229,8 +216,7 @@ def select_split(predictions: pa.Table, split: str) -> SplitRows:
 
 
 def drop_unknown_rows(table: pa.Table, suffix: str = "") -> pa.Table:
-    """Return the rows whose label is known, with the columns of the label of this suffix as label,
-    before and after, and without those of others."""
+    """Return the rows whose label is known, with the columns of the label of this suffix alone."""
     own = {f"{name}{suffix}": name for name in ("label", "before", "after")}
     others = [name for name in table.column_names if name in own.values() or ":" in name]
     kept = [name for name in table.column_names if name in own or name not in others]
@@ -257,7 +243,7 @@ def select_draws(predictions: pa.Table, split: str) -> list[SplitRows]:
 
 
 def count_task_rows(predictions: pa.Table, split: str) -> dict[int, int]:
-    """Return the stored rows of each task of a split; nothing where the table does not say."""
+    """Return the stored rows of each task of a split; {} where the table does not have them."""
     if "task_rows" not in predictions.column_names:
         return {}
     rows = predictions.filter(pc.equal(predictions["split"], split))
@@ -267,10 +253,10 @@ def count_task_rows(predictions: pa.Table, split: str) -> dict[int, int]:
 
 
 def have_same_rows(one: SplitRows, other: SplitRows) -> bool:
-    """Return whether both hold the same tasks and labels, in any order: only then they compare."""
+    """Return whether both hold the same tasks and labels, in any order, so that they compare."""
     if one.task_N.size != other.task_N.size:
         return False
-    # Two runs may have read the split in other orders, at other numbers of ranks.
+    # Two runs may have read the split in different orders, with different numbers of ranks.
     order_N = np.lexsort((one.label_N, one.task_N))
     other_order_N = np.lexsort((other.label_N, other.task_N))
     return bool(
@@ -308,7 +294,8 @@ def _check_table(run: EvaluatedRun) -> None:
 
 def _check_probabilities(run: EvaluatedRun) -> None:
     labels = run.predictions["label"].to_numpy()
-    wrong_N = ~((labels >= 0) & (labels <= 1))  # fractions are allowed, and trained as such
+    # Fractions are allowed, and trained as such.
+    wrong_N = ~((labels >= 0) & (labels <= 1))
     if wrong_N.any():
         raise UserError(
             f"run '{run.name}' was trained with bce but has a label of "
@@ -317,9 +304,8 @@ def _check_probabilities(run: EvaluatedRun) -> None:
         )
     for stage in STAGES:
         values = run.predictions[stage].to_numpy()
-        outside = values[
-            (values < 0) | (values > 1)
-        ]  # NaN passes: a diverged model is reported as such
+        # NaN passes: a diverged model is reported as such.
+        outside = values[(values < 0) | (values > 1)]
         if outside.size:
             raise UserError(
                 f"column '{stage}' in the predictions of run '{run.name}' holds "

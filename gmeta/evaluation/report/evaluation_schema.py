@@ -1,9 +1,8 @@
-"""The schema of evaluation.json, which is all that the page, the charts and the console table know.
+"""The schema of evaluation.json, from which the page, the charts and the console table are made.
 
 Version gmeta.evaluation/1 is these dataclasses as JSON objects, field by field. An undefined number
-is null and stands beside its `reason`. A version may gain fields; renaming or dropping one makes a
-new version.
-"""
+is null, beside its `reason`. A version may gain fields; renaming or dropping one makes a new
+version."""
 
 import dataclasses
 import math
@@ -18,34 +17,33 @@ SCHEMA = "gmeta.evaluation/1"
 Stage: TypeAlias = Literal["before", "after"]
 STAGES: tuple[Stage, Stage] = ("before", "after")
 Verdict: TypeAlias = Literal["better", "worse", "noise", "same", "unknown"]
-# Beyond these the last bits depend on the order in which the linear algebra library adds.
+# Later digits depend on the order in which the linear algebra library adds.
 SIGNIFICANT_DIGITS = 9
 SECRET_WORDS = ("secret", "password", "token", "credential", "api_key", "access_key", "private_key")
 
 
 @dataclass(frozen=True)
 class MetricEstimate:
-    """A metric with its 95 % interval over tasks; `num_tasks` count (GAUC: with both classes; AUC
-    and PR-AUC: with the rarer class)."""
+    """A metric with its 95 % interval over tasks."""
 
     value: float
     low: float
     high: float
+    # Of tasks that count: for GAUC those with both classes, for AUC and PR-AUC with the rarer
+    # class.
     num_tasks: int
     reason: str
 
 
 @dataclass(frozen=True)
 class Difference:
-    """A paired difference of two metrics.
-
-    Its verdict: `better` or `worse` where the interval excludes 0, `noise` where it does not,
-    `same` for equal models, `unknown` where there is no interval, see `reason`.
-    """
+    """A paired difference of two metrics."""
 
     value: float
     low: float
     high: float
+    # `better` or `worse` where the interval excludes 0, `noise` where it does not, `same` for equal
+    # models, `unknown` without an interval.
     verdict: Verdict
     reason: str
 
@@ -72,8 +70,7 @@ class Comparison:
 
 @dataclass(frozen=True)
 class RowsBin:
-    """Tasks with min_rows to max_rows rows, of the support or all that are stored; `results` holds
-    the headline metric."""
+    """Tasks with min_rows to max_rows rows (support, or stored), and their headline metric."""
 
     min_rows: int
     max_rows: int
@@ -90,10 +87,10 @@ class RowsBin:
 
 @dataclass(frozen=True)
 class SupportLimit:
-    """All tasks of a group on the same query rows, adapted on no more than `max_support_rows` of
-    their support rows; `num_tasks_full` tasks have that many. `results` are at the stage after."""
+    """All tasks of a group on the same query rows, adapted on at most `max_support_rows` rows."""
 
     max_support_rows: int
+    # Tasks with that many support rows.
     num_tasks_full: int
     results: tuple[StageResult, ...]
 
@@ -145,22 +142,18 @@ class GroupEvaluation:
     by_draw: tuple[DrawValues, ...] = ()
 
     def result(self, run: str, stage: Stage) -> StageResult | None:
-        """Return a run's result at a stage; None where the run predicted nothing for this group."""
+        """Return a run's result at a stage; None if the run predicted nothing for this group."""
         return next((one for one in self.results if (one.run, one.stage) == (run, stage)), None)
 
     def comparison(
         self, run: str, stage: Stage, minus_run: str, minus_stage: Stage
     ) -> Comparison | None:
-        """Return (run, stage) minus (minus_run, minus_stage); None where that was not compared."""
+        """Return (run, stage) minus (minus_run, minus_stage); None if that was not compared."""
         wanted = (run, stage, minus_run, minus_stage)
-        return next(
-            (
-                one
-                for one in self.comparisons
-                if (one.run, one.stage, one.minus_run, one.minus_stage) == wanted
-            ),
-            None,
-        )
+        for one in self.comparisons:
+            if (one.run, one.stage, one.minus_run, one.minus_stage) == wanted:
+                return one
+        return None
 
 
 @dataclass(frozen=True)
@@ -174,26 +167,20 @@ class TriedSetting:
 
 @dataclass(frozen=True)
 class FineTuning:
-    """How a plain run's inner loop was chosen: the best of `tried` by a metric (the smallest), on
-    tasks of a split.
-
-    `chosen` is one setting, chosen on the validation split, or two: of a split that is reported on,
-    the first half of the tasks adapts as the second half chose, and the other way round.
-    """
+    """How an inner loop was chosen: the best of `tried` by a metric on tasks of a split."""
 
     split: str
     num_tasks: int
     metric: str
+    # One setting, or two: the first half of the tasks adapts as the second half chose, and the
+    # other way round.
     chosen: tuple[TriedSetting, ...]
     tried: tuple[TriedSetting, ...]
 
 
 @dataclass(frozen=True)
 class RunFacts:
-    """What a run was. Speed and data wait are medians of the log, NaN where it is empty.
-
-    `adapts_with` is a line on an inner loop that is not the one of the config, "" where it is.
-    """
+    """Facts of a run."""
 
     name: str
     algorithm: str
@@ -201,10 +188,12 @@ class RunFacts:
     step: int
     dataset: str
     evaluated_at: str
+    # Medians of the run's log, NaN if it is empty.
     samples_per_s: float
     data_wait_share: float
     config: dict[str, Any]
     environment: dict[str, Any]
+    # A line on an inner loop that is not the config's.
     adapts_with: str = ""
     fine_tuning: tuple[FineTuning, ...] = ()
 
@@ -217,28 +206,26 @@ class RunFacts:
 
 @dataclass(frozen=True)
 class BaselineFacts:
-    """A model that a run must be better than; its results are those of the stage "after".
-
-    `told` is a line on what it is and how it was chosen, `chosen` the same for machines.
-    """
+    """A baseline; its results are those of the stage "after"."""
 
     name: str
     short_name: str
+    # A line on what it is and how it was chosen, and the same for machines.
     told: str
     chosen: dict[str, Any]
 
 
 @dataclass(frozen=True)
 class Caution:
-    """What a reader must not miss: the first run, adapted, is worse by these metrics of a group
-    than itself before adapting (`minus_run` is the run), than the bias model, or than a plain run,
-    fine-tuned."""
+    """What a reader must not miss: the first run, adapted, is worse than `minus_run` in a group."""
 
     group: str
+    # Itself before adapting, a baseline, or a plain run, fine-tuned.
     minus_run: str
     metrics: tuple[str, ...]
     text: str
-    label: str = ""  # as Evaluation.label
+    # `buy|click` is conditional: its rows are those where click is 1.
+    label: str = ""
 
 
 @dataclass(frozen=True)
@@ -254,10 +241,7 @@ class IntervalMethod:
 
 @dataclass(frozen=True)
 class LabelEvaluation:
-    """What an Evaluation says of another label, over those of the same rows where it is known.
-
-    `label` may be conditional on another, `buy|click`: its rows are those where the other is 1.
-    """
+    """The evaluation of another label, on the rows where it is known."""
 
     label: str
     loss: Loss
@@ -269,11 +253,7 @@ class LabelEvaluation:
 
 @dataclass(frozen=True)
 class Evaluation:
-    """A run, the first of `runs`, and its baselines, the others; `headline` names a metric.
-
-    `notes` are lines about a yardstick that is not there. Where there are several labels all is
-    said of `label` ("": it has no name); `labels` are the others.
-    """
+    """A run, the first of `runs`, and its baselines, the others."""
 
     schema: str
     loss: Loss
@@ -284,8 +264,10 @@ class Evaluation:
     groups: tuple[GroupEvaluation, ...]
     yardsticks: tuple[BaselineFacts, ...] = ()
     cautions: tuple[Caution, ...] = ()
+    # Lines on missing baselines.
     notes: tuple[str, ...] = ()
     label: str = ""
+    # All is about `label`, "" if it has no name; these are the others.
     labels: tuple[LabelEvaluation, ...] = ()
 
     def select_label(self, other: LabelEvaluation) -> "Evaluation":
@@ -294,17 +276,18 @@ class Evaluation:
 
 
 def evaluation_to_json(evaluation: Evaluation) -> dict[str, Any]:
-    """Return the evaluation as plain JSON values: no NaN, no digits that machines differ in."""
+    """Return the evaluation as JSON values, without NaN and digits in which machines differ."""
     plain: dict[str, Any] = _to_plain_json(dataclasses.asdict(evaluation))
     return plain
 
 
 def hide_secrets(value: Any) -> Any:
-    """Return the nested config without the values of secrets: reports are passed around."""
+    """Return the nested config without the values of secrets."""
     if isinstance(value, dict):
         return {
             key: "(hidden)"
-            # By the key alone: nobody can tell a secret by its value.
+            # By the key alone, as a value does not show that it is a secret: reports are passed
+            # around.
             if any(word in str(key).lower() for word in SECRET_WORDS)
             else hide_secrets(item)
             for key, item in value.items()

@@ -1,4 +1,4 @@
-"""How numbers are written and what stands at the top, alike on the page and on the console."""
+"""Formats numbers, and chooses the first lines of a report, alike for the page and the console."""
 
 import math
 from collections.abc import Iterator
@@ -24,19 +24,19 @@ NOT_RECORDED = "not recorded"
 
 @dataclass(frozen=True)
 class Rival:
-    """A baseline at its better stage, or a yardstick, and how far the adapted run is from it."""
+    """A model that the adapted run is compared with (a run: at its better stage)."""
 
     run: str
     short_name: str
-    stage_label: str  # "" of a yardstick
+    # "" of a baseline that is no run.
+    stage_label: str
     estimate: MetricEstimate
     difference: Difference
 
 
 @dataclass(frozen=True)
 class HeadlineRow:
-    """One metric of one group: the run before and after, each baseline at its better stage, and
-    the yardsticks."""
+    """One metric of one group: the run before and after, and its rivals."""
 
     before: MetricEstimate
     after: MetricEstimate
@@ -45,27 +45,23 @@ class HeadlineRow:
 
 
 def make_headline(evaluation: Evaluation, group: GroupEvaluation, metric: str) -> HeadlineRow:
-    """Return what stands at the top of a report for a group and a metric."""
+    """Return the first line of a report for a group and a metric."""
     run = evaluation.runs[0].name
+    rivals = [_make_run_rival(evaluation, group, metric, one) for one in evaluation.runs[1:]]
+    rivals += [_make_baseline_rival(group, run, metric, one) for one in evaluation.yardsticks]
     return HeadlineRow(
         find_estimate(group, run, "before", metric),
         find_estimate(group, run, "after", metric),
         _find_difference(group, (run, "after", run, "before"), metric),
-        (
-            *(
-                _make_run_rival(evaluation, group, metric, baseline)
-                for baseline in evaluation.runs[1:]
-            ),
-            *(_make_baseline_rival(group, run, metric, one) for one in evaluation.yardsticks),
-        ),
+        tuple(rivals),
     )
 
 
 def _make_run_rival(
     evaluation: Evaluation, group: GroupEvaluation, metric: str, other_run: RunFacts
 ) -> Rival:
-    """Return the baseline at its better stage, chosen on the same rows: a win over it counts."""
     sign = 1.0 if evaluation.metrics[metric].higher_is_better else -1.0
+    # Chosen on the same rows, in favour of the baseline: a win over it counts.
     stage = max(
         STAGES,
         key=lambda one: _rank_value(sign * find_estimate(group, other_run.name, one, metric).value),
@@ -108,34 +104,30 @@ def list_notes(evaluation: Evaluation) -> list[tuple[str, str]]:
     """Return (name, line) for all that the evaluation chose, and for what is missing."""
     lines = [(run.name, run.adapts_with) for run in evaluation.runs if run.adapts_with]
     lines += [(one.name, one.told) for one in evaluation.yardsticks]
-    # A note begins with what it is about.
+    # A note begins with the name of what it is about.
     return lines + [(head, rest) for head, _, rest in (n.partition(": ") for n in evaluation.notes)]
 
 
 def _rank_value(value: float) -> float:
-    # NaN compares false with everything: max would keep whichever stage comes first.
+    # NaN compares false with everything: max would keep the stage that comes first.
     return value if math.isfinite(value) else -math.inf
 
 
 def find_estimate(group: GroupEvaluation, run: str, stage: Stage, metric: str) -> MetricEstimate:
-    """Return a metric of a model at a stage; without numbers where it predicted nothing."""
+    """Return a metric of a model at a stage; NaN with a reason where it predicted nothing."""
     result = group.result(run, stage)
-    return (
-        result.metrics[metric]
-        if result
-        else MetricEstimate(*_NO_NUMBERS, 0, _explain_absence(group, run))
-    )
+    if result:
+        return result.metrics[metric]
+    return MetricEstimate(*_NO_NUMBERS, 0, _explain_absence(group, run))
 
 
 def _find_difference(
     group: GroupEvaluation, pair: tuple[str, Stage, str, Stage], metric: str
 ) -> Difference:
     comparison = group.comparison(*pair)
-    return (
-        comparison.metrics[metric]
-        if comparison
-        else Difference(*_NO_NUMBERS, "unknown", _explain_absence(group, pair[2]))
-    )
+    if comparison:
+        return comparison.metrics[metric]
+    return Difference(*_NO_NUMBERS, "unknown", _explain_absence(group, pair[2]))
 
 
 _NO_NUMBERS = (math.nan, math.nan, math.nan)
@@ -146,7 +138,8 @@ def _explain_absence(group: GroupEvaluation, run: str) -> str:
 
 
 def format_number(value: float) -> str:
-    """Return four decimals: a thousandth of AUC is news, a tenth of it is not."""
+    """Return four decimals."""
+    # A thousandth of AUC is news, a tenth of that is not.
     return f"{value:.4f}".replace("-", MINUS) if math.isfinite(value) else DASH
 
 
@@ -159,33 +152,25 @@ def format_signed(value: float) -> str:
 
 
 def format_interval(low: float, high: float, is_difference: bool = False) -> str:
-    """Return an interval in brackets, empty where there is none."""
+    """Return an interval in brackets, "" where there is none."""
     if not (math.isfinite(low) and math.isfinite(high)):
         return ""
-    ends = (
-        (format_signed(low), format_signed(high))
-        if is_difference
-        else (format_number(low), format_number(high))
-    )
-    return f"[{ends[0]}, {ends[1]}]"
+    write = format_signed if is_difference else format_number
+    return f"[{write(low)}, {write(high)}]"
 
 
 def describe_size(group: GroupEvaluation) -> str:
     """Return a group's tasks, query rows and support rows in words."""
     support = format_count(group.min_support_rows, "support row")
     if group.min_support_rows < group.max_support_rows:
-        low, high, median = (
-            group.min_support_rows,
-            group.max_support_rows,
-            group.median_support_rows,
-        )
-        support = f"{low}\N{EN DASH}{high} support rows (median {median:g})"
+        sizes = f"{group.min_support_rows}\N{EN DASH}{group.max_support_rows}"
+        support = f"{sizes} support rows (median {group.median_support_rows:g})"
     tasks, rows = format_count(group.num_tasks, "task"), format_count(group.num_rows, "query row")
     return f"{tasks}, {rows}, {support}"
 
 
 def flatten_settings(settings: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, str]]:
-    """Return `section.key` and value of a nested config, as they are given on the command line."""
+    """Yield `section.key` and value of a nested config, as on the command line."""
     for key, value in settings.items():
         if isinstance(value, dict) and value:
             yield from flatten_settings(value, f"{prefix}{key}.")

@@ -1,4 +1,4 @@
-"""The report as one HTML page that asks nothing of the network, made from page.html."""
+"""Renders the report as one HTML page that loads nothing from the network, from page.html."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
 
+from gmeta.evaluation.report import headline as headlines
 from gmeta.evaluation.report.chart_files import PALETTE, Chart, Panel, render_svg
 from gmeta.evaluation.report.charts import make_label_charts
 from gmeta.evaluation.report.evaluation_schema import (
@@ -17,21 +18,9 @@ from gmeta.evaluation.report.evaluation_schema import (
     MetricEstimate,
     RunFacts,
 )
-from gmeta.evaluation.report.headline import (
-    NOT_RECORDED,
-    HeadlineRow,
-    describe_size,
-    find_differing_settings,
-    flatten_settings,
-    format_interval,
-    format_number,
-    format_signed,
-    list_notes,
-    make_headline,
-)
 from gmeta.metrics.metric_info import MetricInfo
 
-# The markers as SVG paths in a box of 12 by 12, for the legend; keys are matplotlib's names.
+# The markers as SVG paths in a box of 12 by 12, for the legend, by matplotlib's names.
 MARKS = {
     "o": "M4 0A4 4 0 1 1 -4 0A4 4 0 1 1 4 0Z",
     "s": "M-4 -4H4V4H-4Z",
@@ -50,19 +39,16 @@ class TableRow:
 
 
 def render_page(evaluation: Evaluation, charts: Sequence[Chart]) -> str:
-    """Return the whole page as HTML."""
-    # Names are the user's words, so escaped; a name that the template misspells fails.
-    environment = Environment(
-        loader=PackageLoader("gmeta.evaluation.report", "."),
-        autoescape=True,
-        undefined=StrictUndefined,
-    )
-    environment.filters.update(number=format_number, signed=format_signed)
+    """Return the page as HTML."""
+    # Names are the user's words, so they are escaped; a name that the template misspells fails.
+    loader = PackageLoader("gmeta.evaluation.report", ".")
+    environment = Environment(loader=loader, autoescape=True, undefined=StrictUndefined)
+    environment.filters.update(number=headlines.format_number, signed=headlines.format_signed)
     return environment.get_template("page.html").render(
         evaluation=evaluation,
         run=evaluation.runs[0],
         rivals=[*evaluation.runs[1:], *evaluation.yardsticks],
-        told=list_notes(evaluation),
+        told=headlines.list_notes(evaluation),
         facts=_list_facts(evaluation),
         headline=evaluation.metrics[evaluation.headline],
         charts=list(map(_draw_panels, charts)),
@@ -74,34 +60,32 @@ def render_page(evaluation: Evaluation, charts: Sequence[Chart]) -> str:
         infos=_collect_infos(evaluation),
         headlines_of=_list_headlines,
         table_of=_make_rows,
-        settings=find_differing_settings(evaluation) if len(evaluation.runs) > 1 else [],
+        settings=headlines.find_differing_settings(evaluation) if len(evaluation.runs) > 1 else [],
         palette=PALETTE,
         marks=MARKS,
-        between=format_interval,
-        size_of=describe_size,
-        flattened=flatten_settings,
+        between=headlines.format_interval,
+        size_of=headlines.describe_size,
+        flattened=headlines.flatten_settings,
     )
 
 
 def _draw_panels(chart: Chart) -> tuple[Chart, list[tuple[Panel, Markup]]]:
-    # Drawn here: not to be escaped.
+    # Markup: drawn here, so it needs no escaping.
     pictures = [Markup(render_svg(chart, index)) for index in range(len(chart.panels))]
     return chart, list(zip(chart.panels, pictures, strict=True))
 
 
 def _collect_infos(evaluation: Evaluation) -> dict[str, MetricInfo]:
-    """Return what is said of the metrics: each once, as it reads for the first label that has
-    it."""
+    """Return the infos of all metrics, each as it reads for the first label that has it."""
     infos: dict[str, MetricInfo] = {}
     for one in (evaluation, *map(evaluation.select_label, evaluation.labels)):
         infos |= {name: info for name, info in one.metrics.items() if name not in infos}
     return infos
 
 
-def _list_headlines(evaluation: Evaluation) -> list[tuple[GroupEvaluation, HeadlineRow]]:
-    """Return the headline metric of every group."""
+def _list_headlines(evaluation: Evaluation) -> list[tuple[GroupEvaluation, headlines.HeadlineRow]]:
     return [
-        (group, make_headline(evaluation, group, evaluation.headline))
+        (group, headlines.make_headline(evaluation, group, evaluation.headline))
         for group in evaluation.groups
     ]
 
@@ -109,13 +93,13 @@ def _list_headlines(evaluation: Evaluation) -> list[tuple[GroupEvaluation, Headl
 def _list_facts(evaluation: Evaluation) -> list[tuple[str, str]]:
     run = evaluation.runs[0]
     facts = [
-        ("dataset", run.dataset or NOT_RECORDED),
+        ("dataset", run.dataset or headlines.NOT_RECORDED),
         ("algorithm", run.algorithm),
         ("model", run.model),
         *([("label", evaluation.label)] if evaluation.label else []),
         ("loss", evaluation.loss),
         ("checkpoint step", f"{run.step:,}"),
-        ("evaluated", run.evaluated_at or NOT_RECORDED),
+        ("evaluated", run.evaluated_at or headlines.NOT_RECORDED),
     ]
     if run.samples_per_s > 0:
         facts.append(("training speed, median", f"{run.samples_per_s:,.0f} samples/s"))
@@ -149,7 +133,11 @@ def _make_rows(evaluation: Evaluation, group: GroupEvaluation) -> list[TableRow]
         ]
         rows += _make_difference_rows(group, run, one)
     for baseline in evaluation.yardsticks:
-        rows += _make_baseline_rows(group, run, baseline.name)
+        result = group.result(baseline.name, "after")
+        rows += [TableRow(baseline.name, result.metrics)] if result else []
+        label = f"{run.name}, {run.stage_label('after')}, minus {baseline.name}"
+        comparison = group.comparison(run.name, "after", baseline.name, "after")
+        rows += _collect_differences([(label, comparison)])
     return rows
 
 
@@ -162,15 +150,6 @@ def _make_difference_rows(group: GroupEvaluation, run: RunFacts, one: RunFacts) 
             label = f"{adapted}, minus {one.name}, {one.stage_label(stage)}"
             rows.append((label, group.comparison(run.name, "after", one.name, stage)))
     return _collect_differences(rows)
-
-
-def _make_baseline_rows(group: GroupEvaluation, run: RunFacts, name: str) -> list[TableRow]:
-    result = group.result(name, "after")
-    label = f"{run.name}, {run.stage_label('after')}, minus {name}"
-    rows = [TableRow(name, result.metrics)] if result else []
-    return rows + _collect_differences(
-        [(label, group.comparison(run.name, "after", name, "after"))]
-    )
 
 
 def _collect_differences(rows: Sequence[tuple[str, Comparison | None]]) -> list[TableRow]:

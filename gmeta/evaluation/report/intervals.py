@@ -1,7 +1,4 @@
-"""How much of a metric is noise: 95 % intervals from resampling whole tasks, the independent units.
-
-Rows of one task share its taste and support set: resampling rows would give too narrow intervals.
-"""
+"""How much of a metric is noise: 95 % intervals from resampling tasks."""
 
 import functools
 from collections.abc import Sequence
@@ -21,12 +18,13 @@ LEVEL_PERCENT = 95.0
 MIN_TASKS = 10
 # More tasks are pooled at random: a standard error from U units is itself off by 1/sqrt(2U), 0.7 %.
 MAX_UNITS = 10_000
-CHUNK = 1_000_000  # draw counts multiplied at a time: 8 MB as float64
+# Draw counts that are multiplied at a time: 8 MB as float64.
+CHUNK = 1_000_000
 
 
 @dataclass(frozen=True)
 class Interval:
-    """A 95 % interval over tasks; both ends NaN, with the reason, where none can be given."""
+    """A 95 % interval over tasks; both ends NaN, with the reason, where there is none."""
 
     low: float
     high: float
@@ -34,14 +32,13 @@ class Interval:
 
 
 def bootstrap(terms: Sequence[Terms], resamples: int = 1000, seed: int = 0) -> Floats:
-    """Return each metric on so many resamples of tasks, drawn with replacement; NaN where
-    undefined.
+    """Return each metric on resamples of tasks, drawn with replacement; NaN where undefined.
 
-    All metrics see the same draws, so the difference of two lines compares two models task by task;
-    they must be over the same tasks. Each costs O(min(T, 10 000)): more tasks are first pooled at
-    random into 10 000 groups (the random group method: Wolter, Introduction to Variance Estimation,
-    chapter 2).
-    """
+    All metrics see the same draws, so two lines compare two models task by task. Each costs
+    O(min(T, 10 000)): more tasks are first pooled at random into 10 000 groups (the random group
+    method: Wolter, Introduction to Variance Estimation, chapter 2)."""
+    # Tasks, not rows: rows of a task share its taste and its support set, so resampling them would
+    # give intervals that are too narrow.
     sizes = {one.num_T.size for one in terms}
     if len(sizes) > 1:
         raise ValueError(
@@ -50,7 +47,7 @@ def bootstrap(terms: Sequence[Terms], resamples: int = 1000, seed: int = 0) -> F
         )
     if not terms or sizes == {0}:
         return np.full((len(terms), resamples), np.nan)
-    # A metric is a ratio of sums over tasks, so all resamples together are one matrix product.
+    # A metric is a ratio of sums over tasks: all resamples together are one matrix product.
     sums = _pool_tasks(
         np.stack([column for one in terms for column in (one.num_T, one.den_T)], axis=1), seed
     )
@@ -65,8 +62,7 @@ def bootstrap(terms: Sequence[Terms], resamples: int = 1000, seed: int = 0) -> F
 
 
 def percentile_interval(resampled: Floats, num_tasks: int) -> Interval:
-    """Return the middle 95 % of the resampled values; none under ten tasks or with undefined
-    draws."""
+    """Return the middle 95 % of the resampled values; none with few tasks or undefined draws."""
     if num_tasks < MIN_TASKS:
         few = format_count(num_tasks, "task")
         return Interval(np.nan, np.nan, f"rests on only {few}: too few to resample")
@@ -89,12 +85,13 @@ def _pool_tasks(columns: Floats, seed: int) -> Floats:
     return np.add.reduceat(columns[order_T], bounds, axis=0)
 
 
-# A report asks for the same draws for each model and stage in turn; a matrix has at most 10 MB.
+# A report needs the same draws for each model and stage in turn; a matrix has at most 10 MB.
 @functools.lru_cache(maxsize=2)
 def _draw_counts(num_units: int, resamples: int, seed: int) -> npt.NDArray[np.uint8]:
     """Return how often each unit is drawn in each resample, with replacement."""
     rng = np.random.default_rng(seed)
-    counts = np.empty((resamples, num_units), np.uint8)  # 256 draws of a unit: p < 1e-500
+    # uint8 holds up to 255 draws of a unit: more have a probability below 1e-500.
+    counts = np.empty((resamples, num_units), np.uint8)
     for row in counts:
         row[:] = np.bincount(rng.integers(0, num_units, num_units), minlength=num_units)
     return counts

@@ -12,9 +12,12 @@ from gmeta.metrics.terms import Floats
 
 # P points
 
-MAX_POINTS = 400  # about one a pixel of a panel
-SMOOTH_SHARE = 0.05  # the running mean spans this share of the curve
-MIN_POINTS_TO_SMOOTH = 40  # below that it would span less than two neighbours
+# About one point for each pixel of a panel.
+MAX_POINTS = 400
+# The running mean spans this share of the curve.
+SMOOTH_SHARE = 0.05
+# With fewer points it would span less than two neighbours.
+MIN_POINTS_TO_SMOOTH = 40
 LOSS_NAMES = {
     "bce": "cross-entropy, nats",
     "mse": "squared error",
@@ -40,28 +43,23 @@ class LearningCurve:
 def make_learning_curves(
     history: Sequence[dict[str, Any]], scoring: Scoring, label: str = "", num_labels: int = 1
 ) -> list[LearningCurve]:
-    """Return the curves of the training loss and of the headline metric on the validation split,
-    for `label` unless it is ""; of the first metric logged where there is none of that."""
+    """Return the curves of the training loss and of the validation's headline metric."""
     curves = []
     if points := _drop_short_end(_read_points(history, "loss")):
         steps, values = _thin(points)
-        curves.append(
-            LearningCurve(
-                "Training loss",
-                f"loss ({LOSS_NAMES[scoring.loss] if num_labels == 1 else 'of all labels'})",
-                "series-0",
-                steps,
-                values,
-                _smooth(values),
-            )
-        )
+        title, smooth = "Training loss", _smooth(values)
+        unit = LOSS_NAMES[scoring.loss] if num_labels == 1 else "of all labels"
+        curves += [LearningCurve(title, f"loss ({unit})", "series-0", steps, values, smooth)]
     valid = [
         {"step": line.get("step"), **line["valid"]}
         for line in history
         if isinstance(line.get("valid"), dict)
     ]
     headline = scoring.names[0]
-    name = _choose_validation_metric(valid, f"{headline}:{label}" if label else headline)
+    # The first metric that was logged, if the headline metric was not.
+    wanted = f"{headline}:{label}" if label else headline
+    names = list(dict.fromkeys(name for line in valid for name in line if name != "step"))
+    name = wanted if wanted in names or not names else names[0]
     if points := _read_points(valid, name):
         label = scoring.info(name).label if is_metric(name) else name
         steps, values = _thin(points)
@@ -69,11 +67,6 @@ def make_learning_curves(
             LearningCurve(f"Validation {label}", label, "series-2", steps, values, np.zeros(0))
         )
     return curves
-
-
-def _choose_validation_metric(lines: Sequence[dict[str, Any]], headline: str) -> str:
-    names = list(dict.fromkeys(name for line in lines for name in line if name != "step"))
-    return headline if headline in names or not names else names[0]
 
 
 def _read_points(lines: Sequence[dict[str, Any]], name: str) -> list[tuple[float, float]]:
@@ -85,11 +78,11 @@ def _read_points(lines: Sequence[dict[str, Any]], name: str) -> list[tuple[float
 
 
 def _drop_short_end(points: list[tuple[float, float]]) -> list[tuple[float, float]]:
-    """Return the points without the last one if it stands for few steps: a logged loss is the mean
-    since the one before, and that of a few steps is mostly noise."""
+    """Return the points without the last one if it stands for few steps."""
     if len(points) < 3:
         return points
     before, last = np.diff([step for step, _ in points[-3:]])
+    # A logged loss is the mean since the line before: that of a few steps is mostly noise.
     return points[:-1] if last < before / 2 else points
 
 
@@ -98,7 +91,6 @@ def _is_number(value: Any) -> bool:
 
 
 def _thin(points: Sequence[tuple[float, float]]) -> tuple[Floats, Floats]:
-    """Return means of neighbouring points, so that no more than MAX_POINTS remain."""
     steps_V, values_V = np.array(points, np.float64).T
     parts = min(MAX_POINTS, len(points))
     steps = [part.mean() for part in np.array_split(steps_V, parts)]
@@ -107,14 +99,14 @@ def _thin(points: Sequence[tuple[float, float]]) -> tuple[Floats, Floats]:
 
 
 def _smooth(values_V: Floats) -> Floats:
-    """Return the centred running mean over SMOOTH_SHARE of the curve, at the ends over what there
-    is."""
+    """Return the centred running mean over SMOOTH_SHARE of the curve."""
     if values_V.size < MIN_POINTS_TO_SMOOTH:
         return np.zeros(0)
     half = max(1, round(SMOOTH_SHARE * values_V.size / 2))
     # Sums up to each point: the mean over any stretch is then one difference.
     sums = np.concatenate(([0.0], np.cumsum(values_V)))
     places_V = np.arange(values_V.size)
+    # At both ends over the values that are there.
     first_V = np.maximum(places_V - half, 0)
     end_V = np.minimum(places_V + half + 1, values_V.size)
     return np.asarray((sums[end_V] - sums[first_V]) / (end_V - first_V))

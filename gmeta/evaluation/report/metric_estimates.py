@@ -1,11 +1,9 @@
-"""Metrics and how noisy they are: estimates, and differences with their verdicts.
+"""Estimates of metrics with intervals, and differences with their verdicts.
 
 Over several draws of support and query rows a metric is the mean of its values, and an interval
-resamples whole tasks, each with all its draws. Draws of a task are made apart from those of the
-others, so this covers both: what tasks differ by, and what a task's draws do (Davison & Hinkley
-1997, Bootstrap Methods and their Application, section 3.8, the first of two ways for data of two
-levels; resampling draws within tasks as well would count their spread twice).
-"""
+resamples tasks, each with all its draws. A task's draws are independent of other tasks', so this
+covers both spreads (Davison & Hinkley 1997, Bootstrap Methods and their Application, section 3.8,
+the first of two ways; resampling draws within tasks too would count their spread twice)."""
 
 import math
 from collections.abc import Sequence
@@ -32,10 +30,11 @@ UNKNOWN: tuple[float, float, float, Verdict] = (math.nan, math.nan, math.nan, "u
 
 @dataclass(frozen=True)
 class MeasuredMetric:
-    """A metric over draws: the mean of `by_draw`, and `resampled`, the same on resampled tasks; NaN
-    with its `reason` where a draw leaves it undefined. `num_tasks` count in every draw."""
+    """A metric over draws: by draw, and the mean over draws on each resample of tasks."""
 
+    # NaN, with the reason, where a draw leaves the metric undefined.
     by_draw: Floats
+    # The tasks that count in every draw.
     num_tasks: int
     reason: str
     resampled: Floats
@@ -61,26 +60,16 @@ class MeasuredMetric:
 def measure_metrics(
     draws: Sequence[SplitRows], stage: Stage, scoring: Scoring, names: Sequence[str] = ()
 ) -> dict[str, MeasuredMetric]:
-    """Return the metrics of a model at a stage: those of the scoring, or `names`.
-
-    Equal seeds and task counts give equal resamples, so what two calls return pairs up.
-    """
+    """Return the metrics of a model at a stage: those of the scoring, or `names`."""
     made: list[dict[str, Terms]] = []
     resampled = np.zeros(0)
-    # Where a label is not always known, a task may have rows in only some of the draws.
+    # A label that is not always known may leave a task rows in only some of the draws.
     tasks_T = np.unique(np.concatenate([rows.task_N for rows in draws]))
-    # Draw by draw: of a million tasks the sums of all draws at once would be gigabytes.
+    # One draw after the other: of a million tasks the sums of all draws would take gigabytes.
     for rows in draws:
-        places_N2 = rows.places_N2(stage)
-        terms = split_terms(
-            rows.label_N,
-            rows.prediction_N(stage),
-            rows.task_N,
-            scoring,
-            names,
-            places_N2,
-            tasks=tasks_T,
-        )
+        columns_N = rows.label_N, rows.prediction_N(stage), rows.task_N
+        terms = split_terms(*columns_N, scoring, names, rows.places_N2(stage), tasks=tasks_T)
+        # Equal seeds and numbers of tasks give equal resamples: the results of two calls pair up.
         drawn = bootstrap(list(terms.values()), RESAMPLES, SEED) / len(draws)
         resampled = resampled + drawn if made else drawn
         made.append(terms)
@@ -108,8 +97,7 @@ def combine_draws(terms: Sequence[Terms], resampled: Floats) -> MeasuredMetric:
 
 def compare(one: MeasuredMetric, other: MeasuredMetric, info: MetricInfo) -> Difference:
     """Return one minus the other with its interval and verdict."""
-    # Equal models whose rows stand in another order differ in the last bits of their sums: no
-    # difference.
+    # Equal models whose rows stand in another order differ in the last bits of their sums.
     differences = np.round(one.resampled - other.resampled, 12)
     interval = percentile_interval(differences, min(one.num_tasks, other.num_tasks))
     value = one.value - other.value

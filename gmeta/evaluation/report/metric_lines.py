@@ -1,4 +1,4 @@
-"""How metrics with their intervals are drawn: as points, and as lines over bins or sizes."""
+"""Draws metrics with their intervals, as points and as lines over bins or sizes."""
 
 import math
 from collections.abc import Iterable, Sequence
@@ -26,19 +26,15 @@ def draw_lines(
     axes: Axes,
 ) -> None:
     """Draw a metric of each series over a labelled axis; `results` has one entry for each tick."""
+    # Side by side: whiskers upon each other could not be read.
     for one, offset in zip(series, spread_series(len(series), 0.36), strict=True):
-        places, estimates = list_points(
-            one, ((at + offset, found) for at, found in enumerate(results)), name
-        )
+        placed = ((at + offset, found) for at, found in enumerate(results))
+        places, estimates = list_points(one, placed, name)
         if places:
-            axes.errorbar(
-                places,
-                [estimate.value for estimate in estimates],
-                yerr=measure_whiskers(estimates),
-                linestyle="-" if one.stage == "after" else (0, (2, 2)),
-                linewidth=1.3,
-                **one.style,
-            )
+            values = [estimate.value for estimate in estimates]
+            dashes = "-" if one.stage == "after" else (0, (2, 2))
+            style = {"linestyle": dashes, "linewidth": 1.3, **one.style}
+            axes.errorbar(places, values, yerr=measure_whiskers(estimates), **style)
     axes.set_xticks(range(len(ticks)), list(ticks))
     axes.set_xlabel(label)
     axes.set_ylabel(format_axis_label(info))
@@ -69,7 +65,7 @@ def spread_series(num_series: int, width: float) -> Sequence[float]:
 
 def measure_whiskers(estimates: Sequence[MetricEstimate]) -> Any:
     """Return the distances [2, points] to both ends of the intervals, 0 where there is none."""
-    # A skewed metric may stand a hair outside its interval; matplotlib refuses negative lengths.
+    # A skewed metric may lie a little outside its interval; matplotlib refuses negative lengths.
     below = [max(0.0, zero_if_undefined(one.value - one.low)) for one in estimates]
     above = [max(0.0, zero_if_undefined(one.high - one.value)) for one in estimates]
     return np.array([below, above])
@@ -92,5 +88,5 @@ def format_label_with_unit(info: MetricInfo) -> str:
 
 
 def format_count(number: int) -> str:
-    """Return a number of tasks as it is written below an axis."""
+    """Return a number of tasks as text below an axis."""
     return str(number) if number < 10_000 else f"{number / 1000:.0f}k"

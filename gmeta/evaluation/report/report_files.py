@@ -1,4 +1,4 @@
-"""Writing a report: every file whole or not at all, the same bytes for the same runs."""
+"""Writes the files of a report: each complete or not at all, the same bytes for the same runs."""
 
 import json
 from collections.abc import Callable, Sequence
@@ -18,12 +18,8 @@ from gmeta.evaluation.report.summarise import summarise_evaluation
 from gmeta.platform.files.atomic_write import write_atomically
 
 CHART_NAMES = (
-    "groups",
-    "support_size",
-    "few_support_rows",
-    "activity",
-    "calibration",
-    "learning_curve",
+    *("groups", "support_size", "few_support_rows"),
+    *("activity", "calibration", "learning_curve"),
 )
 
 
@@ -44,17 +40,13 @@ def write_report(
     notes: Sequence[str] = (),
     show_progress: Callable[[Evaluation], None] = lambda evaluation: None,
 ) -> ReportPaths:
-    """Write evaluation.json, report.html, charts/*.png and predictions.parquet; the first run is
-    the one reported, `notes` say which yardsticks are missing. `tell` shows the result before
-    anything is written: a full disk must not cost an hour of scoring."""
+    """Write the files of a report on the first run, with `notes`, and return their paths."""
     evaluation = summarise_evaluation(runs, baselines, notes)
+    # Shown before anything is written: a full disk must not cost an hour of scoring.
     show_progress(evaluation)
-    charts = make_charts(
-        evaluation,
-        make_learning_curves(
-            runs[0].history, runs[0].scoring, runs[0].label_logged, len(runs[0].labels)
-        ),
-    )
+    run = runs[0]
+    curves = make_learning_curves(run.history, run.scoring, run.label_logged, len(run.labels))
+    charts = make_charts(evaluation, curves)
     chart_folder = folder / "charts"
     pictures = {chart_folder / f"{chart.name}.png": render_png(chart) for chart in charts}
     json_path, html_path = folder / "evaluation.json", folder / "report.html"
@@ -63,15 +55,16 @@ def write_report(
     )
     html = render_page(evaluation, charts)
     rows = _serialise_predictions(runs, baselines)
-    # Everything is rendered before anything is written: a failure in between leaves the old report.
+    # All files are rendered before the first is written: an error leaves the old report.
     chart_folder.mkdir(parents=True, exist_ok=True)
     for path, content in pictures.items():
         write_atomically(path, content)
     write_atomically(folder / "predictions.parquet", rows)
     write_atomically(html_path, html.encode())
     write_atomically(json_path, f"{text}\n".encode())
-    for name in CHART_NAMES:  # a picture of an earlier evaluation must not pass for one of this
+    for name in CHART_NAMES:
         if (path := chart_folder / f"{name}.png") not in pictures:
+            # A picture of an earlier evaluation must not pass for one of this.
             path.unlink(missing_ok=True)
     return ReportPaths(json_path, html_path, tuple(pictures), evaluation)
 
@@ -79,8 +72,7 @@ def write_report(
 def _serialise_predictions(
     runs: Sequence[EvaluatedRun], baselines: Sequence[EvaluatedBaseline]
 ) -> bytes:
-    """Return what every model predicted of every query row, as the bytes of a Parquet file; in
-    `before` a yardstick has nulls."""
+    # Baselines have nulls in `before`.
     found = {run.name: run.predictions for run in runs}
     for one in baselines:
         suffix = "" if one.label == runs[0].label else f":{one.label}"
@@ -88,7 +80,7 @@ def _serialise_predictions(
         table = one.predictions
         table = table.rename_columns([own.get(name, name) for name in table.column_names])
         for name in own.values() if one.name in found else ():
-            # A yardstick of another label predicts the same rows in the same order.
+            # A baseline of another label predicts the same rows in the same order.
             found[one.name] = found[one.name].append_column(name, table[name])
         found.setdefault(one.name, table)
     tables = [

@@ -1,4 +1,4 @@
-"""The picture of a straggler study: one panel a scenario, one bar a method."""
+"""Draws a straggler study: one panel a scenario, one bar a method."""
 
 from __future__ import annotations
 

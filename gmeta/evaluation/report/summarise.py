@@ -1,4 +1,4 @@
-"""From prediction tables to an Evaluation: metrics with intervals, comparisons with verdicts."""
+"""Makes an Evaluation of prediction tables: metrics with intervals, comparisons with verdicts."""
 
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -8,6 +8,7 @@ import numpy as np
 
 from gmeta.config.algorithm import PLAIN
 from gmeta.errors import UserError
+from gmeta.evaluation.report import evaluation_schema as schema
 from gmeta.evaluation.report.cautions import find_cautions
 from gmeta.evaluation.report.evaluated_runs import (
     EvaluatedBaseline,
@@ -21,26 +22,6 @@ from gmeta.evaluation.report.evaluated_runs import (
     select_runs,
     select_split,
     split_names,
-)
-from gmeta.evaluation.report.evaluation_schema import (
-    SCHEMA,
-    STAGES,
-    BaselineFacts,
-    Calibration,
-    CalibrationBin,
-    Comparison,
-    Difference,
-    DrawValues,
-    Evaluation,
-    GroupEvaluation,
-    IntervalMethod,
-    LabelEvaluation,
-    RowsBin,
-    RunFacts,
-    Stage,
-    StageResult,
-    SupportLimit,
-    hide_secrets,
 )
 from gmeta.evaluation.report.intervals import LEVEL_PERCENT, bootstrap
 from gmeta.evaluation.report.metric_estimates import (
@@ -59,16 +40,16 @@ from metaio.ragged import find_run_starts
 # N rows, T tasks, E episodes, B resamples
 
 SUPPORT_BINS = 6
-CALIBRATION_BINS = 10  # deciles, as in Niculescu-Mizil & Caruana 2005
+# Deciles, as in Niculescu-Mizil & Caruana 2005.
+CALIBRATION_BINS = 10
 
 
 def summarise_evaluation(
     runs: Sequence[EvaluatedRun],
     baselines: Sequence[EvaluatedBaseline] = (),
     notes: Sequence[str] = (),
-) -> Evaluation:
-    """Evaluate the first run against the others, its baselines, and against the yardsticks, on each
-    split that it predicted."""
+) -> schema.Evaluation:
+    """Evaluate the first run against other runs and baselines, on each split that it predicted."""
     check_runs(runs, [one.name for one in baselines])
     splits = split_names(runs[0].predictions)
     scored = [_summarise_label(runs, baselines, label) for label in runs[0].labels]
@@ -93,11 +74,11 @@ def summarise_evaluation(
     plain = [one.name for one in runs[1:] if one.algorithm == PLAIN]
     draws = count_draws(runs[0].predictions)
     over = "tasks, each with all its draws" if draws > 1 else "tasks"
-    method = IntervalMethod(
+    method = schema.IntervalMethod(
         f"percentile bootstrap over {over}", LEVEL_PERCENT, RESAMPLES, SEED, draws
     )
-    return Evaluation(
-        SCHEMA,
+    return schema.Evaluation(
+        schema.SCHEMA,
         judged.loss,
         judged.headline,
         judged.metrics,
@@ -119,28 +100,26 @@ def summarise_evaluation(
 
 def _summarise_label(
     runs: Sequence[EvaluatedRun], baselines: Sequence[EvaluatedBaseline], label: str
-) -> LabelEvaluation:
-    """Return what the report says of one label; no groups where it is not known in any row."""
+) -> schema.LabelEvaluation:
     views = select_runs(runs, label)
     label_baselines = [one.drop_unknown() for one in baselines if one.label == label]
     scoring = views[0].scoring
     names = split_names(views[0].predictions)
-    return LabelEvaluation(
+    return schema.LabelEvaluation(
         label,
         scoring.loss,
         scoring.names[0],
         metric_infos(scoring),
         tuple(_GroupSummariser(name, views, label_baselines, scoring).summary() for name in names),
         tuple(
-            BaselineFacts(one.name, one.short_name, one.description, one.chosen)
+            schema.BaselineFacts(one.name, one.short_name, one.description, one.chosen)
             for one in label_baselines
         ),
     )
 
 
 class _GroupSummariser:
-    """One split of all models: keeps the resampled values, of which every comparison pairs two
-    sets. A yardstick has the stage "after" alone."""
+    """Summarises one split of all models; a baseline has the stage "after" alone."""
 
     def __init__(
         self,
@@ -161,26 +140,30 @@ class _GroupSummariser:
             for model in models
         }
         simple = {one.name for one in baselines}
-        self._stages = {model: STAGES[1:] if model in simple else STAGES for model in self._draws}
+        self._stages = {
+            model: schema.STAGES[1:] if model in simple else schema.STAGES for model in self._draws
+        }
         self._first = runs[0].name
         first = self._draws[self._first]
+        # Only models with the same rows in every draw compare.
         self._comparable = {
             model
             for model, draws in self._draws.items()
             if len(draws) == len(first) and all(map(have_same_rows, draws, first))
         }
+        # Kept with their resampled values: each comparison pairs two of them.
         self._measured = {
             (model, stage): measure_metrics(draws, stage, scoring)
             for model, draws in self._draws.items()
             for stage in self._stages[model]
         }
 
-    def summary(self) -> GroupEvaluation:
+    def summary(self) -> schema.GroupEvaluation:
         """Return all that the report says about this split."""
         # Every draw has as many rows of each task, if the label is always known.
         rows = self._draws[self._first][0]
         support_T = _list_support_sizes(rows)
-        return GroupEvaluation(
+        return schema.GroupEvaluation(
             name=self._name,
             num_tasks=int(np.unique(rows.task_N).size),
             num_rows=int(rows.task_N.size),
@@ -196,7 +179,7 @@ class _GroupSummariser:
             by_draw=tuple(self._measure_draws()) if len(self._draws[self._first]) > 1 else (),
         )
 
-    def _compare_all(self) -> list[Comparison]:
+    def _compare_all(self) -> list[schema.Comparison]:
         made = [
             self._compare(run, "after", run, "before")
             for run, stages in self._stages.items()
@@ -207,31 +190,32 @@ class _GroupSummariser:
                 made += [self._compare(self._first, "after", run, stage) for stage in stages]
         return made
 
-    def _compare(self, run: str, stage: Stage, minus_run: str, minus_stage: Stage) -> Comparison:
-        comparable = run == minus_run or minus_run in self._comparable
-        reason = (
-            ""
-            if comparable
-            else f"'{minus_run}' was evaluated on other tasks or rows of this group"
-        )
+    def _compare(
+        self, run: str, stage: schema.Stage, minus_run: str, minus_stage: schema.Stage
+    ) -> schema.Comparison:
+        reason = f"'{minus_run}' was evaluated on other tasks or rows of this group"
+        if run == minus_run or minus_run in self._comparable:
+            reason = ""
         differences = {}
         for name, info in self._infos.items():
             own, other = (
                 self._measured[pair][name] for pair in ((run, stage), (minus_run, minus_stage))
             )
             why = reason or own.reason or other.reason
-            differences[name] = Difference(*UNKNOWN, why) if why else compare(own, other, info)
-        return Comparison(run, stage, minus_run, minus_stage, differences)
+            differences[name] = (
+                schema.Difference(*UNKNOWN, why) if why else compare(own, other, info)
+            )
+        return schema.Comparison(run, stage, minus_run, minus_stage, differences)
 
-    def _make_support_bins(self, support_T: Ints) -> list[RowsBin]:
+    def _make_support_bins(self, support_T: Ints) -> list[schema.RowsBin]:
         bins = [
             self._make_bin(low, high, partial(_select_support, low, high))
             for low, high in choose_support_bins(support_T)
         ]
         return [one for one in bins if one.num_tasks]
 
-    def _make_activity_bins(self) -> list[RowsBin]:
-        """Return the tasks by how many rows they have stored; no bin where the runs do not say."""
+    def _make_activity_bins(self) -> list[schema.RowsBin]:
+        """Return the tasks by their number of stored rows; no bins where the runs lack that."""
         if not self._task_rows:
             return []
         tasks_T, rows_T = (np.array(part) for part in zip(*self._task_rows.items(), strict=True))
@@ -242,8 +226,9 @@ class _GroupSummariser:
             for low, high in choose_support_bins(rows_T)
         ]
 
-    def _make_bin(self, low: int, high: int, chosen: Callable[[SplitRows], Array]) -> RowsBin:
-        """Return the tasks, the rows and the headline metric of the chosen rows of all runs."""
+    def _make_bin(
+        self, low: int, high: int, chosen: Callable[[SplitRows], Array]
+    ) -> schema.RowsBin:
         kept = {
             run: [rows.keep_where(chosen(rows)) for rows in draws]
             for run, draws in self._draws.items()
@@ -258,10 +243,9 @@ class _GroupSummariser:
             for stage in self._stages[run]
         )
         num_tasks, num_rows = int(np.unique(first.task_N).size), int(first.task_N.size)
-        return RowsBin(low, high, num_tasks, num_rows, results)
+        return schema.RowsBin(low, high, num_tasks, num_rows, results)
 
-    def _measure_support_limits(self) -> list[SupportLimit]:
-        """Return how good the runs are after adapting on few support rows."""
+    def _measure_support_limits(self) -> list[schema.SupportLimit]:
         rows = self._draws[self._first][0]
         limits = []
         for most in sorted(self._limited[self._first]):
@@ -271,18 +255,18 @@ class _GroupSummariser:
                 if most in limited and limited[most].task_N.size
             ]
             full = np.unique(rows.task_N[rows.support_rows_N >= most]).size
-            limits.append(SupportLimit(most, int(full), tuple(results)))
+            limits.append(schema.SupportLimit(most, int(full), tuple(results)))
         return limits
 
-    def _measure_draws(self) -> list[DrawValues]:
+    def _measure_draws(self) -> list[schema.DrawValues]:
         return [
-            DrawValues(
+            schema.DrawValues(
                 run, stage, {name: tuple(one.by_draw.tolist()) for name, one in measured.items()}
             )
             for (run, stage), measured in self._measured.items()
         ]
 
-    def _calibrate_all(self) -> list[Calibration]:
+    def _calibrate_all(self) -> list[schema.Calibration]:
         made = [
             calibrate(run, _concatenate_draws(draws), stage)
             for run, draws in self._draws.items()
@@ -291,13 +275,14 @@ class _GroupSummariser:
         return [one for one in made if one.bins]
 
 
-def _make_result(run: str, stage: Stage, measured: Mapping[str, MeasuredMetric]) -> StageResult:
-    return StageResult(run, stage, {name: one.estimate() for name, one in measured.items()})
+def _make_result(
+    run: str, stage: schema.Stage, measured: Mapping[str, MeasuredMetric]
+) -> schema.StageResult:
+    return schema.StageResult(run, stage, {name: one.estimate() for name, one in measured.items()})
 
 
 def choose_support_bins(support_T: Ints) -> list[tuple[int, int]]:
-    """Return inclusive bounds of at most six bins: one a size, or each with a sixth of the
-    episodes."""
+    """Return inclusive bounds of at most six bins: one a size, or a sixth of the episodes each."""
     sizes, counts = np.unique(support_T, return_counts=True)
     # Few different sizes get a bin each.
     target = 1 if sizes.size <= SUPPORT_BINS else support_T.size / SUPPORT_BINS
@@ -311,12 +296,11 @@ def choose_support_bins(support_T: Ints) -> list[tuple[int, int]]:
     return bounds
 
 
-def calibrate(run: str, rows: SplitRows, stage: Stage) -> Calibration:
-    """Return predicted against observed probability by bins of equally many rows; none if
-    diverged."""
+def calibrate(run: str, rows: SplitRows, stage: schema.Stage) -> schema.Calibration:
+    """Return predicted against observed probability by bins of equal size; none if diverged."""
     probability_N = rows.prediction_N(stage).astype(np.float64)
     if not np.isfinite(probability_N).all():
-        return Calibration(run, stage, math.nan, ())
+        return schema.Calibration(run, stage, math.nan, ())
     inner_edges = np.unique(
         np.quantile(probability_N, np.linspace(0, 1, CALIBRATION_BINS + 1)[1:-1])
     )
@@ -325,10 +309,10 @@ def calibrate(run: str, rows: SplitRows, stage: Stage) -> Calibration:
     code_N = np.unique(rows.task_N, return_inverse=True)[1]
     filled = [index for index in range(inner_edges.size + 1) if (bin_N == index).any()]
     terms = [_make_share_terms(rows.label_N, code_N, bin_N == index) for index in filled]
-    # Resampled by tasks, as everywhere: the rows of a bin are not independent.
+    # By tasks, as everywhere: the rows of a bin are not independent.
     resampled = bootstrap(terms, RESAMPLES, SEED)
     bins = [
-        CalibrationBin(
+        schema.CalibrationBin(
             float(probability_N[bin_N == index].mean()),
             combine_draws([one], values).estimate(),
             int(np.count_nonzero(bin_N == index)),
@@ -336,7 +320,7 @@ def calibrate(run: str, rows: SplitRows, stage: Stage) -> Calibration:
         for index, one, values in zip(filled, terms, resampled, strict=True)
     ]
     positives = float(rows.label_N.sum())
-    return Calibration(
+    return schema.Calibration(
         run, stage, float(probability_N.sum()) / positives if positives else math.nan, tuple(bins)
     )
 
@@ -364,7 +348,6 @@ def _select_tasks(tasks_T: Ints, rows: SplitRows) -> Array:
 
 
 def _concatenate_draws(draws: Sequence[SplitRows]) -> SplitRows:
-    """Return the rows of all draws as those of one."""
     columns = zip(*(vars(rows).values() for rows in draws), strict=True)
     return draws[0] if len(draws) == 1 else SplitRows(*map(np.concatenate, columns))
 
@@ -376,8 +359,8 @@ def _list_support_sizes(rows: SplitRows) -> Ints:
     return support_N[find_run_starts(task_N) | find_run_starts(support_N)].astype(np.int64)
 
 
-def _make_facts(run: EvaluatedRun) -> RunFacts:
-    return RunFacts(
+def _make_facts(run: EvaluatedRun) -> schema.RunFacts:
+    return schema.RunFacts(
         name=run.name,
         algorithm=run.algorithm,
         model=run.model,
@@ -386,8 +369,8 @@ def _make_facts(run: EvaluatedRun) -> RunFacts:
         evaluated_at=run.evaluated_at,
         samples_per_s=_median_of_log(run, "samples_per_s"),
         data_wait_share=_median_of_log(run, "data_wait_share"),
-        config=hide_secrets(run.config),
-        environment=hide_secrets(run.environment),
+        config=schema.hide_secrets(run.config),
+        environment=schema.hide_secrets(run.environment),
         adapts_with=run.adapts_with,
         fine_tuning=run.fine_tuning,
     )

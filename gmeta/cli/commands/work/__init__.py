@@ -1,3 +1,1 @@
-"""What a command does once its options and its config are known to be right. Loads torch, which
-takes seconds: a command imports its module here last.
-"""
+"""The work of commands that need torch: imported once the options are known to be right."""

@@ -1,4 +1,4 @@
-"""`gmeta adapt` once its options are known to be right."""
+"""The work of `gmeta adapt`."""
 
 import time
 from pathlib import Path
@@ -18,13 +18,7 @@ def adapt_and_report(
     spent_s = time.perf_counter() - begin_s
     num_bytes = out.stat().st_size
     print_result(
-        {
-            "out": out,
-            "tasks": written.num_tasks,
-            "rows": written.num_rows,
-            "bytes": num_bytes,
-            "seconds": spent_s,
-        }
+        out=out, tasks=written.num_tasks, rows=written.num_rows, bytes=num_bytes, seconds=spent_s
     )
     make_console(stderr=True).print(
         f"adapted: {out}  ({format_count(written.num_tasks, 'task')} of "

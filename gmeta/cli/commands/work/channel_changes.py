@@ -1,4 +1,4 @@
-"""`gmeta judge`, `promote`, `rollback` and `publish`, once their options are known to be right."""
+"""The work of `gmeta judge`, `promote`, `rollback` and `publish`."""
 
 import shutil
 from collections.abc import Callable
@@ -6,7 +6,6 @@ from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 from gmeta.cli.commands.console import make_console, make_table, print_result, show_table
 from gmeta.cli.commands.inspect import is_run
@@ -48,10 +47,15 @@ def promote_candidate(
     force: bool = False,
     keep: int = 0,
 ) -> None:
-    """Promote a run or an export, and print what is served from here on; with `keep`, remove the
-    versions that nobody needs. Raise UserError for one that its verdict refuses, unless `force`."""
+    """Promote a run or an export, print what serves, and remove old versions if `keep` is not 0."""
     channel = open_or_new_channel(root)
-    kept = None if verdict is None else _read_verdict(verdict)
+    try:
+        kept = None if verdict is None else read_json(verdict)
+    except (OSError, ValueError) as error:
+        raise UserError(
+            f"--verdict = {str(verdict)!r} is no verdict: {error}. Give what `gmeta judge --out` "
+            "wrote"
+        ) from error
     is_refused = kept is not None and kept.get("verdict") == "refuse"
     reasons = "; ".join(kept.get("reasons", [])) if kept is not None else ""
     if is_refused and not force:
@@ -63,18 +67,21 @@ def promote_candidate(
     with temporary_beside(root / "candidate", str(root)) as packed:
         if offered is None:
             export_since(candidate, packed, root, tables, step, True)
+        # A delta, or the model that serves already, has nothing left to pack.
         elif offered.delta is not None or channel.serves_model_of(offered):
             packed = candidate
         else:
             with temporary_beside(root / "model", str(root)) as model:
                 check_files(candidate, read_config(candidate), checksums=False)
-                # No links: what its owner does to the folder later must not reach the channel.
+                # Copied, not linked: a later change of the folder by its owner must not reach the
+                # channel.
                 copy_version(offered, model, shutil.copyfile)
                 pack(channel, model, packed, overwrite=True)
+        # A folder of its own is linked by the channel; the caller's is copied, as it may change.
         is_own = packed != candidate
         current = channel.promote(packed, kept, is_own=is_own, named_in_messages=candidate)
     version = channel.version(current.number)
-    print_result({"channel": root, "serves": version.number, "checksum": version.checksum})
+    print_result(channel=root, serves=version.number, checksum=version.checksum)
     make_console(stderr=True).print(
         f"served: version {version.name} of {root}  ({describe_version(version)})"
     )
@@ -85,10 +92,9 @@ def promote_candidate(
 
 
 def _remove_older(channel: Channel, keep: int) -> None:
-    """Remove the versions that nobody needs, and print which; that some are damaged, or another
-    process is at work, is reported, but does not fail the promotion."""
     try:
         gone = prune(channel, keep)
+    # The promotion is done: damaged versions, or another process at work, do not make it fail.
     except (GMetaError, MetaIOError) as error:
         make_console(stderr=True).print(f"nothing is removed: {error}")
         return
@@ -105,8 +111,7 @@ def judge_candidate(
     pool: int,
     out: Path | None,
 ) -> bool:
-    """Judge a run or an export against what a channel serves, print the verdict, write it to `out`
-    and keep a refusal in the channel; return whether it is to be promoted."""
+    """Judge a run or an export, print and write the verdict; return whether to promote it."""
     channel = open_or_new_channel(root)
     own_folder = temporary_beside(root.parent / f"{root.name}.judged", f"what {root} is judged by")
     with own_folder if is_run(candidate) else nullcontext(candidate) as model_place:
@@ -114,9 +119,11 @@ def judge_candidate(
             model, dataset_of_run = _model_and_data(candidate, model_place)
             dataset = open_by_name(on) if on else dataset_of_run()
             verdict = judge_model(channel, model, dataset, split, margin, pool)
+        # Weights that are not finite cannot be exported: that is a verdict, not a failure.
         except NotFiniteError as error:
             verdict = refuse_model(str(error))
     if not verdict.promote:
+        # A promotion is recorded as it happens: the verdict travels with it.
         channel.record(verdict.to_json())
     if out is not None:
         out.parent.mkdir(parents=True, exist_ok=True)
@@ -128,8 +135,7 @@ def judge_candidate(
 def judge_model(
     channel: Channel, model: Path, dataset: Dataset, split: str, margin: float | None, pool: int
 ) -> Verdict:
-    """Return the verdict on an exported model by a dataset and the increments before it in its
-    stream, if it is of one."""
+    """Return the verdict on an exported model by a dataset and earlier increments of its stream."""
     current = channel.current()
     champion = None if current is None else materialize_version(channel, current.number)
     windows = windows_before(dataset)
@@ -143,7 +149,7 @@ def judge_model(
 
 def show_verdict(verdict: Verdict) -> None:
     """Print a verdict on one screen."""
-    print_result(verdict.to_json())
+    print_result(**verdict.to_json())
     console = make_console()
     heads = ("model", *verdict.candidate)
     table = make_table("Gate", *heads, text=("model",))
@@ -174,10 +180,10 @@ def show_verdict(verdict: Verdict) -> None:
 
 
 def _model_and_data(candidate: Path, model_place: Path) -> tuple[Path, Callable[[], Dataset]]:
-    """Return the exported model of a candidate (a run's is made at `whole`), and a function that
-    opens its dataset."""
+    """Return a candidate's exported model (a run's: `model_place`), and what opens its dataset."""
     if is_run(candidate):
         export_run(candidate, model_place, overwrite=True)
+        # A function: with --on the run's own dataset need not be there.
         return model_place, partial(open_data, RunFolder(candidate).read_config().data)
     if is_delta(candidate):
         raise UserError(
@@ -187,19 +193,19 @@ def _model_and_data(candidate: Path, model_place: Path) -> tuple[Path, Callable[
 
 
 def roll_back(root: Path, to: int | None) -> None:
-    """Serve an earlier version, and print which."""
+    """Make an earlier version the one that serves, and print which."""
     if not is_channel(root):
         raise UserError(
             f"{root} is no channel: there is no {CURRENT_FILE}. Give a folder that `gmeta "
             "promote` wrote"
         )
     current = Channel(root).rollback(to)
-    print_result({"channel": root, "serves": current.number, "checksum": current.checksum})
+    print_result(channel=root, serves=current.number, checksum=current.checksum)
     make_console(stderr=True).print(f"served: version {current.parent.name} of {root} again")
 
 
 def publish_to(root: Path, url: str) -> None:
-    """Copy a channel or a stream to a URL, and print what went there."""
+    """Copy a channel or a stream to a URL, and print what was copied."""
     url = url.rstrip("/")
     if is_channel(root):
         channel = Channel(root)
@@ -212,19 +218,9 @@ def publish_to(root: Path, url: str) -> None:
     else:
         raise UserError(
             f"{root} is no channel and no stream: there is neither {CURRENT_FILE} nor "
-            f"{STREAM_FILE}. "
-            "Give a folder that `gmeta promote` or `gmeta prepare --extend` wrote"
+            f"{STREAM_FILE}. Give a folder that `gmeta promote` or `gmeta prepare --extend` wrote"
         )
-    print_result({"path": root, "url": url, "copied": copied})
+    print_result(path=root, url=url, copied=copied)
     make_console(stderr=True).print(
         f"published: {newest} of {root} at {url}  ({format_count(len(copied), noun)} copied)"
     )
-
-
-def _read_verdict(path: Path) -> dict[str, Any]:
-    try:
-        return read_json(path)
-    except (OSError, ValueError) as error:
-        raise UserError(
-            f"--verdict = {str(path)!r} is no verdict: {error}. Give what `gmeta judge --out` wrote"
-        ) from error

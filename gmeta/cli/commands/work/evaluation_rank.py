@@ -1,4 +1,4 @@
-"""`gmeta evaluate` as a rank; rank 0 writes the report and says where."""
+"""The work of `gmeta evaluate` on each rank; rank 0 writes the report."""
 
 import json
 from collections.abc import Sequence
@@ -40,8 +40,7 @@ from metaio.prepare.episodes.raw_ids import describe_missing_ids
 
 @dataclass(frozen=True)
 class EvaluateOptions:
-    """What the command line asks for: `overrides` change the first run's algorithm, and what is
-    measured of all runs."""
+    """Options of the command line; `overrides` are of the first run's algorithm and all metrics."""
 
     splits: list[str]
     overrides: list[str]
@@ -56,16 +55,22 @@ class EvaluateOptions:
 def evaluate_on_rank(
     roots: list[Path], options: EvaluateOptions, out: Path, config: TrainConfig
 ) -> None:
-    """Score the runs at `roots` together with the other ranks, by the first run's `config`."""
+    """Score the runs at `roots`, all ranks together; the first run's `config` decides how."""
     wanted_protocol = EvalProtocol(options.draws, options.support_sizes)
 
     def work(ranks: Ranks) -> None:
-        # Folders of the same name in different places are told apart by their paths.
+        # Runs in folders of one name are distinguished by their paths.
         short = len({root.name for root in roots}) == len(roots)
         for root in roots:
+            # All runs are checked before the first of them is scored, which may take long.
             checkpoint_of(RunFolder(root))
         dataset = open_data(config.data)
-        label = _choose_label(dataset, options.label) or config.labels.judged
+        if options.label and not dataset.features.labels:
+            raise UserError(
+                f"--label = {options.label!r}, but {dataset.url} has one label, which has no name. "
+                "Leave it out"
+            )
+        label = options.label or config.labels.judged
         configs = {root: RunFolder(root).read_config() for root in roots}
         own_data = {root: open_data(own.data) for root, own in configs.items()}
         for root, config_of_run in configs.items():
@@ -74,9 +79,11 @@ def evaluate_on_rank(
         chosen = replace(chosen, labels=with_judged_label(label, chosen.labels, dataset))
         if chosen.evaluation.candidates:
             _check_same_items(own_data, chosen.evaluation.candidates)
-        if options.item_column:  # an error is reported before minutes are spent
+        # An unknown column is reported before minutes are spent.
+        if options.item_column:
             find_item_index(dataset, options.item_column)
-        # One for all runs and ranks, whatever lands in a stream meanwhile.
+        # Rank 0 decides: a stream may get an increment meanwhile, and all ranks and runs must score
+        # one.
         increment_name = broadcast_value(resolve_newest(options.on), ranks) if options.on else ""
         on = translate_dataset(open_by_name(increment_name), dataset) if increment_name else None
         protocol, note = limit_to_one_draw(wanted_protocol, on or dataset)
@@ -98,40 +105,29 @@ def evaluate_on_rank(
         )
         overrides_adapting = any(each.startswith("algorithm.") for each in options.overrides)
         runs = []
+        shown, judged_by = (protocol, increment_name, candidates), (label, chosen.evaluation)
         for root, name in names.items():
+            # The others adapt as their own configs and validation say.
+            adapting = chosen.algorithm if overrides_adapting and root == roots[0] else None
             with show_progress(f"scoring {name:.16}", ranks.rank) as advance:
-                runs.append(
-                    evaluate_run(
-                        root,
-                        name,
-                        options.splits,
-                        ranks,
-                        chosen.algorithm if overrides_adapting and root == roots[0] else None,
-                        protocol,
-                        increment_name,
-                        candidates,
-                        advance,
-                        label,
-                        chosen.evaluation,
-                    )
+                run = evaluate_run(
+                    root, name, options.splits, ranks, adapting, *shown, advance, *judged_by
                 )
+            runs.append(run)
         if ranks.rank == 0:
             evaluated = [each for each in runs if each is not None]
             console = make_console()
             make_console(stderr=True).print(
                 "the runs are scored; now the baselines, from training rows"
             )
+            # Candidates are ranked by the judged label alone.
+            common = dataset, splits, options.item_column, options.trees, protocol, on
             baselines = [
                 predict_baselines(
                     chosen.data,
                     chosen.loss_of(one.name),
                     chosen.outer.huber_delta,
-                    dataset,
-                    splits,
-                    options.item_column,
-                    options.trees,
-                    protocol,
-                    on,
+                    *common,
                     candidates if one.is_judged else None,
                     one,
                 )
@@ -148,13 +144,14 @@ def evaluate_on_rank(
             )
             for root, each in zip(roots, evaluated, strict=True):
                 _save_choice(root, each)
+            # As in the file, where an undefined number is null.
             evaluation = json.loads(Path(paths.evaluation_json).read_text())
-            print_result({"report": paths.html, "evaluation": evaluation})
+            print_result(report=paths.html, evaluation=evaluation)
             for line in filter(None, (best_not_kept(RunFolder(root)) for root in roots)):
                 make_console(stderr=True).print(line)
             console.print(f"report: {paths.html}   figures: {paths.evaluation_json}")
 
-    # A run that was trained on a GPU is evaluated on the device that is here.
+    # A run that was trained on a GPU may be evaluated where there is none.
     device = "cpu" if config.run.device == "cpu" else "auto"
     configs = [RunFolder(root).read_config().digest for root in roots]
     shared_options = {**vars(options), "the config of each RUN": configs}
@@ -162,39 +159,30 @@ def evaluate_on_rank(
 
 
 def _save_choice(root: Path, run: EvaluatedRun) -> None:
-    """Keep what validation chose for a run that adapts: `gmeta export` uses it."""
     if run.algorithm == PLAIN or not run.fine_tuning:
         return
     tuning = run.fine_tuning[0]
+    # One setting: only a plain run chooses one for each half of the tasks.
     (best,) = tuning.chosen
     choice = {"metric": tuning.metric, "value": best.value, "chosen_on": tuning.split}
     try:
         write_chosen_adaptation(
             RunFolder(root), run.step, best.inner_lr, best.inner_steps, **choice
         )
+    # A run whose folder cannot be written is evaluated all the same: only its exports lack the
+    # choice.
     except OSError as error:
         make_console(stderr=True).print(
             f"{root / CHOSEN_ADAPTATION_FILE} cannot be written ({error}): an export of this run "
-            "adapts as "
-            "its config says"
+            "adapts as its config says"
         )
-
-
-def _choose_label(dataset: Dataset, label: str) -> str:
-    """Return the label asked for, "" for none. Raise UserError where the dataset has one label
-    without a name."""
-    if label and not dataset.features.labels:
-        raise UserError(
-            f"--label = {label!r}, but {dataset.url} has one label, which has no name. Leave it out"
-        )
-    return label
 
 
 def _check_same_items(own_data: dict[Path, Dataset], candidates: int) -> None:
-    """Raise UserError for sampled candidates of runs whose ids stand for other items, as in a run
-    that was not trained on the dataset of the first."""
+    """Raise UserError for sampled candidates of runs that were trained on different datasets."""
     (first, dataset), *others = own_data.items()
     for root, other in others:
+        # An id is another item in another dataset, so the candidates would differ.
         if other.fingerprint != dataset.fingerprint:
             raise UserError(
                 f"evaluation.candidates = {candidates}, but run {root} was trained on {other.url} "
@@ -212,8 +200,7 @@ def _sample_candidates(
     item_column: str,
     ranks: Ranks,
 ) -> Candidates | None:
-    """Return what is sampled beside positive rows, made by rank 0 for all; None where nothing is.
-    Collective."""
+    """Return what rank 0 draws beside positive rows; None without candidates. Collective."""
     if not (number := scoring.config.candidates):
         return None
     sampled: list[Candidates] = []

@@ -1,4 +1,4 @@
-"""`gmeta score`, once its options are known to be right."""
+"""The work of `gmeta score`."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -15,6 +15,7 @@ def score_export(model: Path, on: str, splits: Sequence[str], out: Path | None) 
     if out is not None:
         out.parent.mkdir(parents=True, exist_ok=True)
         write_json(out, document)
+    # All splits have the same metrics.
     names = next(iter(document["splits"].values()))["scores"]
     table = make_table(str(model), "split", "tasks", *names, text=("split",))
     for name, split in document["splits"].items():
@@ -26,6 +27,5 @@ def score_export(model: Path, on: str, splits: Sequence[str], out: Path | None) 
     if not splits:
         make_console(stderr=True).print(
             f"scored every split of {on} that holds tasks: {', '.join(document['splits'])}. One "
-            "that "
-            "the model was trained on looks better than new tasks will; --split NAME chooses"
+            "that the model was trained on looks better than new tasks will; --split NAME chooses"
         )

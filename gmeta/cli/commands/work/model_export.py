@@ -1,4 +1,4 @@
-"""`gmeta export` once its options are known to be right."""
+"""The work of `gmeta export`."""
 
 from pathlib import Path
 
@@ -21,8 +21,9 @@ _USES = {
 def export_full(
     run: Path, out: Path, tables: TableFormat, step: int | None, overwrite: bool
 ) -> None:
-    """Export the run's checkpoint, and print how large it became and how to use it."""
+    """Export the run's checkpoint, and print its size and how to use it."""
     written = export_run(run, out, tables, step, overwrite)
+    # A model without tables has 0 bytes of them.
     share = written.table_bytes / max(written.float32_table_bytes, 1)
     console = make_console(stderr=True)
     if step is None and (line := best_not_kept(RunFolder(run))):
@@ -34,18 +35,16 @@ def export_full(
             f"({run / CHOSEN_ADAPTATION_FILE})"
         )
     print_result(
-        {
-            "model": out,
-            "step": written.step,
-            "bytes": written.num_bytes,
-            "table_bytes": written.table_bytes,
-            "tables": tables,
-        }
+        model=out,
+        step=written.step,
+        bytes=written.num_bytes,
+        table_bytes=written.table_bytes,
+        tables=tables,
     )
     console.print(
         f"exported: {out}  (step {written.step}, {size_text(written.num_bytes)}; tables "
         f"{tables}, {size_text(written.table_bytes)}, {share:.2f} of what was trained)\n"
-        f'use it: gmeta.load("{out}"), or gmeta predict {out} SUPPORT.parquet QUERY.parquet',
+        f'use it: gmeta.load("{out}"), or gmeta predict {out} SUPPORT.parquet QUERY.parquet'
     )
 
 
@@ -57,8 +56,7 @@ def export_for_runtime(
     step: int | None,
     overwrite: bool,
 ) -> None:
-    """Export for another runtime, and print how large it became, what is not in it and how to use
-    it."""
+    """Export for another runtime, and print its size, what is not in it and how to use it."""
     written = export_for(source, out, runtime, tables, step, overwrite)
     lines = [f"exported: {out}  ({runtime}, {size_text(written.num_bytes)})"]
     lines += [written.left_out] if written.left_out else []
@@ -69,10 +67,9 @@ def export_for_runtime(
 def export_changes(
     run: Path, out: Path, since: Path, tables: TableFormat, step: int | None, overwrite: bool
 ) -> None:
-    """Export the run's checkpoint as what changed since the version that a channel serves, and
-    print how large it became."""
+    """Export what changed since the version that a channel serves, and print its size."""
     version, why = export_since(run, out, since, tables, step, overwrite)
-    print_result({"model": out, "kind": version.kind, "bytes": version.num_bytes, "whole": why})
+    print_result(model=out, kind=version.kind, bytes=version.num_bytes, whole=why)
     make_console(stderr=True).print(
         f"exported: {out}  ({describe_version(version)}{f'; whole, since {why}' if why else ''})\n"
         f"serve it: gmeta promote {out} {since}"

@@ -1,4 +1,4 @@
-"""What `gmeta export --since` and `gmeta promote` share: a run as the next version of a channel."""
+"""A run as the next version of a channel, for `gmeta export --since` and `gmeta promote`."""
 
 import shutil
 from collections.abc import Iterator
@@ -19,15 +19,17 @@ from metaio.format.atomic_folder import lock_writer
 def export_since(
     run: Path, out: Path, since: Path, tables: TableFormat, step: int | None, overwrite: bool
 ) -> tuple[Version, str]:
-    """Return what was written, and why it is whole ("" of a delta)."""
+    """Return the version that was written and, if it is not a delta, why."""
     check_free(out, overwrite)
     with temporary_beside(out, str(out)) as full_export:
+        # A delta is what differs between two full models: the run's is exported first, beside
+        # `out`.
         export_run(run, full_export, tables, step, overwrite=True)
         return pack(open_or_new_channel(since), full_export, out, overwrite)
 
 
 def describe_version(version: Version) -> str:
-    """Return a line on what a version holds."""
+    """Return a line on a version: its kind, rows and size."""
     if version.delta is None:
         return f"full, {size_text(version.num_bytes)}"
     rows = sum(each.rows for each in version.delta.touched.values())
@@ -39,27 +41,27 @@ def describe_version(version: Version) -> str:
 
 
 def open_or_new_channel(root: Path) -> Channel:
-    """Return the channel at a path, or one that is to be made there. Raise UserError where
-    something else is."""
-    # What begins with a dot is what a killed promotion left.
+    """Return the channel at a path, which may be new. Raises UserError where something else is."""
+    # A killed promotion leaves names that begin with a dot.
     entries = root.iterdir() if root.is_dir() else [root] if root.exists() else []
     if not is_channel(root) and any(not path.name.startswith(".") for path in entries):
         raise UserError(
             f"{root} is no channel: there is no {CURRENT_FILE}, but something else. Give the "
-            "folder of "
-            "a channel, or one that does not exist yet"
+            "folder of a channel, or one that does not exist yet"
         )
     return Channel(root)
 
 
 @contextmanager
 def temporary_beside(out: Path, name: str) -> Iterator[Path]:
-    """Yield a place on the file system of `out` to make something; what is left there is removed.
-    Raise DataError where another process writes `name`, as messages call it."""
+    """Yield a path beside `out` to make something at, and remove what is left there at the end."""
+    # On the file system of `out`: files can be linked or renamed from there.
     path = out.parent / f".{out.name}.whole"
     path.parent.mkdir(parents=True, exist_ok=True)
+    # Two processes that write `name` would remove each other's files.
     with lock_writer(path.with_name(f"{path.name}.lock"), name, remedy="Wait for it"):
-        shutil.rmtree(path, ignore_errors=True)  # what a killed process left
+        # A killed process leaves its folder.
+        shutil.rmtree(path, ignore_errors=True)
         try:
             yield path
         finally:

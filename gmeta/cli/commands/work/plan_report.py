@@ -1,4 +1,4 @@
-"""What `gmeta plan` prints."""
+"""The work of `gmeta plan`: its tables on the screen."""
 
 from gmeta.cli.capacity import Capacity, plan_capacity
 from gmeta.cli.commands.console import make_console, make_table, print_result, show_table
@@ -23,26 +23,24 @@ def show_plan(
 def _print_result(planned: Capacity, cluster: Cluster) -> None:
     estimate, step = planned.estimate, planned.step
     print_result(
-        {
-            "gpus": cluster.world_size,
-            "gpus_per_host": cluster.ranks_per_host,
-            "gpu_memory": cluster.device_bytes,
-            "tables": estimate.tables,
-            "gpu_bytes": estimate.device_bytes_W.tolist(),
-            "host_bytes_per_gpu": estimate.host_bytes_W.tolist(),
-            "checkpoint_copy_bytes_per_gpu": estimate.copied_bytes_W.tolist(),
-            "step": {
-                "tasks_per_gpu": step.tasks,
-                "rows_per_gpu": step.rows,
-                "ids_measured": planned.measured,
-                "flop_per_gpu": step.flops,
-                "seconds": estimate.step_s,
-                "parts": {
-                    name: {"bytes": num_bytes, "seconds": seconds}
-                    for name, (num_bytes, seconds) in estimate.parts.items()
-                },
+        gpus=cluster.world_size,
+        gpus_per_host=cluster.ranks_per_host,
+        gpu_memory=cluster.device_bytes,
+        tables=estimate.tables,
+        gpu_bytes=estimate.device_bytes_W.tolist(),
+        host_bytes_per_gpu=estimate.host_bytes_W.tolist(),
+        checkpoint_copy_bytes_per_gpu=estimate.copied_bytes_W.tolist(),
+        step={
+            "tasks_per_gpu": step.tasks,
+            "rows_per_gpu": step.rows,
+            "ids_measured": planned.measured,
+            "flop_per_gpu": step.flops,
+            "seconds": estimate.step_s,
+            "parts": {
+                name: {"bytes": num_bytes, "seconds": seconds}
+                for name, (num_bytes, seconds) in estimate.parts.items()
             },
-        }
+        },
     )
 
 
@@ -72,11 +70,11 @@ def _print_tables(planned: Capacity) -> None:
 
 
 def format_ranks(ranks: list[int]) -> str:
-    """Return which GPUs hold rows of a table: 0-6, or 3, 5, 9-11."""
+    """Return the GPUs that hold rows of a table: 0-6, or 3, 5, 9-11."""
     cuts = [place for place in range(1, len(ranks)) if ranks[place] != ranks[place - 1] + 1]
     runs = [ranks[low:high] for low, high in zip([0, *cuts], [*cuts, len(ranks)], strict=True)]
     spans = [f"{run[0]}-{run[-1]}" if len(run) > 1 else f"{run[0]}" for run in runs]
-    # More would not fit beside the other columns.
+    # More spans would not fit beside the other columns.
     return ", ".join(spans) if len(spans) <= 3 else f"{len(ranks)} of {ranks[0]}-{ranks[-1]}"
 
 
@@ -111,7 +109,8 @@ def _print_step(planned: Capacity, tasks_per_step: int, cluster: Cluster) -> Non
     )
     table = make_table("Time of a step", "part", "bytes", "ms", text=("part",))
     for name, (num_bytes, seconds) in estimate.parts.items():
-        if num_bytes >= 1 or (seconds and not num_bytes):  # sums of floats are not quite 0
+        # Sums of floats are not exactly 0.
+        if num_bytes >= 1 or (seconds and not num_bytes):
             table.add_row(
                 name, _format_bytes(num_bytes) if num_bytes else "", f"{seconds * 1e3:.3f}"
             )

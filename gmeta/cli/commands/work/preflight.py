@@ -1,8 +1,6 @@
-"""What `gmeta train` checks before it starts ranks.
+"""The checks of `gmeta train` before it starts ranks."""
 
-Needs no TorchRec, which takes longer to import than all this does.
-"""
-
+# No import of TorchRec here: it takes longer than all of these checks.
 from pathlib import Path
 
 from gmeta.config.train_config import TrainConfig
@@ -12,8 +10,7 @@ from gmeta.runs.resolve import resolve
 
 
 def check_for_ranks(config: TrainConfig, is_new: bool) -> None:
-    """Check what ranks would only find once they have started. Raises ConfigError, FormatError: see
-    check_on_data and resolve; UserError: see check_new_mirror."""
+    """Raise GMetaError for what ranks would only find once they have started."""
     if is_new:
         check_new_mirror(config.run.mirror, Path(config.run.dir))
     check_on_data(resolve(config))

@@ -1,4 +1,4 @@
-"""How a rank begins and ends, whatever it does in between."""
+"""The beginning and the end of a rank, whatever its work."""
 
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -10,16 +10,13 @@ from gmeta.runs.alike import check_alike
 
 
 def run_as_rank(
-    device: str,
-    timeout_s: int,
-    alike: Mapping[str, Any],
-    work: Callable[[Ranks], None],
+    device: str, timeout_s: int, alike: Mapping[str, Any], work: Callable[[Ranks], None]
 ) -> None:
-    """Join the other ranks (see start_ranks), do the work if all were `told` the same, and leave;
-    an error ends all of them."""
+    """Join the other ranks (see start_ranks), work if `alike` is the same on all, and leave."""
     end_with_agent()
     with explain_lost_peers():
         ranks = start_ranks(device, timeout_s)
+        # An error on one rank ends all of them: the others would wait in a collective.
         with report_once(ranks):
             check_alike(alike, ranks)
             work(ranks)

@@ -1,4 +1,4 @@
-"""`gmeta predict` once its options are known to be right."""
+"""The work of `gmeta predict`."""
 
 from pathlib import Path
 
@@ -32,15 +32,9 @@ def predict_rows(
     without = summary.rows_without_support
     note = f", {without:,} of them without support rows and so not adapted" if without else ""
     print_result(
-        {
-            "out": out,
-            "rows": summary.num_rows,
-            "rows_without_support": without,
-            "seconds": summary.seconds,
-        }
+        out=out, rows=summary.num_rows, rows_without_support=without, seconds=summary.seconds
     )
     make_console(stderr=True).print(
         f"predicted: {out}  ({format_count(summary.num_rows, 'row')}{note}, in "
-        f"{summary.seconds:.2f} "
-        "s)",
+        f"{summary.seconds:.2f} s)"
     )

@@ -1,9 +1,7 @@
-"""An error that ends all ranks alike is printed by rank 0 alone: a job of 64 ranks says it once.
+"""Makes rank 0 alone print an error that ends all ranks alike: 64 ranks print it once."""
 
-Ranks that fail cannot ask each other in a collective, in which others may wait for something else.
-They leave a note in the store through which they met, and wait for it only PATIENCE_S.
-"""
-
+# No collective here: the other ranks may be in one that is about something else. Ranks that fail
+# leave a note in the store through which they met.
 import os
 import sys
 import time
@@ -16,17 +14,15 @@ from gmeta.cli.commands.error_messages import format_error, reportable_errors, w
 from gmeta.distributed.ranks import Ranks
 from gmeta.platform.internals import job_store
 
-# Ranks that fail alike do so at the same place of the same work. A rank whose error is its own
-# delays its exit by this much.
+# Ranks that fail alike do so at the same place of the same work. One whose error is its own exits
+# later by this much.
 PATIENCE_S = 2.0
 PAUSE_S = 0.02
 
 
 @contextmanager
 def report_once(ranks: Ranks, patience_s: float = PATIENCE_S) -> Iterator[None]:
-    """Print the error that is raised inside, on one rank if all would print the same, and end with
-    its exit code. Raises SystemExit: an error of `reportable_errors` was raised on one of several
-    ranks, and printed."""
+    """Print an error raised inside, once if all ranks would print the same, and exit."""
     try:
         yield
     except reportable_errors() as error:
@@ -35,7 +31,8 @@ def report_once(ranks: Ranks, patience_s: float = PATIENCE_S) -> Iterator[None]:
         line, code = format_error(error)
         store = PrefixStore("gmeta-told-once", job_store())
         if ranks.rank == 0:
-            # First of all: the rank that leaves first has the others ended.
+            # Printed before the note is left: torchrun ends the other ranks as soon as one has
+            # exited.
             write_error(line)
             _share_line(store, line, ranks.world_size - 1, patience_s)
         elif not _was_printed_by_first(store, line, patience_s):
@@ -44,23 +41,25 @@ def report_once(ranks: Ranks, patience_s: float = PATIENCE_S) -> Iterator[None]:
 
 
 def _share_line(store: Store, line: str, num_others: int, patience_s: float) -> None:
-    """Leave the line in the store, which may end with rank 0: wait until the others read it."""
+    """Leave the line in the store, and wait until the other ranks have read it."""
     try:
         store.set("line", line)
+        # The store may end with rank 0.
         _wait_until(lambda: store.add("heard", 0) == num_others, patience_s)
     except RuntimeError:
-        return  # the store is gone, and with it whoever would have asked
+        # The store ended with the job: no rank is left to read the line.
+        return
 
 
 def _was_printed_by_first(store: Store, line: str, patience_s: float) -> bool:
-    """Return whether rank 0 has printed this very line."""
     try:
         if not _wait_until(lambda: store.check(["line"]), patience_s):
             return False
         first_line = store.get("line").decode()
         store.add("heard", 1)
     except RuntimeError:
-        return False  # rank 0 is gone
+        # Rank 0, which holds the store, is gone.
+        return False
     return bool(first_line == line)
 
 

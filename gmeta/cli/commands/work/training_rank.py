@@ -1,4 +1,4 @@
-"""`gmeta train` as a rank, and what rank 0 says at the end."""
+"""The work of `gmeta train` on each rank, and the summary that rank 0 prints."""
 
 import statistics
 from pathlib import Path
@@ -15,9 +15,9 @@ from gmeta.train import train
 
 
 def train_on_rank(config: TrainConfig, is_new: bool) -> None:
-    """Train together with the other ranks; a new run needs a mirror that holds none."""
+    """Train together with the other ranks; the mirror of a new run must hold none."""
     if is_new:
-        # Under torchrun no launcher has asked before.
+        # Under torchrun no process has checked it before the ranks start.
         check_new_mirror(config.run.mirror, Path(config.run.dir))
 
     def work(ranks: Ranks) -> None:
@@ -26,8 +26,10 @@ def train_on_rank(config: TrainConfig, is_new: bool) -> None:
             make_console(stderr=True).print(f"restart {used} of {allowed}: all ranks begin again")
         try:
             folder = train(config, ranks)
-        except OSError as error:  # as of a full disk
-            if (Path(config.run.dir) / CONFIG_FILE).exists():  # the run has begun
+        # A full disk, mostly: with some space the run goes on from its checkpoint.
+        except OSError as error:
+            # Only a run that has begun can be resumed.
+            if (Path(config.run.dir) / CONFIG_FILE).exists():
                 error.add_note("go on with --resume")
             raise
         if ranks.rank == 0:
@@ -39,7 +41,7 @@ def train_on_rank(config: TrainConfig, is_new: bool) -> None:
 
 
 def _print_outcome(folder: RunFolder) -> None:
-    # Numbers that every logged step has, unless its line was edited.
+    # Each of these numbers may be missing in a line: the log may have been edited.
     history = folder.read_metrics()
     speeds, waits = (
         [line[key] for line in history if isinstance(line.get(key), int | float)]
@@ -48,14 +50,12 @@ def _print_outcome(folder: RunFolder) -> None:
     speed = statistics.median(speeds) if speeds else None
     wait = statistics.mean(waits) if waits else None
     print_result(
-        {
-            "run": folder.root,
-            "step": max((line["step"] for line in history), default=0),
-            "loss": next((one["loss"] for one in reversed(history) if "loss" in one), None),
-            "valid": next((one["valid"] for one in reversed(history) if "valid" in one), None),
-            "samples_per_s": speed,
-            "data_wait_share": wait,
-        }
+        run=folder.root,
+        step=max((line["step"] for line in history), default=0),
+        loss=next((one["loss"] for one in reversed(history) if "loss" in one), None),
+        valid=next((one["valid"] for one in reversed(history) if "valid" in one), None),
+        samples_per_s=speed,
+        data_wait_share=wait,
     )
     parts = ("metrics.jsonl", "tensorboard/", "checkpoints/")
     folders = ", ".join(part for part in parts if (folder.root / part).exists())

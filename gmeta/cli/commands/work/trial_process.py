@@ -1,5 +1,4 @@
-"""A trial of `gmeta tune` as a process: trains one config and scores it as `gmeta evaluate` would,
-or says in a line why it did not."""
+"""A trial of `gmeta tune` in a process of its own: trains one config and scores it."""
 
 import gc
 import os
@@ -30,15 +29,14 @@ from gmeta.tuning.trials import TrialReport
 def run_as_trial(
     is_check: bool, config: dict[str, Any], log: str, place: int, says: Connection
 ) -> None:
-    """Train and score a trial, whose config comes as JSON, in this process, which ends with it; or
-    check the config and its dataset as `gmeta train` does before it starts ranks. What is printed
-    goes to the file `log`, the outcome (Said) to `says`. `place` is the trial's among those that
-    run at a time, and chooses its GPU."""
+    """Train and score a trial, or only check it, report to `says`, and end this process."""
     _leave_with_tune()
     if gpus := torch.cuda.device_count():
+        # Trials that run at a time are spread over the GPUs.
         os.environ["LOCAL_RANK"] = str(place % gpus)
     opened = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o666)
     for number in (1, 2):
+        # The file descriptors, not sys.stdout: native libraries print too.
         os.dup2(opened, number)
     os.close(opened)
     code = 0
@@ -52,10 +50,11 @@ def run_as_trial(
         sys.stderr.write(f"error: {line}\n")
         is_path = isinstance(error, WRONG_PATHS)
         unwritten = isinstance(error, NotWrittenError | OSError) and not is_path
-        # A trial is not resumed: it is tried again.
+        # Without the hint to resume of an error's notes: a trial is not resumed but tried again.
         failure = error.args[0] if isinstance(error, NotWrittenError) else line
         says.send(TrialReport(failure=failure, is_write_failure=unwritten))
-    # A fault of the program ends the process with its traceback in the log, which is named.
+    # A defect is not caught: the process ends with its traceback in the log, which the report
+    # names.
     says.close()
     sys.stdout.flush()
     sys.stderr.flush()
@@ -68,12 +67,13 @@ def _train(config: TrainConfig, says: Connection) -> None:
     def work(ranks: Ranks) -> None:
         root, splits = train(config, ranks).root, config.data.valid_splits
         # Products as in a process of its own, whatever run.precision is. The trained model lies in
-        # cycles: a GPU may not hold two.
+        # reference cycles: without a collection a GPU would have to hold two.
         choose_products("float32", ranks.device)
         gc.collect()
-        # At the rate and steps that validation chooses, not at those of the trial: a baseline that
-        # never took an inner step would be ranked by its luck with them.
+        # At the rate and steps that validation chooses, not at the trial's: a plain run, which
+        # never took an inner step, would be ranked by its luck with them.
         run = evaluate_run(root, root.name, splits, ranks)
+        # A trial is one rank, which gets the rows.
         assert run is not None
         rows, dataset = run.predictions, open_data(config.data)
         of_split = {split: rows.filter(pc.equal(rows["split"], split)) for split in splits}
@@ -90,7 +90,7 @@ def _train(config: TrainConfig, says: Connection) -> None:
 
 
 def _leave_with_tune() -> None:
-    """End this process with the one that started it, however that ends: nobody would listen."""
+    """End this process when the one that started it ends, however that happens."""
     parent = parent_process()
     if parent is None:
         return
@@ -99,4 +99,5 @@ def _leave_with_tune() -> None:
         wait([parent.sentinel])
         os._exit(1)
 
+    # Without its parent a trial would go on training for no reader.
     threading.Thread(target=watch, name="leaves-with-tune", daemon=True).start()
