@@ -22,8 +22,8 @@ import pyarrow.parquet as pq
 from _common import environment, finish, make_parser, positive_int, print_table, spread_of
 from _metaio_logs import logs_schema, write_logs
 
+from metaio.prepare.engines.local import prepare
 from metaio.prepare.job import PrepareOptions
-from metaio.prepare.local import prepare
 
 MEMORY_BYTES = 2 << 30
 BUCKET_ROWS = 500_000

@@ -45,8 +45,8 @@ from peers.setup import set_up_data
 
 import metaio
 import metaio.format.layout
+from metaio.prepare.engines.local import prepare
 from metaio.prepare.job import PrepareOptions
-from metaio.prepare.local import prepare
 from metaio.read.episode_order import BlockEpisodes
 from metaio.read.pipeline import BatchPipeline, Plan
 from metaio.read.reader import DEFAULT_WINDOW_BLOCKS

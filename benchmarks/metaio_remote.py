@@ -21,8 +21,8 @@ from _common import environment, finish, make_parser, positive_int, print_table,
 from _metaio_logs import logs_schema, write_logs
 
 import metaio
+from metaio.prepare.engines.local import prepare
 from metaio.prepare.job import PrepareOptions
-from metaio.prepare.local import prepare
 
 EPISODES = 1_024
 CACHE_BYTES = 384 << 20

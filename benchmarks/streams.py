@@ -26,8 +26,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from _common import REPOSITORY, environment, finish, make_parser, positive_int
 
-from gmeta.pipeline.days import read_days
 from gmeta.pipeline.follow_config import load_follow_config
+from gmeta.pipeline.outcome_reader import read_days
 from gmeta.pipeline.pipeline import Pipeline
 from gmeta.pipeline.stage_process import last_line, run_stage
 from gmeta.platform.files.checked_json import read_json

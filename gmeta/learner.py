@@ -39,7 +39,7 @@ from gmeta.errors import ConfigError, GMetaError
 from gmeta.losses.objectives import Objectives
 from gmeta_keys.plugins import is_ours
 from gmeta_keys.translate_errors import format_foreign_error, translate_errors
-from gmeta_models.decision import DecisionModel
+from gmeta_models.decision_model import DecisionModel
 from gmeta_models.table_projections import TableProjections
 from metaio.read.batch import TaskBatch
 

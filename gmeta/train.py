@@ -23,11 +23,10 @@ from gmeta.distributed.stopping import Stop, StoppedError, stop_on_sigterm
 from gmeta.evaluation.predictions import EvalContext
 from gmeta.evaluation.validation import score_before_training, score_validation
 from gmeta.feeds.batch_request import BatchSettings
+from gmeta.feeds.item_statistics_reader import read_item_statistics
 from gmeta.feeds.open_source import open_batch_source
 from gmeta.feeds.step_agent import iterate_batches, open_agent
-from gmeta.feeds.training_sums import read_item_statistics
 from gmeta.platform.numerics import choose_products, make_deterministic, seed_step
-from gmeta.runs.alike import check_alike
 from gmeta.runs.build import build, find_all_plugins
 from gmeta.runs.checkpoints.beginning import beginning_of
 from gmeta.runs.checkpoints.checkpoint_writer import CheckpointWriter
@@ -36,6 +35,7 @@ from gmeta.runs.early_stop import make_early_stop
 from gmeta.runs.environment import describe_environment
 from gmeta.runs.guards import StepGuard
 from gmeta.runs.logging.run_hooks import RunHooks
+from gmeta.runs.rank_agreement import check_alike
 from gmeta.runs.resolve import passed_over, resolve_on_first
 from gmeta.runs.run_folder import (
     RunFolder,

@@ -168,7 +168,7 @@ NO_DATA = ("torch", "metaio", "matplotlib", "duckdb")
 FRESH_IMPORTS: dict[str, list[tuple[str, tuple[str, ...]]]] = {
     "metaio": [
         ("metaio", ("gmeta", "gmeta_models", "torch", "duckdb", "matplotlib")),
-        ("metaio.prepare.local", ("gmeta", "gmeta_models", "torch", "matplotlib")),
+        ("metaio.prepare.engines.local", ("gmeta", "gmeta_models", "torch", "matplotlib")),
         ("metaio.format.inspection", ("gmeta", "gmeta_models", "torch", "matplotlib")),
     ],
     "gmeta": [

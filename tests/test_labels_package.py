@@ -26,7 +26,7 @@ import torch
 from torch import nn
 
 from gmeta.runs.logging.callback import Callback
-from gmeta.metrics.own import Metric
+from gmeta.metrics.custom_metrics import Metric
 
 
 class DCNv2(nn.Module):

@@ -130,8 +130,14 @@ def test_the_wheel_says_under_which_licence_and_with_which_torch_it_runs(wheel: 
     ("image", "modules"),
     [
         ("service", ("gmeta.cli.commands.shard_service", "gmeta.cli.commands.shards")),
-        ("trainer-cpu", ("gmeta.train", "gmeta.serving.model_loader", "metaio.prepare.local")),
-        ("trainer-cuda", ("gmeta.train", "gmeta.serving.model_loader", "metaio.prepare.local")),
+        (
+            "trainer-cpu",
+            ("gmeta.train", "gmeta.serving.model_loader", "metaio.prepare.engines.local"),
+        ),
+        (
+            "trainer-cuda",
+            ("gmeta.train", "gmeta.serving.model_loader", "metaio.prepare.engines.local"),
+        ),
     ],
 )
 def test_what_an_image_copies_installs_and_imports(image: str, modules: tuple[str, ...]) -> None:

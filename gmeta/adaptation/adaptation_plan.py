@@ -11,7 +11,7 @@ from torch import nn
 
 from gmeta.adaptation.rates import WeightRates
 from gmeta.config.algorithm import PLAIN, AlgorithmConfig, InnerPath
-from gmeta_models.decision import DecisionModel
+from gmeta_models.decision_model import DecisionModel
 from gmeta_models.gated import head_layers, row_layers
 
 if TYPE_CHECKING:

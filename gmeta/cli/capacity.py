@@ -18,9 +18,15 @@ from gmeta.config.train_config import DataConfig, TrainConfig
 from gmeta.data.features.support_statistics import NO_STATISTICS
 from gmeta.data.reader import open_reader
 from gmeta.distributed.cluster_spec import CapacityOverrides, Cluster, Speeds
-from gmeta.distributed.estimate import RESERVED, ShardingEstimate, StepWork, estimate, suggest_fits
-from gmeta.distributed.planner import NoPlaceError
+from gmeta.distributed.sharding_estimate import (
+    RESERVED,
+    ShardingEstimate,
+    StepWork,
+    estimate,
+    suggest_fits,
+)
 from gmeta.distributed.sharding_plan import check_clipping, describe_plan, merge_plans, plan_on
+from gmeta.distributed.torchrec_planner import NoPlaceError
 from gmeta.distributed.unsharded import make_unsharded_tables
 from gmeta.errors import ConfigError, UserError
 from gmeta.learner import MetaLearner

@@ -29,8 +29,8 @@ from gmeta.config.sharding import (
 from gmeta.config.table_names import module_name, table_of
 from gmeta.distributed.cluster_spec import Cluster
 from gmeta.distributed.collective_errors import run_on_first
-from gmeta.distributed.planner import KERNELS, PLACES, collections_in, plan_by_torchrec
 from gmeta.distributed.ranks import Ranks, broadcast_value
+from gmeta.distributed.torchrec_planner import KERNELS, PLACES, collections_in, plan_by_torchrec
 from gmeta.errors import ConfigError
 
 # fbgemm's kernels read a row in vectors of four values, and TorchRec cuts no thinner columns.

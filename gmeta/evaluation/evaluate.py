@@ -33,10 +33,10 @@ from gmeta.evaluation.predictions import EvalContext, predict_split
 from gmeta.evaluation.report.evaluated_runs import EvaluatedRun
 from gmeta.evaluation.report.evaluation_schema import FineTuning
 from gmeta.runs.build import build, check_registered
-from gmeta.runs.checkpoints.choice import check_config, checkpoint_to_use
 from gmeta.runs.checkpoints.lineage import read_lineage
 from gmeta.runs.checkpoints.loader import broadcast_checkpoint, load_checkpoint
 from gmeta.runs.checkpoints.progress_file import read_about
+from gmeta.runs.checkpoints.selected_checkpoint import check_config, checkpoint_to_use
 from gmeta.runs.chosen_adaptation import read_chosen_adaptation
 from gmeta.runs.run_folder import RunFolder, parse_checkpoint_step
 from metaio.format.dataset import Dataset

@@ -10,8 +10,8 @@ from typing import Literal, TypeAlias
 from gmeta.config.evaluation import LIKED, EvaluationConfig
 from gmeta.config.labels import Loss
 from gmeta.errors import ConfigError
+from gmeta.metrics.custom_metrics import NAMED_METRICS, is_custom
 from gmeta.metrics.metric_info import CANDIDATE_TEXTS, OVER_CANDIDATES, TEXTS, MetricInfo
-from gmeta.metrics.own import NAMED_METRICS, is_custom
 
 PredictionKind: TypeAlias = Literal["probability", "rating", "score"]  # a score ranks, no more
 

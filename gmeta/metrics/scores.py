@@ -6,10 +6,10 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from gmeta.metrics.catalogue import LIST_LOSSES, Scoring, parse_name
+from gmeta.metrics.custom_metrics import custom_terms
 from gmeta.metrics.list_losses import list_loss_terms
-from gmeta.metrics.own import custom_terms
-from gmeta.metrics.pooled import auc_terms, ece_terms, logloss_N, pr_auc_terms
-from gmeta.metrics.ranking import (
+from gmeta.metrics.row_metrics import auc_terms, ece_terms, logloss_N, pr_auc_terms
+from gmeta.metrics.task_metrics import (
     RankedRows,
     Ties,
     candidate_terms,

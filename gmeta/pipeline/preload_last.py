@@ -2,7 +2,7 @@
 
 import gc
 
-from gmeta.metrics.own import NAMED_METRICS
+from gmeta.metrics.custom_metrics import NAMED_METRICS
 from gmeta.runs.environment import package_versions
 
 # One look for entry points finds those of all kinds.

@@ -9,7 +9,7 @@ from gmeta.evaluation.report.chart_files import Axes, Chart, Panel, light_color
 from gmeta.evaluation.report.metric_lines import format_axis_label
 from gmeta.metrics.catalogue import Scoring, label_of
 from gmeta.metrics.metric_info import MetricInfo
-from gmeta.pipeline.day import Day
+from gmeta.pipeline.increment_outcome import Day
 
 # How a line is drawn: its colour in the palette, its marker, its dashes.
 Style = tuple[str, str, str]

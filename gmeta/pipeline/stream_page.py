@@ -12,8 +12,8 @@ from jinja2 import Environment, PackageLoader, StrictUndefined, Template
 from markupsafe import Markup
 
 from gmeta.evaluation.report.chart_files import PALETTE, render_svg
-from gmeta.pipeline.day import Day
-from gmeta.pipeline.days import read_days
+from gmeta.pipeline.increment_outcome import Day
+from gmeta.pipeline.outcome_reader import read_days
 from gmeta.pipeline.pipeline import Pipeline
 from gmeta.pipeline.pipeline_status import PipelineStatus
 from gmeta.pipeline.stage_outcome import RunningStage

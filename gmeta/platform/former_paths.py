@@ -15,6 +15,7 @@ FORMER_PATHS = {
     "gmeta.hooks": "",
     "gmeta.hooks.callback": "gmeta.runs.logging.callback",
     "gmeta.hooks.logger": "gmeta.runs.logging.logger",
+    "gmeta.metrics.own": "gmeta.metrics.custom_metrics",
     "gmeta.rows": "",
     "gmeta.rows.sides": "gmeta.adaptation.layout.sides",
 }

@@ -31,7 +31,7 @@ from gmeta.learner import MetaLearner
 from gmeta.losses.objectives import make_objectives
 from gmeta.losses.row_losses import defined_labels_N
 from gmeta.metrics.catalogue import custom_names, label_of, predicted_by
-from gmeta.metrics.own import NAMED_METRICS, try_out
+from gmeta.metrics.custom_metrics import NAMED_METRICS, try_out
 from gmeta.runs.early_stop import make_early_stop
 from gmeta.runs.logging.hook_registry import NAMED_CALLBACKS, NAMED_LOGGERS, find_hooks
 from gmeta_keys.plugins import Registry, describe_package

@@ -9,7 +9,7 @@ from typing import Any
 from gmeta.config.train_config import TrainConfig
 from gmeta.errors import UserError
 from gmeta.metrics.catalogue import custom_names, label_of
-from gmeta.metrics.own import check_trusted
+from gmeta.metrics.custom_metrics import check_trusted
 from gmeta.runs.early_stop import make_early_stop
 from gmeta.runs.run_folder import CONFIG_FILE, ENVIRONMENT_FILE, RunFolder
 

@@ -6,10 +6,10 @@ from pathlib import Path
 from gmeta.config.train_config import DataConfig, RunConfig, TrainConfig, with_every_option
 from gmeta.distributed.collective_errors import run_on_first
 from gmeta.distributed.ranks import Ranks, broadcast_value
-from gmeta.runs.alike import OF_ONE_MACHINE, check_alike, settings_of_all
 from gmeta.runs.build import estimate_label_prior
-from gmeta.runs.checkpoints.choice import named_checkpoint
 from gmeta.runs.checkpoints.run_mirror import fetch_run
+from gmeta.runs.checkpoints.selected_checkpoint import named_checkpoint
+from gmeta.runs.rank_agreement import OF_ONE_MACHINE, check_alike, settings_of_all
 from gmeta.runs.resolve_names import config_of_begun_run, with_names
 from metaio.format.dataset import Dataset
 

@@ -6,9 +6,9 @@ from pathlib import Path
 from gmeta.config.train_config import DataConfig, RunConfig, TrainConfig
 from gmeta.data.opening import open_data, parse_increment
 from gmeta.errors import UserError
-from gmeta.runs.checkpoints.choice import named_checkpoint
 from gmeta.runs.checkpoints.lineage import read_lineage
 from gmeta.runs.checkpoints.progress_file import read_about
+from gmeta.runs.checkpoints.selected_checkpoint import named_checkpoint
 from gmeta.runs.run_folder import CONFIG_FILE, RunFolder
 from metaio.format.dataset import Dataset
 from metaio.stream.chain import open_stream

@@ -20,9 +20,9 @@ from gmeta.errors import GMetaError, NotFiniteError, UserError
 from gmeta.platform.files.checksums import describe_file
 from gmeta.platform.files.tensor_files import translate_write_errors
 from gmeta.runs.build import build, check_registered, find_plugins
-from gmeta.runs.checkpoints.choice import check_config, checkpoint_to_use
 from gmeta.runs.checkpoints.index import IndexedReader
 from gmeta.runs.checkpoints.integrity import check_files, translate_damage
+from gmeta.runs.checkpoints.selected_checkpoint import check_config, checkpoint_to_use
 from gmeta.runs.chosen_adaptation import read_chosen_adaptation
 from gmeta.runs.environment import package_versions
 from gmeta.runs.run_folder import RunFolder, list_checkpoints, parse_checkpoint_step

@@ -11,8 +11,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from metaio.format.atomic_folder import open_temporary_folder
+from metaio.prepare.engines.local import prepare
 from metaio.prepare.job import PrepareOptions
-from metaio.prepare.local import prepare
 from metaio.prepare.schema.schema_file import parse_schema
 
 _WORD = re.compile(r"[a-z0-9']+")

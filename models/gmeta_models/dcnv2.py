@@ -8,7 +8,7 @@ Shape suffixes: N rows, L labels, O outputs, X all inputs side by side"""
 import torch
 from torch import Tensor, nn
 
-from gmeta_models.decision import DecisionModel
+from gmeta_models.decision_model import DecisionModel
 from gmeta_models.inputs import RowFeatures, RowInputs
 from gmeta_models.mlp import mlp, outputs_of_rows
 from gmeta_models.model_config import InputSizes, ModelConfig

@@ -12,7 +12,7 @@ from typing import cast
 import torch
 from torch import Tensor, nn
 
-from gmeta_models.decision import DecisionModel
+from gmeta_models.decision_model import DecisionModel
 from gmeta_models.inputs import History, RowFeatures
 from gmeta_models.mlp import mlp
 from gmeta_models.model_config import InputSizes, ModelConfig

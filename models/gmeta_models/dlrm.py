@@ -6,7 +6,7 @@ arXiv 1906.00091. Trained with an inner loop it is Meta-DLRM of G-Meta (arXiv 24
 import torch
 from torch import Tensor, nn
 
-from gmeta_models.decision import DecisionModel
+from gmeta_models.decision_model import DecisionModel
 from gmeta_models.inputs import RowFeatures
 from gmeta_models.mlp import mlp
 from gmeta_models.model_config import InputSizes, ModelConfig

@@ -6,7 +6,7 @@ from abc import abstractmethod
 
 from torch import Tensor, nn
 
-from gmeta_models.decision import DecisionModel
+from gmeta_models.decision_model import DecisionModel
 from gmeta_models.towers import TowerModel
 
 

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 import torch
 from torch import nn
 
-from gmeta_models.decision import DecisionModel
+from gmeta_models.decision_model import DecisionModel
 
 
 def start_as_sum(model: nn.Module, weight_of: Mapping[int, float], bias: float) -> None:

@@ -6,7 +6,7 @@ adapt."""
 
 from torch import Tensor, nn
 
-from gmeta_models.decision import DecisionModel
+from gmeta_models.decision_model import DecisionModel
 from gmeta_models.inputs import RowFeatures
 from gmeta_models.mlp import mlp
 from gmeta_models.model_config import InputSizes, ModelConfig

@@ -23,7 +23,7 @@ from gmeta.learner import MetaLearner
 from gmeta.runs.build import build_learner
 from gmeta_keys import key
 from gmeta_models import MODELS, InputSizes, ModelConfig
-from gmeta_models.decision import DecisionModel
+from gmeta_models.decision_model import DecisionModel
 from gmeta_models.inputs import RowFeatures, RowInputs
 from gmeta_models.melu import MeLU
 from tests.support import reference

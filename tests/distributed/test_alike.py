@@ -9,7 +9,7 @@ import pytest
 
 from gmeta.distributed.ranks import Ranks
 from gmeta.errors import UserError
-from gmeta.runs.alike import check_alike
+from gmeta.runs.rank_agreement import check_alike
 from metaio.recipes.synthetic import SyntheticConfig, prepare_synthetic
 from tests.distributed.harness import on_ranks
 from tests.support.commands import SMALL_MODEL, environment, write_config

@@ -22,7 +22,6 @@ from gmeta.config.sharding import (
 from gmeta.config.train_config import OuterConfig, RunConfig, TrainConfig
 from gmeta.distributed.cluster_spec import Cluster
 from gmeta.distributed.optim.optimizers import build_optimizer
-from gmeta.distributed.planner import NoPlaceError
 from gmeta.distributed.ranks import Ranks
 from gmeta.distributed.sharding import shard_learner, table_shards
 from gmeta.distributed.sharding_plan import (
@@ -34,6 +33,7 @@ from gmeta.distributed.sharding_plan import (
     merge_plans,
     plan_on,
 )
+from gmeta.distributed.torchrec_planner import NoPlaceError
 from gmeta.errors import ConfigError
 from gmeta.runs.build import build_learner
 from gmeta.runs.checkpoints.checkpoint_writer import CheckpointWriter

@@ -31,10 +31,10 @@ from gmeta.distributed.stopping import Stop
 from gmeta.errors import GMetaError
 from gmeta.feeds.batch_request import BatchRequest, BatchSettings, BatchWork
 from gmeta.feeds.batch_workers import BLOCKS, BatchWorkers
+from gmeta.feeds.item_statistics_reader import read_item_statistics
 from gmeta.feeds.leased import LeasedBatchSource
 from gmeta.feeds.shared_block import SharedBlock
 from gmeta.feeds.step_agent import LeasedStepAgent, iterate_batches
-from gmeta.feeds.training_sums import read_item_statistics
 from gmeta.feeds.worker import serve_requests
 from gmeta.runs.build import build
 from gmeta.runs.logging.callback import Callback, Run

@@ -32,8 +32,8 @@ from gmeta.distributed.stopping import StoppedError
 from gmeta.errors import GMetaError
 from gmeta.feeds.batch_request import BatchRequest, BatchSettings, BatchWork, places_from
 from gmeta.feeds.batch_workers import BLOCKS, BatchWorkers, resolve_num_processes
+from gmeta.feeds.item_statistics_reader import read_item_statistics
 from gmeta.feeds.shared_block import SharedBlock
-from gmeta.feeds.training_sums import read_item_statistics
 from gmeta.feeds.worker import TrainingSplit
 from gmeta.runs.build import build
 from gmeta.runs.guards import load_batch, named_tensors, save_batch

@@ -9,9 +9,9 @@ from gmeta.config.evaluation import EvaluationConfig
 from gmeta.config.train_config import config_from_dict
 from gmeta.errors import ConfigError, GMetaError
 from gmeta.evaluation.report.intervals import bootstrap, percentile_interval
-from gmeta.metrics import own
+from gmeta.metrics import custom_metrics as own
 from gmeta.metrics.catalogue import Scoring, custom_names, is_metric, label_of
-from gmeta.metrics.own import NUM_GROUPS, Metric, check_trusted
+from gmeta.metrics.custom_metrics import NUM_GROUPS, Metric, check_trusted
 from gmeta.metrics.scores import evaluate_split, split_terms
 from gmeta.metrics.terms import Floats, Ints
 from gmeta.runs.build import check_hooks
@@ -172,7 +172,7 @@ def test_a_name_of_something_else_is_refused() -> None:
         scoring_of(f"{HERE}:mean_error")
     assert str(caught.value) == (
         f"evaluation.metrics = '{HERE}:mean_error' is a value of function: a value of "
-        "gmeta.metrics.own.Metric is needed. Name that (docs/extending.md)"
+        "gmeta.metrics.custom_metrics.Metric is needed. Name that (docs/extending.md)"
     )
 
 

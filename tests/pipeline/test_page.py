@@ -12,8 +12,8 @@ import pytest
 
 from gmeta.access.address import AddressError
 from gmeta.errors import UserError
-from gmeta.pipeline.days import read_days
 from gmeta.pipeline.live_page import StreamPageServer
+from gmeta.pipeline.outcome_reader import read_days
 from gmeta.pipeline.pipeline_metrics import PipelineMetrics
 from gmeta.pipeline.pipeline_status import PipelineStatus, read_status
 from gmeta.pipeline.stage_outcome import RunningStage

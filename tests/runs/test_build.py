@@ -8,7 +8,7 @@ import pytest
 from gmeta.config.train_config import TrainConfig, config_from_dict
 from gmeta.errors import ConfigError
 from gmeta.runs.build import build
-from metaio.prepare.local import prepare
+from metaio.prepare.engines.local import prepare
 from metaio.prepare.schema.schema_file import parse_schema
 
 

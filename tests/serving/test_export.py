@@ -34,7 +34,7 @@ from gmeta_models import MODELS, InputSizes, ModelConfig
 from gmeta_models.dlrm import DLRM
 from gmeta_models.options import DlrmOptions
 from metaio import FormatError, open_dataset
-from metaio.prepare.local import prepare
+from metaio.prepare.engines.local import prepare
 from metaio.prepare.schema.schema_file import parse_schema
 from tests.support.commands import SMALL_MODEL, evaluate, write_config
 from tests.support.commands import gmeta as run_gmeta

@@ -49,7 +49,7 @@ import gmeta.serving.server.server_worker
 import gmeta.train
 import tests.distributed.harness
 import tests.support.forked
-from gmeta.metrics.own import NAMED_METRICS
+from gmeta.metrics.custom_metrics import NAMED_METRICS
 from gmeta.runs.environment import package_versions
 from tests.support.processes import collapse_memory, collect_garbage_rarely
 

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from gmeta.adaptation.layout.sides import WorkingRows
     from gmeta.adaptation.rates import InnerRates
     from gmeta.losses.objectives import LabelLosses, Objectives
-    from gmeta_models.decision import DecisionModel
+    from gmeta_models.decision_model import DecisionModel
     from gmeta_models.inputs import RowFeatures
 
 Adapted = TypeVar("Adapted")

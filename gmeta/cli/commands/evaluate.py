@@ -15,7 +15,7 @@ from gmeta.config.evaluation import EvaluationConfig
 from gmeta.config.train_config import TrainConfig, overridden
 from gmeta.errors import UserError
 from gmeta.metrics.catalogue import Scoring, custom_names, predicts_alike
-from gmeta.metrics.own import check_trusted
+from gmeta.metrics.custom_metrics import check_trusted
 from gmeta.platform.files.local_paths import check_local
 from gmeta.runs.run_folder import RunFolder
 

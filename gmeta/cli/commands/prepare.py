@@ -13,8 +13,8 @@ from gmeta.cli.commands.prepare_spark import prepare_on_spark, refuse_transform
 from gmeta.errors import UserError
 from metaio.format.atomic_folder import find_unfinished
 from metaio.format.dataset import open_dataset
+from metaio.prepare.engines.local import prepare as prepare_on_one_machine
 from metaio.prepare.job import PrepareOptions
-from metaio.prepare.local import prepare as prepare_on_one_machine
 from metaio.prepare.schema.schema_file import load_schema
 from metaio.quantities import format_count
 from metaio.recipes.amazon import prepare_amazon

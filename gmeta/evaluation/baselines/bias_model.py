@@ -11,7 +11,7 @@ effect the most probable one under a normal prior around 0 of precision `prior`,
     sum (y - p) = prior * a_i  over the rows of i,   = prior * b_t  over the support of t.
 
 mu and a_i come from the training split, b_t from the support rows of the task that is predicted.
-Shape suffixes: T tasks, N rows, S support rows, F single-id or pooled features."""
+Shape suffixes: T tasks, N rows, S support rows, F single-id or pooled features"""
 
 from collections.abc import Sequence
 from dataclasses import dataclass

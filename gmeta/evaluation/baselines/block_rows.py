@@ -1,6 +1,6 @@
 """Converts stored blocks to plain rows, and rows to what blocks are built from.
 Shape suffixes: T tasks, N rows, F single-id or pooled features, M multi-id features, V values, K
-dense columns, U unique ids."""
+dense columns, U unique ids"""
 
 from collections.abc import Iterator
 

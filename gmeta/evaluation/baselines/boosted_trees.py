@@ -2,7 +2,7 @@
 
 Trained on the query rows of training tasks, with the loss of the run beside them; leaves, rows of a
 leaf, rate and number of trees are chosen on validation tasks, or a fifth of the training tasks.
-Shape suffixes: T tasks, N rows, X all inputs side by side."""
+Shape suffixes: T tasks, N rows, X all inputs side by side"""
 
 import importlib
 import time

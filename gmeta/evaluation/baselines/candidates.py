@@ -2,7 +2,7 @@
 
 A sampled row is its positive row with the columns of another item, drawn evenly from all items that
 the task has no row of.
-Shape suffixes: T tasks, N rows, F single-id or pooled features, V values, K dense columns."""
+Shape suffixes: T tasks, N rows, F single-id or pooled features, V values, K dense columns"""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace

@@ -1,6 +1,6 @@
 """Episodes as plain rows: labels, ids and tasks, without embeddings or torch.
 Shape suffixes: T tasks, N rows, F single-id or pooled features, V values, K dense columns, L
-labels."""
+labels"""
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace

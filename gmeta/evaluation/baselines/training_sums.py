@@ -1,5 +1,5 @@
 """Sums of the training split: rows and labels of each value of a column, in each fold of tasks.
-Shape suffixes: T tasks, N rows, F single-id or pooled features, V values."""
+Shape suffixes: T tasks, N rows, F single-id or pooled features, V values"""
 
 from collections.abc import Iterable
 from dataclasses import dataclass

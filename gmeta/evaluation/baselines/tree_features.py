@@ -4,7 +4,7 @@
 - each sparse column: the mean label of training rows with its value; the support rows with the same
   value, and how far these lie above what their items alone predict; of the item its training rows
 - each dense column as it is
-Shape suffixes: T tasks, N rows, V values, K dense columns, X all inputs side by side."""
+Shape suffixes: T tasks, N rows, V values, K dense columns, X all inputs side by side"""
 
 from dataclasses import dataclass
 

@@ -23,7 +23,6 @@ from gmeta.distributed.sharded_learner import DistributedLearner
 from gmeta.errors import GMetaError, NotWrittenError
 from gmeta.platform.files.checksums import FileChecksum, describe_file
 from gmeta.platform.internals import ShardedTensor, empty_like_sharded
-from gmeta.runs.checkpoints.choice import tied_config
 from gmeta.runs.checkpoints.index import read_index
 from gmeta.runs.checkpoints.integrity import describe_failure, translate_damage
 from gmeta.runs.checkpoints.lineage import Lineage, lineage_to_json
@@ -35,6 +34,7 @@ from gmeta.runs.checkpoints.progress_file import (
     format_progress,
 )
 from gmeta.runs.checkpoints.run_mirror import RunMirror
+from gmeta.runs.checkpoints.selected_checkpoint import tied_config
 from gmeta.runs.run_folder import checkpoint_name, list_checkpoints
 from gmeta.runs.run_progress import RunProgress
 from metaio.format.atomic_folder import flush_to_disk

@@ -6,7 +6,6 @@ from typing import Any
 
 from gmeta.config.train_config import ADAGRADS, OuterConfig, RunConfig, TrainConfig
 from gmeta.errors import ConfigError, UserError
-from gmeta.runs.checkpoints.choice import check_config, named_checkpoint
 from gmeta.runs.checkpoints.lineage import (
     Lineage,
     TrainedIncrement,
@@ -15,6 +14,7 @@ from gmeta.runs.checkpoints.lineage import (
 )
 from gmeta.runs.checkpoints.progress_file import read_about, read_progress
 from gmeta.runs.checkpoints.resume import find_changed_optimizer_keys
+from gmeta.runs.checkpoints.selected_checkpoint import check_config, named_checkpoint
 from gmeta.runs.early_stop import EarlyStop, make_early_stop
 from gmeta.runs.run_folder import RunFolder, list_checkpoints
 from metaio.format.dataset import Dataset

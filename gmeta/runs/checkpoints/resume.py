@@ -7,8 +7,8 @@ from typing import Any
 from gmeta.config.train_config import DataConfig, OuterConfig, RunConfig, TrainConfig
 from gmeta.errors import UserError
 from gmeta.metrics.catalogue import label_of
-from gmeta.runs.checkpoints.choice import check_config, named_checkpoint
 from gmeta.runs.checkpoints.progress_file import read_progress
+from gmeta.runs.checkpoints.selected_checkpoint import check_config, named_checkpoint
 from gmeta.runs.early_stop import make_early_stop, make_scoring
 from gmeta.runs.run_folder import CONFIG_FILE, RunFolder
 from metaio.format.dataset import Dataset

@@ -17,7 +17,8 @@ from gmeta.serving.exported_folder import (
     new_folder,
     read_config,
 )
-from gmeta.serving.formats.program_export import (
+from gmeta.serving.formats.program_inputs import is_program, write_inputs
+from gmeta.serving.formats.torch_onnx_export import (
     ADAPTED_FILE,
     FORWARD_FILE,
     ONNX_FILE,
@@ -28,7 +29,6 @@ from gmeta.serving.formats.program_export import (
     forward_shapes,
     write_onnx,
 )
-from gmeta.serving.formats.program_inputs import is_program, write_inputs
 from gmeta.serving.formats.triton_repository import MODEL_FOLDER, is_repository, write_repository
 from gmeta.serving.model_loader import load
 from gmeta.serving.served_model import ServedModel

@@ -23,9 +23,9 @@ from gmeta.access.address import check_free, split_address
 from gmeta.access.log import configure_logging, event
 from gmeta.errors import GMetaError
 from gmeta.serving.channel.load_failure import RETRY_S
-from gmeta.serving.server.model_loading import model_folder
 from gmeta.serving.server.serve_config import ServeConfig
 from gmeta.serving.server.server_metrics import MULTIPROCESS_DIR
+from gmeta.serving.server.version_loader import model_folder
 from gmeta_keys.stop_flag import StopFlag, stop_signals
 from metaio.format.atomic_folder import open_temporary_folder
 

@@ -20,12 +20,12 @@ from gmeta.serving.server.grpc_service import SERVICE_NAME, inference_handler
 from gmeta.serving.server.http_app import http_app
 from gmeta.serving.server.http_connection import http_server, reload_certificates
 from gmeta.serving.server.inference_service import InferenceService
-from gmeta.serving.server.model_loading import load_version
 from gmeta.serving.server.serve_config import ServeConfig
 from gmeta.serving.server.server_metrics import ServerMetrics, share_metrics
 from gmeta.serving.server.shared_support import SharedSupport
 from gmeta.serving.server.task_cache import TaskCache
 from gmeta.serving.server.tracing import tracing_from_environment
+from gmeta.serving.server.version_loader import load_version
 from gmeta_keys.stop_flag import stop_signals
 
 BACKLOG = 1024

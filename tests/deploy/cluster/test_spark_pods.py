@@ -8,8 +8,8 @@ from pathlib import Path
 import pyarrow.parquet as pq
 import pytest
 
+from metaio.prepare.engines.local import prepare
 from metaio.prepare.job import PrepareOptions
-from metaio.prepare.local import prepare
 from metaio.prepare.schema.schema_file import load_schema
 from tests.deploy.cluster.cluster import Cluster, running
 from tests.deploy.network import NoNamespacesError

@@ -9,9 +9,15 @@ import torch
 from gmeta.config.sharding import ShardingConfig
 from gmeta.config.train_config import OuterConfig, TrainConfig
 from gmeta.distributed.cluster_spec import Cluster, Speeds
-from gmeta.distributed.estimate import RESERVED, ShardingEstimate, StepWork, estimate, suggest_fits
 from gmeta.distributed.exchange.planning import Routes, Shard
 from gmeta.distributed.exchange.wire import KINDS
+from gmeta.distributed.sharding_estimate import (
+    RESERVED,
+    ShardingEstimate,
+    StepWork,
+    estimate,
+    suggest_fits,
+)
 from gmeta.distributed.sharding_plan import describe_plan, merge_plans, plan_on
 from gmeta.distributed.unsharded import make_unsharded_tables
 from gmeta_models.model_config import ModelConfig

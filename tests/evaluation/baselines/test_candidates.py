@@ -26,7 +26,7 @@ from gmeta.metrics.catalogue import Scoring
 from gmeta.metrics.scores import split_terms
 from gmeta.runs.early_stop import make_early_stop
 from metaio import Dataset, open_dataset
-from metaio.prepare.local import prepare
+from metaio.prepare.engines.local import prepare
 from metaio.prepare.schema.schema_file import parse_schema
 from tests.support.commands import SMALL_MODEL, evaluate, gmeta, write_config
 

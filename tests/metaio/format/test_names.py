@@ -9,7 +9,7 @@ from typer.testing import CliRunner
 from gmeta.cli.main import app
 from metaio import DataError, FormatError, SchemaError, open_dataset
 from metaio.format.names import is_name, is_path_below
-from metaio.prepare.local import prepare
+from metaio.prepare.engines.local import prepare
 from metaio.prepare.schema.schema_file import parse_schema
 from tests.metaio.conftest import WriteFn, make_rows
 from tests.metaio.format.test_format import rewrite_manifest

@@ -10,7 +10,7 @@ import pytest
 
 from metaio import open_dataset
 from metaio.format.inspection import find_damage, summarise
-from metaio.prepare.local import prepare
+from metaio.prepare.engines.local import prepare
 from metaio.prepare.schema.schema_file import load_schema
 from tests.metaio.damage import whole_content
 

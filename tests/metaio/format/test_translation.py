@@ -15,8 +15,8 @@ from metaio import DataError, Dataset, FormatError, open_dataset
 from metaio.format.manifest import canonical_json, xxh3_hex
 from metaio.format.shard_writer import make_file_entry
 from metaio.format.translation import translate_dataset
+from metaio.prepare.engines.local import prepare
 from metaio.prepare.job import PrepareOptions
-from metaio.prepare.local import prepare
 from metaio.prepare.schema.schema_file import parse_schema
 from metaio.recipes.synthetic import SyntheticConfig, prepare_synthetic
 from tests.metaio.conftest import whole_split

@@ -17,8 +17,8 @@ import pytest
 
 from metaio import DataError, open_dataset
 from metaio.errors import AccessError
+from metaio.prepare.engines.local import prepare
 from metaio.prepare.job import PrepareOptions
-from metaio.prepare.local import prepare
 from metaio.prepare.schema.schema_file import parse_schema
 from metaio.prepare.source.input_files import expand_inputs
 from tests.metaio.prepare.test_local import changed, raw_table

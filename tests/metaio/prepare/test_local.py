@@ -14,9 +14,9 @@ import pytest
 
 from metaio import DataError, Dataset, open_dataset
 from metaio.errors import UrlError
+from metaio.prepare.engines.local import prepare
 from metaio.prepare.episodes.vocabulary import TextIndex
 from metaio.prepare.job import PrepareOptions
-from metaio.prepare.local import prepare
 from metaio.prepare.schema.schema import Schema
 from metaio.prepare.schema.schema_file import parse_schema
 from tests.metaio.conftest import Episode, episodes_of_batch, whole_split

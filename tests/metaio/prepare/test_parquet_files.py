@@ -12,7 +12,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from metaio import DataError, open_dataset
-from metaio.prepare.local import prepare
+from metaio.prepare.engines.local import prepare
 from metaio.prepare.schema.schema_file import parse_schema
 from metaio.prepare.source import parquet_files
 from metaio.prepare.source.source import DuckSource

@@ -12,9 +12,9 @@ import pyarrow.parquet as pq
 import pytest
 
 from metaio import DataError, Dataset, SchemaError, open_dataset
+from metaio.prepare.engines.local import prepare
 from metaio.prepare.episodes.splits import WindowSearch
 from metaio.prepare.job import PrepareOptions
-from metaio.prepare.local import prepare
 from metaio.prepare.schema.schema_file import parse_schema
 from tests.metaio.conftest import whole_split
 

@@ -14,6 +14,7 @@ from metaio import Dataset, open_dataset
 from metaio.errors import SchemaError
 from metaio.format.inspection import find_damage
 from metaio.format.manifest import encode_manifest
+from metaio.prepare.engines.local import prepare
 from metaio.prepare.episodes.raw_ids import (
     describe_missing_ids,
     find_item_feature,
@@ -21,7 +22,6 @@ from metaio.prepare.episodes.raw_ids import (
     read_raw_tasks,
     with_raw_ids,
 )
-from metaio.prepare.local import prepare
 from metaio.prepare.schema.schema_file import parse_schema
 
 SCHEMA: dict[str, Any] = {

@@ -12,8 +12,8 @@ import pyarrow.parquet as pq
 import pytest
 
 from metaio import DataError, open_dataset
+from metaio.prepare.engines.local import prepare
 from metaio.prepare.job import PrepareOptions
-from metaio.prepare.local import prepare
 from metaio.prepare.schema.schema_file import parse_schema
 from tests.metaio.conftest import whole_split
 from tests.metaio.prepare.test_local import BASE, raw_table

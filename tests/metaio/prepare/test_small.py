@@ -11,8 +11,8 @@ import pytest
 from metaio import BatchReader, DataError, Features, open_dataset
 from metaio.format.inspection import find_damage, summarise
 from metaio.format.inspection_chart import draw_summaries
+from metaio.prepare.engines.local import prepare
 from metaio.prepare.job import PrepareOptions
-from metaio.prepare.local import prepare
 from metaio.prepare.schema.schema_file import parse_schema
 from tests.metaio.conftest import FEATURES, WriteFn, episodes_of_rows, make_rows, whole_split
 

@@ -12,8 +12,8 @@ import pytest
 
 from metaio import DataError, open_dataset
 from metaio.errors import AccessError, SchemaError
+from metaio.prepare.engines.local import prepare
 from metaio.prepare.job import PrepareOptions
-from metaio.prepare.local import prepare
 from tests.metaio.prepare.test_local import BASE, changed, raw_table
 
 pyspark = pytest.importorskip("pyspark", reason="needs the extra spark")

@@ -16,8 +16,8 @@ import pytest
 
 from gmeta.cli.commands.prepare_spark import prepare_on_spark
 from gmeta.errors import UserError
+from metaio.prepare.engines.local import prepare
 from metaio.prepare.job import PrepareOptions
-from metaio.prepare.local import prepare
 from metaio.prepare.schema.schema_file import load_schema, parse_schema
 from tests.antdt.faults.service_process import free_port
 from tests.metaio.prepare.test_local import raw_table

@@ -15,11 +15,11 @@ import pytest
 
 from metaio import open_dataset
 from metaio.errors import AccessError, NoDatasetError
-from metaio.prepare import local
+from metaio.prepare.engines import local as local
 from metaio.prepare.engines import spark
+from metaio.prepare.engines.local import prepare
 from metaio.prepare.engines.spark_batches import KEYED
 from metaio.prepare.job import Job, PrepareOptions
-from metaio.prepare.local import prepare
 from tests.metaio.prepare.test_local import changed, raw_table
 
 pytest.importorskip("pyspark", reason="needs the extra spark")

@@ -11,8 +11,8 @@ import pyarrow.parquet as pq
 import pytest
 
 from metaio import DataError, Dataset, open_dataset
+from metaio.prepare.engines.local import prepare
 from metaio.prepare.job import PrepareOptions
-from metaio.prepare.local import prepare
 from metaio.prepare.schema.schema_file import parse_schema
 from tests.metaio.conftest import whole_split
 

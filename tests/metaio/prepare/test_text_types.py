@@ -11,7 +11,7 @@ import pytest
 
 from metaio import DataError, Dataset, open_dataset
 from metaio.format.layout import VOCABULARY_FOLDER
-from metaio.prepare.local import prepare
+from metaio.prepare.engines.local import prepare
 from metaio.prepare.schema.schema_file import parse_schema
 
 GUESSED_FROM = 30_000  # more rows than DuckDB looks at

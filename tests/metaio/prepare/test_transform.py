@@ -12,7 +12,7 @@ import pytest
 
 from metaio import Dataset, open_dataset
 from metaio.errors import DataError, MetaIOError, SchemaError
-from metaio.prepare.local import prepare
+from metaio.prepare.engines.local import prepare
 from metaio.prepare.schema.schema_file import parse_schema
 from tests.metaio.stream.logs import append, log, schema
 

@@ -16,8 +16,8 @@ from gmeta.evaluation.report.learning_curves import make_learning_curves
 from gmeta.metrics.catalogue import Scoring
 from gmeta.platform.files.checked_json import json_object
 from gmeta.platform.files.checksums import FileChecksum
-from gmeta.runs.checkpoints.choice import check_config, tied_config
 from gmeta.runs.checkpoints.progress_file import format_progress, read_about
+from gmeta.runs.checkpoints.selected_checkpoint import check_config, tied_config
 from gmeta.runs.run_folder import RunFolder, create_run_folder, truncate_metrics
 from gmeta.runs.run_progress import RunProgress
 from metaio.format.manifest import canonical_json, xxh3_hex

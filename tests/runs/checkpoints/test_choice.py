@@ -8,8 +8,8 @@ import pytest
 
 from gmeta.config.inputs import SupportFeaturesConfig
 from gmeta.errors import GMetaError
-from gmeta.runs.checkpoints.choice import check_config
 from gmeta.runs.checkpoints.progress_file import read_about
+from gmeta.runs.checkpoints.selected_checkpoint import check_config
 from gmeta.runs.run_folder import RunFolder
 from tests.support.commands import SMALL_MODEL, gmeta
 from tests.support.sealed import seal

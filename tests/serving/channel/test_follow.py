@@ -24,7 +24,7 @@ from gmeta.serving.channel.channel import Channel
 from gmeta.serving.channel.follower import load_current
 from gmeta.serving.channel.version_cache import CACHE_VARIABLE
 from gmeta.serving.channel.version_packing import pack
-from gmeta.serving.server.model_loading import load_version
+from gmeta.serving.server.version_loader import load_version
 from tests.serving.channel.models import Model
 from tests.serving.server.serving import get, post, request_of, service_of, values
 from tests.support.full_disk import files_of_at_most

@@ -20,7 +20,8 @@ from gmeta.config.inputs import ItemFeaturesConfig, SupportFeaturesConfig
 from gmeta.errors import GMetaError, UserError
 from gmeta.losses import objectives
 from gmeta.serving.formats import program_export as programs
-from gmeta.serving.formats.program_export import (
+from gmeta.serving.formats.program_modules import QUERY, SUPPORT, AdaptAndPredict, UnadaptedForward
+from gmeta.serving.formats.torch_onnx_export import (
     Example,
     draw_rows,
     export_adapted,
@@ -28,7 +29,6 @@ from gmeta.serving.formats.program_export import (
     select_labels,
     write_onnx,
 )
-from gmeta.serving.formats.program_modules import QUERY, SUPPORT, AdaptAndPredict, UnadaptedForward
 from gmeta.serving.served_model import ServedModel
 from gmeta_models import MODELS
 from gmeta_models.inputs import RowInputs

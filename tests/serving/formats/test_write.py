@@ -82,7 +82,7 @@ def test_onnx_without_its_packages_is_told_before_anything_is_done(
 ) -> None:
     found = util.find_spec
     monkeypatch.setattr(
-        "gmeta.serving.formats.program_export.find_spec",
+        "gmeta.serving.formats.torch_onnx_export.find_spec",
         lambda name: None if name == "onnx" else found(name),
     )
     with pytest.raises(UserError) as caught:

@@ -18,12 +18,12 @@ import pyarrow as pa
 from gmeta.serving.server.access import ServerAccess
 from gmeta.serving.server.http_app import http_app
 from gmeta.serving.server.inference_service import InferenceService
-from gmeta.serving.server.model_loading import load_version
 from gmeta.serving.server.serve_config import ServeConfig
 from gmeta.serving.server.server_metrics import ServerMetrics
 from gmeta.serving.server.shared_support import SharedSupport
 from gmeta.serving.server.task_cache import TaskCache
 from gmeta.serving.server.tracing import Tracing
+from gmeta.serving.server.version_loader import load_version
 from tests.support.commands import environment
 from tests.support.forked import ForkedProcess, Task, forked
 from tests.support.waiting import wait_until

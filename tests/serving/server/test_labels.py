@@ -16,7 +16,7 @@ import gmeta
 from gmeta.errors import UserError
 from gmeta.serving.exported_folder import read_config
 from gmeta.serving.server.inference_service import InferenceService
-from gmeta.serving.server.model_loading import load_version
+from gmeta.serving.server.version_loader import load_version
 from gmeta.serving.server.versions import check_successor
 from gmeta_protos.inference.v2 import open_inference_pb2 as pb
 from tests.serving.server.serving import get, post, service_of, tensor

@@ -30,7 +30,7 @@ from gmeta.evaluation.report.evaluated_runs import EvaluatedRun
 from gmeta.evaluation.report.report_files import write_report
 from gmeta.metrics.catalogue import Scoring
 from gmeta.metrics.scored_label import ScoredLabel
-from gmeta.runs.checkpoints.choice import best_not_kept
+from gmeta.runs.checkpoints.selected_checkpoint import best_not_kept
 from gmeta.runs.chosen_adaptation import CHOSEN_ADAPTATION_FILE, write_chosen_adaptation
 from gmeta.runs.run_folder import RunFolder
 from metaio.format.dataset import Dataset

@@ -4,7 +4,7 @@ from pathlib import Path
 
 from gmeta.cli.commands.console import make_console, print_result, size_text
 from gmeta.cli.commands.work.next_version import describe_version, export_since
-from gmeta.runs.checkpoints.choice import best_not_kept
+from gmeta.runs.checkpoints.selected_checkpoint import best_not_kept
 from gmeta.runs.chosen_adaptation import CHOSEN_ADAPTATION_FILE
 from gmeta.runs.run_folder import RunFolder
 from gmeta.serving.export import export_run

@@ -4,8 +4,8 @@ from gmeta.cli.capacity import Capacity, plan_capacity
 from gmeta.cli.commands.console import make_console, make_table, print_result, show_table
 from gmeta.config.train_config import TrainConfig
 from gmeta.distributed.cluster_spec import CapacityOverrides, Cluster, Speeds
-from gmeta.distributed.estimate import RESERVED
 from gmeta.distributed.ranks import quieten
+from gmeta.distributed.sharding_estimate import RESERVED
 
 
 def show_plan(

@@ -6,7 +6,7 @@ from typing import Any
 from gmeta.cli.commands.work.shared_error import report_once
 from gmeta.distributed.ranks import Ranks, explain_lost_peers, start_ranks, stop_ranks
 from gmeta.distributed.stopping import end_with_agent
-from gmeta.runs.alike import check_alike
+from gmeta.runs.rank_agreement import check_alike
 
 
 def run_as_rank(

@@ -8,8 +8,8 @@ from gmeta.cli.commands.work.rank_process import run_as_rank
 from gmeta.config.train_config import TrainConfig
 from gmeta.distributed.launch import restarts
 from gmeta.distributed.ranks import Ranks
-from gmeta.runs.checkpoints.choice import best_not_kept
 from gmeta.runs.checkpoints.run_mirror import check_new_mirror
+from gmeta.runs.checkpoints.selected_checkpoint import best_not_kept
 from gmeta.runs.run_folder import CONFIG_FILE, RunFolder
 from gmeta.train import train
 

@@ -9,7 +9,7 @@ from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING
 
 from gmeta.errors import UserError
-from gmeta.pipeline.day import Day
+from gmeta.pipeline.increment_outcome import Day
 from gmeta.pipeline.stage_outcome import ENDED_FILE, FROZEN_FILE
 from gmeta.platform.files.checked_json import json_object, read_json
 from gmeta.runs.run_folder import PREQUENTIAL_FILE

@@ -39,7 +39,7 @@ NAMED_METRICS: Registry[Metric] = Registry(
     KEY,
     "gmeta.metrics",
     {},
-    "a value of gmeta.metrics.own.Metric",
+    "a value of gmeta.metrics.custom_metrics.Metric",
     lambda found: isinstance(found, Metric),
 )
 
