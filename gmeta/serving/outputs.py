@@ -24,7 +24,9 @@ class Output(NamedTuple):
 
     def values_N(self, predictions: Values) -> Values:
         """Return this output's values among the predictions of all labels."""
-        return predictions if self.label_index is None else predictions[:, self.label_index]  # type: ignore[index, no-any-return]
+        if self.label_index is None:
+            return predictions
+        return predictions[:, self.label_index]  # type: ignore[index, no-any-return]
 
 
 def list_outputs(config: ExportedConfig) -> tuple[Output, ...]:

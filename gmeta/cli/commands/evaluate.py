@@ -95,8 +95,7 @@ def evaluate(
     fine-tuned at its best rate. Writes evaluation.json, a self-contained report.html, its pictures
     and the predictions; prints a table.
     """
-    out = out or run / "evaluation"
-    check_local("--out", out)
+    check_local("--out", out := out or run / "evaluation")
     sizes = _support_sizes(support_sizes)
     roots = [run, *(against or [])]
     configs = [RunFolder(root).read_config() for root in roots]
@@ -105,13 +104,7 @@ def evaluate(
         foreign = custom_names(each.evaluation.metrics)
         check_trusted(root, foreign, RunFolder(root).read_environment())
     _check_comparable(roots, configs, label)
-    if out.exists() and not out.is_dir():
-        raise UserError(f"--out = {str(out)!r} is a file: a folder is needed. Choose another")
-    # The folder may not exist yet: the nearest folder above it must be writable.
-    place = next(each for each in (out, *out.parents) if each.exists())
-    # Reported now, not after minutes of scoring.
-    if not os.access(place, os.W_OK):
-        raise UserError(f"{place} cannot be written: name another folder for the report by --out")
+    _check_writable(out)
     config, overrides = configs[0], overrides or []
     _check_overrides(run, config.algorithm.name, overrides)
     chosen = overridden(config, overrides)
@@ -133,6 +126,17 @@ def evaluate(
         from gmeta.cli.commands.work.evaluation_rank import EvaluateOptions, evaluate_on_rank
     options = EvaluateOptions(splits or [], overrides, item_column, trees, draws, sizes, on, label)
     evaluate_on_rank(roots, options, out, config)
+
+
+def _check_writable(out: Path) -> None:
+    """Raise UserError where the report's folder cannot be made or written."""
+    if out.exists() and not out.is_dir():
+        raise UserError(f"--out = {str(out)!r} is a file: a folder is needed. Choose another")
+    # The folder may not exist yet: the nearest folder above it must be writable.
+    place = next(each for each in (out, *out.parents) if each.exists())
+    # Reported now, not after minutes of scoring.
+    if not os.access(place, os.W_OK):
+        raise UserError(f"{place} cannot be written: name another folder for the report by --out")
 
 
 def _support_sizes(text: str) -> tuple[int, ...]:

@@ -5,6 +5,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from rich.console import Console
+
 from gmeta.cli.commands.console import make_console, print_result, show_progress, show_table
 from gmeta.cli.commands.work.rank_process import run_as_rank
 from gmeta.config.algorithm import PLAIN
@@ -27,7 +29,7 @@ from gmeta.evaluation.evaluate import (
 )
 from gmeta.evaluation.report.console_table import make_console_table
 from gmeta.evaluation.report.evaluated_runs import EvaluatedRun
-from gmeta.evaluation.report.report_files import write_report
+from gmeta.evaluation.report.report_files import ReportPaths, write_report
 from gmeta.metrics.catalogue import Scoring
 from gmeta.metrics.scored_label import ScoredLabel
 from gmeta.runs.checkpoints.selected_checkpoint import best_not_kept
@@ -144,18 +146,22 @@ def evaluate_on_rank(
             )
             for root, each in zip(roots, evaluated, strict=True):
                 _save_choice(root, each)
-            # As in the file, where an undefined number is null.
-            evaluation = json.loads(Path(paths.evaluation_json).read_text())
-            print_result(report=paths.html, evaluation=evaluation)
-            for line in filter(None, (best_not_kept(RunFolder(root)) for root in roots)):
-                make_console(stderr=True).print(line)
-            console.print(f"report: {paths.html}   figures: {paths.evaluation_json}")
+            _print_outcome(roots, paths, console)
 
     # A run that was trained on a GPU may be evaluated where there is none.
     device = "cpu" if config.run.device == "cpu" else "auto"
     configs = [RunFolder(root).read_config().digest for root in roots]
     shared_options = {**vars(options), "the config of each RUN": configs}
     run_as_rank(device, config.run.collective_timeout_s, shared_options, work)
+
+
+def _print_outcome(roots: list[Path], paths: ReportPaths, console: Console) -> None:
+    # As in the file, where an undefined number is null.
+    evaluation = json.loads(Path(paths.evaluation_json).read_text())
+    print_result(report=paths.html, evaluation=evaluation)
+    for line in filter(None, (best_not_kept(RunFolder(root)) for root in roots)):
+        make_console(stderr=True).print(line)
+    console.print(f"report: {paths.html}   figures: {paths.evaluation_json}")
 
 
 def _save_choice(root: Path, run: EvaluatedRun) -> None:
