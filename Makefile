@@ -60,8 +60,7 @@ demo-stream: $(VENV)/.installed
 	$(BIN)/gmeta inspect runs/demo-stream/channel
 
 protos: setup
-	$(BIN)/python -m grpc_tools.protoc -Igmeta_protos=protos --python_out=protos --grpc_python_out=protos gmeta_protos/antdt/v1/shard_service.proto \
-		gmeta_protos/inference/v2/open_inference.proto
+	$(BIN)/python -m tests.support.generated_stubs
 
 # The reference of all config keys, of the code; a test compares them.
 config-page: setup

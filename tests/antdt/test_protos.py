@@ -1,17 +1,14 @@
 """The generated code is what `make protos` makes, and the proto keeps the rules that keep it
 extensible."""
 
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 from google.protobuf import descriptor as pb
 
 from gmeta_protos.antdt.v1 import shard_service_pb2 as wire
+from tests.support.generated_stubs import PROTOS, generate_stubs
 
-ROOT = Path(__file__).parents[2]
-CODE = Path("gmeta_protos/antdt/v1")
 FILE = wire.DESCRIPTOR
 SERVICE = FILE.services_by_name["ShardService"]
 
@@ -29,18 +26,18 @@ def all_enums() -> list[pb.EnumDescriptor]:
 
 def test_committed_code_is_what_the_generator_makes(tmp_path: Path) -> None:
     pytest.importorskip("grpc_tools", reason="the generator is a development dependency")
-    command = [sys.executable, "-m", "grpc_tools.protoc", "-Igmeta_protos=protos"]
-    command.append(f"{CODE}/shard_service.proto")
-    outputs = [f"--{kind}_out={tmp_path}" for kind in ("python", "grpc_python")]
-    subprocess.run([*command, *outputs], cwd=ROOT, check=True)
-    made = sorted((tmp_path / CODE).iterdir())
-    assert [file.name for file in made] == [
-        "shard_service_pb2.py",
-        "shard_service_pb2_grpc.py",
+    made = generate_stubs(tmp_path, tmp_path / "scratch")
+    names = [str(file.relative_to(tmp_path)) for file in made]
+    assert names == [
+        "gmeta_protos/antdt/v1/shard_service_pb2.py",
+        "gmeta_protos/antdt/v1/shard_service_pb2_grpc.py",
+        "gmeta_protos/inference/v2/open_inference_pb2.py",
+        "gmeta_protos/inference/v2/open_inference_pb2_grpc.py",
     ]
-    for file in made:
-        committed = ROOT / "protos" / CODE / file.name
-        assert committed.read_text() == file.read_text(), f"{committed} is stale. Run: make protos"
+    for name in names:
+        committed = PROTOS / name
+        made_text = (tmp_path / name).read_text()
+        assert committed.read_text() == made_text, f"{committed} is stale. Run: make protos"
 
 
 def test_package_is_versioned() -> None:

@@ -26,7 +26,11 @@ from gmeta_protos.inference.v2 import open_inference_pb2 as pb
 if TYPE_CHECKING:
     from gmeta.serving.server.inference_service import InferenceService
 
-SERVICE_NAME = pb.DESCRIPTOR.services_by_name["GRPCInferenceService"].full_name
+# Our messages have a package of their own: in one process with another client of the protocol, both
+# would have the same names. On the wire the protocol's names are used.
+_OWN_PREFIX = "gmeta."
+_SERVICE = pb.DESCRIPTOR.services_by_name["GRPCInferenceService"]
+SERVICE_NAME = _SERVICE.full_name.removeprefix(_OWN_PREFIX)
 _LARGE_BYTES = 256 << 10  # a larger request is parsed in a thread
 
 
@@ -34,7 +38,7 @@ def inference_handler(service: InferenceService, certificates: bool) -> Any:
     """Return the protocol's RPCs as a handler; `certificates`: the handshake demands them."""
     servicer = _InferenceServicer(service, certificates)
     handlers = {}
-    for method in pb.DESCRIPTOR.services_by_name["GRPCInferenceService"].methods:
+    for method in _SERVICE.methods:
         kinds = getattr(pb, method.input_type.name), getattr(pb, method.output_type.name)
         respond = _parse_request(kinds[0], getattr(servicer, method.name))
         # Parsed by our code: gRPC itself answers bad bytes with UNKNOWN and an exception's name.
@@ -42,6 +46,27 @@ def inference_handler(service: InferenceService, certificates: bool) -> Any:
             respond, request_deserializer=None, response_serializer=kinds[1].SerializeToString
         )
     return grpc.method_handlers_generic_handler(SERVICE_NAME, handlers)
+
+
+class UnknownCalls(grpc.GenericRpcHandler):  # type: ignore[misc]
+    """Refuses in a line the calls that no handler before it knows: Triton's own, and typing errors.
+
+    gRPC's own answer says only that a method was not found.
+    """
+
+    def service(self, details: Any) -> Any:
+        """Return a handler that refuses the call, whatever is sent."""
+        known = ", ".join(method.name for method in _SERVICE.methods)
+
+        async def refuse(requests: Any, context: Any) -> None:
+            await context.abort(
+                grpc.StatusCode.UNIMPLEMENTED,
+                f"call {details.method!r:.80} is not answered; {SERVICE_NAME} has {known}. Call "
+                "one of these",
+            )
+
+        # Of streams: a caller of any kind is refused before it has sent a message.
+        return grpc.stream_stream_rpc_method_handler(refuse)
 
 
 def _parse_request(
@@ -52,7 +77,8 @@ def _parse_request(
             try:
                 request = kind.FromString(content)
             except DecodeError:
-                message = f"the call's message is no {kind.DESCRIPTOR.full_name}. Send one"
+                name = kind.DESCRIPTOR.full_name.removeprefix(_OWN_PREFIX)
+                message = f"the call's message is no {name}. Send one"
                 await context.abort(grpc.StatusCode.INVALID_ARGUMENT, message)
             return await respond(request, context)
         except grpc.aio.AbortError as error:

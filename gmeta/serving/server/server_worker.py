@@ -16,7 +16,7 @@ from gmeta.access.credentials import ServerTls, take_port
 from gmeta.access.log import event
 from gmeta.platform.numerics import keep_freed_memory
 from gmeta.serving.server.access import ServerAccess
-from gmeta.serving.server.grpc_service import SERVICE_NAME, inference_handler
+from gmeta.serving.server.grpc_service import SERVICE_NAME, UnknownCalls, inference_handler
 from gmeta.serving.server.http_app import http_app
 from gmeta.serving.server.http_connection import http_server, reload_certificates
 from gmeta.serving.server.inference_service import InferenceService
@@ -161,6 +161,7 @@ async def _grpc_server(
     server.add_generic_rpc_handlers((inference_handler(service, certificates),))
     checks = health.aio.HealthServicer()
     health_pb2_grpc.add_HealthServicer_to_server(checks, server)
+    server.add_generic_rpc_handlers((UnknownCalls(),))  # the last that is asked
     for name in ("", SERVICE_NAME):
         await checks.set(name, health_pb2.HealthCheckResponse.SERVING)
     try:

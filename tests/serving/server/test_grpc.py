@@ -1,8 +1,6 @@
 """The protocol over gRPC: its messages are the published ones, its answers those of HTTP."""
 
 import asyncio
-import subprocess
-import sys
 import weakref
 from collections.abc import Awaitable, Callable
 from pathlib import Path
@@ -12,6 +10,7 @@ from typing import Any, TypeVar
 import grpc
 import numpy as np
 import pytest
+from google.protobuf.descriptor import Descriptor
 from google.protobuf.message import DecodeError
 
 from gmeta.access.auth import Tokens
@@ -25,11 +24,10 @@ from gmeta_protos.inference.v2 import open_inference_pb2 as pb
 from gmeta_protos.inference.v2 import open_inference_pb2_grpc as pb_grpc
 from tests.serving.server.serving import request_of, service_of
 from tests.serving.server.test_http import make_tokens
+from tests.serving.server.test_published import RPCS
 from tests.support.exported import random_rows
 
 T = TypeVar("T")
-ROOT = Path(__file__).parents[3]
-CODE = Path("gmeta_protos/inference/v2")
 QUERY = random_rows(6, seed=2)
 SUPPORT = random_rows(9, seed=1)
 
@@ -202,58 +200,31 @@ def test_a_token_has_a_role(exported: Path, tmp_path: Path) -> None:
     }
 
 
-def test_committed_code_is_what_the_generator_makes(tmp_path: Path) -> None:
-    pytest.importorskip("grpc_tools", reason="the generator is a development dependency")
-    command = [sys.executable, "-m", "grpc_tools.protoc", "-Igmeta_protos=protos"]
-    command.append(f"{CODE}/open_inference.proto")
-    outputs = [f"--{kind}_out={tmp_path}" for kind in ("python", "grpc_python")]
-    subprocess.run([*command, *outputs], cwd=ROOT, check=True)
-    made = sorted((tmp_path / CODE).iterdir())
-    assert [file.name for file in made] == ["open_inference_pb2.py", "open_inference_pb2_grpc.py"]
-    for file in made:
-        committed = ROOT / "protos" / CODE / file.name
-        assert committed.read_text() == file.read_text(), f"{committed} is stale. Run: make protos"
+def described(module: Any) -> tuple[Any, dict[str, Any]]:
+    """The calls of the protocol and their messages, by the names that travel."""
+    messages: dict[str, Any] = {}
 
+    def describe(message: Descriptor) -> str:
+        name = str(message.full_name).removeprefix("gmeta.")
+        if name not in messages:
+            messages[name] = fields = []
+            for field in message.fields:
+                oneof = field.containing_oneof.name if field.containing_oneof else ""
+                inner = describe(field.message_type) if field.message_type else ""
+                repeated = field.is_repeated
+                fields.append((field.name, field.number, field.type, repeated, oneof, inner))
+        return name
 
-# The client's messages have the same full names: both cannot be in one process.
-DESCRIBE = """
-import json, sys
-from {module} import {file} as pb
-pool, seen = pb.DESCRIPTOR.pool, {{}}
-def describe(message):
-    if message.full_name in seen: return
-    seen[message.full_name] = fields = []
-    for field in message.fields:
-        fields.append([field.name, field.number, field.type, field.is_repeated,
-                       field.containing_oneof.name if field.containing_oneof else ""])
-        if field.message_type is not None: describe(field.message_type)
-service = pb.DESCRIPTOR.services_by_name["GRPCInferenceService"]
-wanted = "ServerLive ServerReady ModelReady ServerMetadata ModelMetadata ModelInfer".split()
-rpcs = {{}}
-for name in wanted:
-    method = service.methods_by_name[name]
-    rpcs[name] = [method.input_type.full_name, method.output_type.full_name]
-    describe(method.input_type); describe(method.output_type)
-print(json.dumps([service.full_name, rpcs, seen], sort_keys=True))
-"""
+    methods = module.DESCRIPTOR.services_by_name["GRPCInferenceService"].methods_by_name
+    calls = [(name, methods[name].input_type, methods[name].output_type) for name in RPCS]
+    return [(name, describe(sent), describe(received)) for name, sent, received in calls], messages
 
 
 def test_messages_are_those_of_a_published_client() -> None:
-    pytest.importorskip("tritonclient", reason="the client is a development dependency")
-    told = [
-        subprocess.run(
-            [sys.executable, "-c", DESCRIBE.format(module=module, file=file)],
-            capture_output=True,
-            text=True,
-            check=True,
-        ).stdout
-        for module, file in (
-            ("gmeta_protos.inference.v2", "open_inference_pb2"),
-            ("tritonclient.grpc", "service_pb2"),
-        )
-    ]
-    assert told[0] == told[1]
-    assert "inference.ModelInferRequest" in told[0]
+    triton = pytest.importorskip("tritonclient.grpc", reason="a development dependency")
+    calls, messages = described(pb)
+    assert (calls, messages) == described(triton.service_pb2)
+    assert "inference.ModelInferRequest" in messages
 
 
 @pytest.mark.parametrize("is_message", [True, False])

@@ -111,6 +111,58 @@ def test_a_published_client_is_answered(
     assert "query rows have no column city; they have item." in answer["error"]
 
 
+BOTH_CLIENTS = """
+import grpc, sys
+from importlib import import_module
+for module in sys.argv[2:]:
+    import_module(module)
+import tritonclient.grpc as triton
+from gmeta_protos.inference.v2 import open_inference_pb2 as pb
+from gmeta_protos.inference.v2.open_inference_pb2_grpc import GRPCInferenceServiceStub
+stub = GRPCInferenceServiceStub(grpc.insecure_channel(sys.argv[1]))
+ours = stub.ModelMetadata(pb.ModelMetadataRequest(name="model"))
+theirs = triton.InferenceServerClient(sys.argv[1]).get_model_metadata("model")
+assert ours.SerializeToString() == theirs.SerializeToString()
+print(ours.name)
+"""
+
+
+@pytest.mark.parametrize("ours_first", [True, False])
+def test_our_stubs_and_a_published_client_share_a_process(
+    server: RunningServer, ours_first: bool
+) -> None:
+    pytest.importorskip("tritonclient", reason="the client is a development dependency")
+    modules = ["gmeta_protos.inference.v2.open_inference_pb2_grpc", "tritonclient.grpc"]
+    command = [sys.executable, "-c", BOTH_CLIENTS, f"127.0.0.1:{server.grpc_port}"]
+    result = subprocess.run(
+        [*command, *(modules if ours_first else modules[::-1])],
+        capture_output=True,
+        text=True,
+        timeout=PATIENCE_S,
+        check=False,
+    )
+    assert (result.returncode, result.stdout) == (0, "model\n"), result.stderr
+
+
+def test_calls_of_triton_alone_are_refused_in_a_line(server: RunningServer) -> None:
+    """What perf_analyzer asks for, what streams, and what is of no service of ours."""
+    inference = "inference.GRPCInferenceService"
+    known = "ServerLive, ServerReady, ModelReady, ServerMetadata, ModelMetadata, ModelInfer"
+    with grpc.insecure_channel(f"127.0.0.1:{server.grpc_port}") as channel:
+        for name in ("ModelConfig", "ModelStatistics", "RepositoryIndex", "ModelStreamInfer"):
+            for path in (f"/{inference}/{name}", f"/other.Service/{name}"):
+                # No message is sent: a call of either kind is refused by its name alone.
+                responses = channel.stream_stream(path)(iter(()), timeout=PATIENCE_S)
+                with pytest.raises(grpc.RpcError) as caught:
+                    next(responses)
+                assert caught.value.code() is grpc.StatusCode.UNIMPLEMENTED
+                assert caught.value.details() == (
+                    f"call {path!r} is not answered; {inference} has {known}. Call one of these"
+                )
+        with pytest.raises(grpc.RpcError, match="is not answered"):
+            channel.unary_unary(f"/{inference}/ModelConfig")(b"", timeout=PATIENCE_S)
+
+
 def test_every_worker_knows_a_task_that_one_was_given(
     server: RunningServer, model: ServedModel
 ) -> None:

@@ -9,6 +9,7 @@ import jsonschema
 import pytest
 from google.protobuf.descriptor import Descriptor, FieldDescriptor
 
+from gmeta.serving.server.grpc_service import SERVICE_NAME
 from gmeta.serving.server.inference_service import InferenceService
 from gmeta_protos.inference.v2 import open_inference_pb2 as pb
 from tests.serving.server.serving import get, post, request_of, tensor
@@ -125,7 +126,7 @@ def test_messages_and_calls_are_the_published_ones() -> None:
     for message in pb.DESCRIPTOR.message_types_by_name.values():
         gather(message)
     assert found == MESSAGES
-    assert pb.DESCRIPTOR.package == "inference"
+    assert SERVICE_NAME == "inference.GRPCInferenceService"
     calls = {
         method.name: (method.input_type.name, method.output_type.name)
         for method in pb.DESCRIPTOR.services_by_name["GRPCInferenceService"].methods
@@ -180,3 +181,17 @@ def test_errors_are_the_published_object(service: InferenceService) -> None:
         answer = get(service, path)
         assert answer.status_code == 404
         check(answer.json(), "error")
+
+
+def test_calls_of_triton_alone_are_refused_in_a_line(service: InferenceService) -> None:
+    model = "/v2/models/model"
+    for ask, path in (
+        (get, f"{model}/config"),
+        (get, f"{model}/versions/{service.loaded.version}/stats"),
+        (lambda service, path: post(service, {}, path), "/v2/repository/index"),
+        (lambda service, path: post(service, {}, path), f"/v2/repository{model[3:]}/load"),
+    ):
+        answer = ask(service, path)
+        assert answer.status_code == 404
+        told = answer.json()["error"]
+        assert f"{path[:80]!r} is not answered: Not Found. See /docs for what is" in told

@@ -1,5 +1,5 @@
 """Calls a server through tritonclient and prints what came back as JSON; in a process of its own,
-as its messages have the names of ours."""
+as gevent changes the sockets of one."""
 
 import json
 import sys
