@@ -1,13 +1,15 @@
 """uvicorn's connections with bounds on a request's head, and the client certificate for the app."""
 
+from __future__ import annotations
+
 import asyncio
 import logging
-import re
 import ssl
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import httptools
 import uvicorn
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
@@ -23,15 +25,59 @@ KEEP_ALIVE_S = 75
 CERTIFICATE, TOO_MANY = "gmeta.certificate", "gmeta.too_many"
 
 _LOOK_EVERY_S = 1.0  # at the files of the certificate
-_UPGRADE = re.compile(rb"^upgrade:", re.IGNORECASE | re.MULTILINE)
+
+
+class _Http11Parser(httptools.HttpRequestParser):
+    """httptools' parser, but a request to upgrade is read as one of HTTP/1.1.
+
+    httptools would drop its body, and Java's own client always asks for HTTP/2.
+    """
+
+    def __init__(self, connection: HttpConnection) -> None:
+        super().__init__(connection)
+        self._connection = connection
+        # As uvicorn sets it for its own.
+        self.set_dangerous_leniencies(lenient_data_after_close=True)
+
+    @property
+    def asks_upgrade(self) -> bool:
+        """Return whether the head that was just read asks for another protocol."""
+        return bool(self.should_upgrade()) and self.get_method() != b"CONNECT"
+
+    def feed_data(self, data: Any) -> None:
+        """Parse what has come; after a head that asks to upgrade, the same head without that."""
+        parser, rest = self, memoryview(data)
+        while len(rest):  # a loop, as one read may bring thousands of such heads
+            try:
+                super(_Http11Parser, parser).feed_data(rest)
+                return
+            except httptools.HttpParserUpgrade as upgrade:
+                if not parser.asks_upgrade:
+                    raise
+                head, rest = parser._render_head(), rest[upgrade.args[0] :]
+                # Another one: after a head that also says `close`, the first reads nothing more.
+                parser = self._connection.parser = _Http11Parser(self._connection)
+                super(_Http11Parser, parser).feed_data(head)
+
+    def _render_head(self) -> bytes:
+        version = self.get_http_version().encode()
+        lines = [b"%s %s HTTP/%s" % (self.get_method(), self._connection.url, version)]
+        headers = self._connection.headers
+        lines += [b"%s: %s" % (name, value) for name, value in headers if name != b"upgrade"]
+        return b"\r\n".join([*lines, b"", b""])
 
 
 class HttpConnection(HttpToolsProtocol):
     """One connection of a client."""
 
+    parser: _Http11Parser
     _head_bytes = 0
-    _in_head, _in_body = True, False
+    _in_head = True
     _head_timer: asyncio.TimerHandle | None = None
+
+    def __init__(self, *args: Any, **settings: Any) -> None:
+        super().__init__(*args, **settings)
+        self.parser = _Http11Parser(self)
 
     def connection_made(self, transport: Any) -> None:
         """Wait for the head of the first request, but not for ever."""
@@ -44,16 +90,11 @@ class HttpConnection(HttpToolsProtocol):
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
-        """Refuse a head that does not end; keep a request to upgrade at HTTP/1.1."""
-        if not self._in_body:
-            # httptools would drop the body of an upgrade, and Java's own client always asks for
-            # HTTP/2.
-            head, end, rest = data.partition(b"\r\n\r\n")
-            # Replaced by as many bytes: no body may end elsewhere than its sender said.
-            data = _UPGRADE.sub(b"ignored:", head) + end + rest
+        """Refuse a head that does not end."""
         super().data_received(data)
         if self._in_head:
-            self._head_bytes += len(data)
+            # Not what came with it of requests before.
+            self._head_bytes += len(data) - max(data.rfind(b"\r\n\r\n"), 0)
             if self._head_bytes > HEAD_BYTES and not self.transport.is_closing():
                 self.send_400_response(f"The head has more than {HEAD_BYTES} bytes. Shorten it.")
 
@@ -66,8 +107,9 @@ class HttpConnection(HttpToolsProtocol):
 
     def on_headers_complete(self) -> None:
         """Leave the body's time and size, and a refusal of too many connections, to the app."""
+        if self.parser.asks_upgrade:
+            return  # the same head comes again, without
         self._refuse_slow_head()
-        self._in_body = True
         # uvicorn's own refusal is no JSON, is not counted, and goes to probes: a busy pod would
         # die.
         most, self.limit_concurrency = self.config.limit_concurrency, None
@@ -77,9 +119,9 @@ class HttpConnection(HttpToolsProtocol):
         super().on_headers_complete()
 
     def on_message_complete(self) -> None:
-        """Await another head."""
-        self._in_body = False
-        super().on_message_complete()
+        """End a request, unless its head comes again."""
+        if not self.parser.asks_upgrade:
+            super().on_message_complete()
 
     def _await_head(self) -> None:
         self._refuse_slow_head()

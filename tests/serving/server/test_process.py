@@ -218,6 +218,30 @@ def test_who_asks_for_another_protocol_is_answered_in_this_one(server: RunningSe
     assert told[2]["id"] == "Upgrade: stays"
 
 
+@pytest.mark.parametrize("pieces", ["pipelined", "split", "bytes"])
+def test_a_body_is_kept_wherever_its_request_to_upgrade_is_cut(
+    server: RunningServer, pieces: str
+) -> None:
+    """Also where a body looks like the header, and behind thousands of such requests."""
+    plain, http2 = "X: y", "Connection: Upgrade\r\nUpgrade: h2c"
+    last, sent = "Connection: upgrade, close\r\nUPGRADE:\twebsocket", b""
+    for place, more in enumerate((plain, http2, last)):
+        body = json.dumps(request_of(QUERY) | {"id": f"{place}\nupgrade: 1"}, indent=1).encode()
+        head = f"POST {INFER} HTTP/1.1\r\nHost: x\r\n{more}\r\nContent-Length: {len(body)}"
+        sent += head.encode() + b"\r\n\r\n" + body
+    many = 2_000 if pieces == "pipelined" else 0
+    sent = f"GET /v2 HTTP/1.1\r\nHost: x\r\n{http2}\r\n\r\n".encode() * many + sent
+    size = {"pipelined": len(sent), "split": len(sent) // 7, "bytes": 1}[pieces]
+    with socket.create_connection(("127.0.0.1", server.port), timeout=PATIENCE_S) as connection:
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        for start in range(0, len(sent), size):
+            connection.sendall(sent[start : start + size])
+        received = b"".join(iter(lambda: connection.recv(1 << 16), b""))
+    assert received.count(b"HTTP/1.1 200 ") == many + 3, received[-1000:]
+    ids = re.findall(rb'"id": "(.)\\nupgrade: 1"', received)
+    assert ids == [b"0", b"1", b"2"]
+
+
 def test_a_worker_that_dies_is_started_again(exported: Path) -> None:
     with running_server(exported, workers=2) as server:
         children = Path(f"/proc/{server.process.pid}/task/{server.process.pid}/children")
