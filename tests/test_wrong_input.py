@@ -36,6 +36,7 @@ from gmeta_models.melu import MeLU
 from metaio import Provenance, open_dataset, write_dataset
 from tests.metaio.conftest import FEATURES, make_rows
 from tests.support.commands import SMALL_MODEL, fresh_gmeta, gmeta, write_config
+from tests.support.refusals import catch_message
 
 # `gmeta` or `fresh_gmeta`: what the libraries say when they are imported is no line of ours.
 Command = Callable[..., CompletedProcess[str]]
@@ -231,9 +232,7 @@ def test_a_place_that_cannot_be_written_is_told_before_anything_is_scored(
     create_run_folder(config_from_dict(described), describe_environment(1, "0" * 32))
     # Of a read-only mount; root may write where permissions forbid it.
     monkeypatch.setattr(os, "access", lambda path, mode: path != tmp_path / "a")
-    with pytest.raises(UserError) as caught:
-        evaluate(tmp_path / "a")
-    assert str(caught.value) == (
+    assert catch_message(UserError, evaluate, tmp_path / "a") == (
         f"{tmp_path / 'a'} cannot be written: name another folder for the report by --out"
     )
 
@@ -311,9 +310,7 @@ IS_URL = (
 def test_a_place_that_cannot_be_written_is_refused_before_any_work(
     work: Callable[[], None], message: str
 ) -> None:
-    with pytest.raises(UserError) as caught:
-        work()
-    assert str(caught.value) == message
+    assert catch_message(UserError, work) == message
 
 
 def test_a_run_lives_on_this_machine(config: Path) -> None:
@@ -326,15 +323,11 @@ def test_what_cannot_be_compared_is_told_before_anything_is_evaluated(tmp_path: 
     for name, loss in (("a", "bce"), ("b", "mse")):
         described = {"outer": {"loss": loss}, "run": {"dir": str(tmp_path / name)}}
         create_run_folder(config_from_dict(described), describe_environment(1, "0" * 32))
-    with pytest.raises(UserError) as caught:
-        evaluate(tmp_path / "a", [tmp_path / "b"])
-    assert str(caught.value) == (
+    assert catch_message(UserError, evaluate, tmp_path / "a", [tmp_path / "b"]) == (
         f"run {tmp_path}/b was trained with loss mse, {tmp_path}/a with bce: their predictions "
         "mean different things. Compare runs of one loss"
     )
-    with pytest.raises(UserError) as caught:
-        evaluate(tmp_path / "a", [tmp_path / "a"])
-    assert str(caught.value) == (
+    assert catch_message(UserError, evaluate, tmp_path / "a", [tmp_path / "a"]) == (
         f"{tmp_path}/a is named twice: a run says nothing beside itself. Leave one out"
     )
     with pytest.raises(UserError) as caught:

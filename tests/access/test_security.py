@@ -40,6 +40,7 @@ from gmeta_protos.antdt.v1 import shard_service_pb2 as pb
 from tests.antdt.driver import FakeClock
 from tests.antdt.pki import Authority, Pair
 from tests.antdt.slow_rate import limits_by_count
+from tests.support.refusals import catch_message
 from tests.support.waiting import PATIENCE_S
 
 TOKENS = {role.value: f"{role.value}-" + "0123456789abcdef" for role in Role}
@@ -355,9 +356,7 @@ def test_token_files_that_cannot_be_meant_are_explained(
 ) -> None:
     for name, text in files.items():
         (tmp_path / name).write_text(text)
-    with pytest.raises(CredentialError) as bad:
-        Tokens(tmp_path)
-    assert str(bad.value) == message.format(folder=tmp_path)
+    assert catch_message(CredentialError, Tokens, tmp_path) == message.format(folder=tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -393,11 +392,9 @@ def test_tokens_without_tls_do_not_leave_this_machine(tokens: Path) -> None:
     ],
 )
 def test_half_of_a_services_tls_is_refused(given: dict[str, Path], missing: str) -> None:
-    with pytest.raises(CredentialError) as half:
-        ServerTls.of(**{"cert": None, "key": None, "client_ca": None, **given})
-    assert str(half.value) == (
-        f"TLS needs a certificate and its key; not given: {missing}. Pass both."
-    )
+    assert catch_message(
+        CredentialError, ServerTls.of, **{"cert": None, "key": None, "client_ca": None, **given}
+    ) == (f"TLS needs a certificate and its key; not given: {missing}. Pass both.")
 
 
 @pytest.mark.parametrize("half", [{"tls_cert": Path("c")}, {"tls_key": Path("c")}])

@@ -23,6 +23,7 @@ from gmeta_models import InputSizes, ModelConfig, RowInputs, build_model
 from metaio.read.batch import TaskBatch
 from tests.adaptation.agreement import HEADS, assert_equals_loop
 from tests.support import reference
+from tests.support.refusals import catch_message
 
 # Those that the loop knows; a test of its own holds any other to one of these.
 ALGORITHMS = ("maml", "fomaml", "anil", "reptile", "metasgd", "none")
@@ -313,9 +314,7 @@ def one_task() -> tuple[TaskBatch, Tensor]:
 def test_a_layer_that_works_on_no_rows_is_refused_by_name() -> None:
     learner = MetaLearner(OverTasks(), AlgorithmConfig(name="maml"), "bce")
     batch, rows_UD = one_task()
-    with pytest.raises(ConfigError) as caught:
-        learner(rows_UD, learner.collate(batch), 1.0)
-    assert str(caught.value) == (
+    assert catch_message(ConfigError, learner, rows_UD, learner.collate(batch), 1.0) == (
         "layer 'layer' works on 1 rows, the tasks have 2: only layers applied row by row can "
         "adapt. Leave it out of algorithm.adapt_layers"
     )
@@ -359,9 +358,7 @@ def test_a_layer_that_is_not_called_as_one_cannot_adapt_and_is_refused_by_name(
     if name == "none":  # adapts in evaluation alone
         del runs["train"]
     for run in runs.values():
-        with pytest.raises(ConfigError) as caught:
-            run()
-        assert str(caught.value) == (
+        assert catch_message(ConfigError, run) == (
             "layer 'below' is not called as layer(x): only layers called so can adapt, and none "
             "whose weight is read alone. Call it so in the model, or leave it out of "
             "algorithm.adapt_layers"
@@ -394,9 +391,7 @@ def test_the_last_bias_has_a_rate_of_its_own_only_where_it_adapts() -> None:
         ModelConfig(name="melu", embedding_dim=4, hidden=(5, 3)), InputSizes(1, 0, 0)
     )
     config = AlgorithmConfig(adapt_layers=("decision.0", "decision.2"), bias_rate=5.0)
-    with pytest.raises(ValueError) as raised:
-        MetaLearner(model, config, "mse")
-    assert str(raised.value) == (
+    assert catch_message(ValueError, MetaLearner, model, config, "mse") == (
         "algorithm.bias_rate = 5.0, but the last layer, decision.4, does not adapt. Add it to "
         "algorithm.adapt_layers, or leave bias_rate at 1"
     )

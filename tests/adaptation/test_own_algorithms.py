@@ -25,6 +25,7 @@ from gmeta_models.decision import DecisionModel
 from gmeta_models.inputs import RowFeatures, RowInputs
 from gmeta_models.melu import MeLU
 from tests.support import reference
+from tests.support.refusals import catch_message
 
 FEATURES = reference.some_features(2, 0, 1)
 TASKS = [(3, 2), (1, 4), (0, 2)]
@@ -81,9 +82,7 @@ def test_reptiles_loss_takes_the_one_rate_that_its_steps_take(
 def test_reptiles_loss_with_rates_that_differ_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     own = Algorithm(reptile_loss_sum, rates=LearnedRates, learns_from="support")
     learner = learner_of(own, monkeypatch)
-    with pytest.raises(ConfigError) as caught:
-        step(learner)
-    assert str(caught.value) == (
+    assert catch_message(ConfigError, step, learner) == (
         "Reptile's loss_sum with LearnedRates: theta - theta_t is its gradient only at one "
         "FixedRates for all that adapts. Leave out the algorithm's rates, or give it a loss_sum "
         "of its own"
@@ -106,9 +105,7 @@ def test_a_loss_that_nothing_can_learn_from_is_told_in_a_line(
         return made(inner_loop.query_loss_sum(adapted, tasks))
 
     learner = learner_of(Algorithm(loss_sum), monkeypatch)
-    with pytest.raises(ConfigError) as caught:
-        step(learner)
-    assert str(caught.value) == (
+    assert catch_message(ConfigError, step, learner) == (
         f"algorithm.name = 'own' makes a loss {told}. Correct its loss_sum"
     )
 
@@ -117,9 +114,7 @@ def test_a_loss_that_fails_is_told_in_a_line(monkeypatch: pytest.MonkeyPatch) ->
     def loss_sum(inner_loop: GeneralLoop, rows: WorkingRows, tasks: Sides) -> Tensor:
         return inner_loop.adopt(rows, tasks, True)  # type: ignore[attr-defined]
 
-    with pytest.raises(ConfigError) as caught:
-        step(learner_of(Algorithm(loss_sum), monkeypatch))
-    assert str(caught.value) == (
+    assert catch_message(ConfigError, step, learner_of(Algorithm(loss_sum), monkeypatch)) == (
         "algorithm.name = 'own' cannot make its loss: AttributeError: 'GeneralLoop' object has no "
         "attribute 'adopt'. Mend its loss_sum; --verbose shows the line"
     )

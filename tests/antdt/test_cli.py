@@ -17,6 +17,7 @@ from gmeta.antdt.service.shard_server import ServiceConfig, ShardServer
 from gmeta.cli.commands import shard_caller
 from gmeta.cli.commands.shards import shards
 from tests.antdt.faults.service_process import free_port
+from tests.support.refusals import catch_message
 
 
 @pytest.fixture
@@ -122,9 +123,7 @@ def test_drain_and_undo(server: ShardServer, client: ShardClient) -> None:
 
 
 def test_an_operator_command_without_a_dataset_name_asks_for_one(server: ShardServer) -> None:
-    with pytest.raises(AntdtError) as unnamed:
-        run(server, "requeue", "1")
-    assert str(unnamed.value) == (
+    assert catch_message(AntdtError, run, server, "requeue", "1") == (
         "the service has no dataset yet: a job registers its own when it starts. Start the job, "
         "or look at another --service."
     )
@@ -134,9 +133,7 @@ def test_a_command_about_one_of_two_datasets_asks_which(
     server: ShardServer, client: ShardClient
 ) -> None:
     client.register_dataset(DatasetSpec("valid", 10, 4))
-    with pytest.raises(AntdtError) as unnamed:
-        run(server, "requeue", "1")
-    assert str(unnamed.value) == (
+    assert catch_message(AntdtError, run, server, "requeue", "1") == (
         "the service has 2 datasets, train, valid; a command is about one. Pass --dataset NAME."
     )
 
@@ -208,15 +205,11 @@ def test_audit_tells_a_checkpoint_of_another_lineage(client: ShardClient, tmp_pa
 )
 def test_a_damaged_manifest_is_explained(tmp_path: Path, content: str, message: str) -> None:
     (tmp_path / "shards.json").write_text(content)
-    with pytest.raises(ManifestError) as damaged:
-        load_manifest(tmp_path)
-    assert message in str(damaged.value)
+    assert message in catch_message(ManifestError, load_manifest, tmp_path)
 
 
 def test_a_checkpoint_without_manifest_is_explained(tmp_path: Path) -> None:
-    with pytest.raises(ManifestError) as missing:
-        load_manifest(tmp_path)
-    assert str(missing.value) == (
+    assert catch_message(ManifestError, load_manifest, tmp_path) == (
         f"{tmp_path / 'shards.json'} does not exist: a checkpoint tied to the shard service holds "
         "a file shards.json. Name the checkpoint folder, or a run trained with the data service."
     )

@@ -26,6 +26,7 @@ from gmeta.runs.checkpoints.progress_file import (
 )
 from gmeta.runs.run_folder import RunFolder, create_run_folder, list_checkpoints
 from tests.support.commands import SMALL_MODEL, gmeta, write_config
+from tests.support.refusals import catch_message
 
 
 @pytest.fixture(scope="module")
@@ -212,9 +213,7 @@ def test_checkpoints_stand_in_the_order_of_their_steps(tmp_path: Path) -> None:
 
 def test_a_broken_progress_file_is_named(tmp_path: Path) -> None:
     (tmp_path / "progress.json").write_text('{"step": 1')
-    with pytest.raises(GMetaError) as caught:
-        read_progress(tmp_path)
-    assert str(caught.value).startswith(
+    assert catch_message(GMetaError, read_progress, tmp_path).startswith(
         f"checkpoint {tmp_path} cannot be loaded: its progress.json is missing or broken "
     )
 
@@ -238,9 +237,7 @@ def test_an_old_checkpoint_is_gone_at_once_or_not_at_all(
 def test_a_dataset_without_a_split_to_score_says_so() -> None:
     dataset: Any = SimpleNamespace(splits={"train": None})
     config = config_from_dict({"data": {"path": "logs"}})
-    with pytest.raises(UserError) as caught:
-        choose_splits(config, dataset, [])
-    assert str(caught.value) == (
+    assert catch_message(UserError, choose_splits, config, dataset, []) == (
         "logs has no split but train, which the run was trained or chosen by: there is nothing to "
         "score. Name one with --split, or train on data with one split more"
     )

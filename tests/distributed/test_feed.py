@@ -31,6 +31,7 @@ from gmeta.train import train
 from metaio import open_dataset
 from metaio.recipes.synthetic import SyntheticConfig, prepare_synthetic
 from tests.distributed.harness import on_ranks, steps_of
+from tests.support.refusals import catch_message
 
 NUM_TASKS = 200
 
@@ -263,19 +264,15 @@ def test_a_rank_says_why_it_cannot_go_on_from_a_checkpoint_or_has_no_shard(
     ],
 )
 def test_keys_of_the_other_source_are_refused(data: DataConfig, message: str) -> None:
-    with pytest.raises(ConfigError) as refused:
-        check_source(data)
-    assert str(refused.value) == message
+    assert catch_message(ConfigError, check_source, data) == message
 
 
 def test_an_order_that_does_not_suit_the_ranks_is_refused(click_logs: Path) -> None:
     dataset = open_dataset(str(click_logs))
     data = DataConfig(path=str(click_logs), blocks_per_step=3)
-    with pytest.raises(ConfigError) as refused:
-        open_reader(TrainConfig(data=data), dataset, "train", rank=0, world_size=4)
-    assert str(refused.value) == (
-        "blocks_per_step is 3 with 4 ranks: each needs a block of its own. Set it to 4 or more"
-    )
+    assert catch_message(
+        ConfigError, open_reader, TrainConfig(data=data), dataset, "train", rank=0, world_size=4
+    ) == ("blocks_per_step is 3 with 4 ranks: each needs a block of its own. Set it to 4 or more")
 
 
 def test_shards_are_small_where_the_split_fits_in_memory_else_a_block(

@@ -47,6 +47,7 @@ from metaio.read import pipeline
 from tests.distributed.harness import on_ranks
 from tests.feeds.forked_workers import running_workers, with_forked_workers
 from tests.feeds.test_processes import EVERYTHING, config_of, started, tensors
+from tests.support.refusals import catch_message
 from tests.support.waiting import PATIENCE_S
 
 NUM_TASKS, EPOCHS, TASKS_PER_STEP = 200, 2, 16
@@ -332,9 +333,7 @@ def test_one_that_cannot_be_made_is_told_where_it_was_asked_for_alone(
     made.close()  # the wrong one is dropped
     assert numbers_of(processes, local, 5, 3) == [5, 3]
     made = processes.make_batches(local, iter([wrong]), 2)
-    with pytest.raises(FormatError) as error:
-        next(made)
-    assert str(error.value) == (
+    assert catch_message(FormatError, next, made) == (
         f"episodes {NUM_TASKS - 1} to {NUM_TASKS + 1} are outside split train, which has "
         f"{NUM_TASKS}. The list of ranges belongs to another dataset"
     )

@@ -45,6 +45,7 @@ from tests.distributed.harness import on_ranks
 from tests.feeds.forked_workers import running_workers, with_forked_workers
 from tests.support.forked import Forked
 from tests.support.processes import with_imports_ready
+from tests.support.refusals import catch_message
 from tests.support.waiting import PATIENCE_S, wait_until
 
 CONFIG = """
@@ -330,9 +331,7 @@ def test_what_one_cannot_read_is_told_as_the_rank_would(
     processes._config = gone
     with pytest.raises(NoDatasetError) as expected:
         build(gone)
-    with pytest.raises(NoDatasetError) as error:
-        next(episodes_of(processes, local))
-    assert str(error.value) == str(expected.value)
+    assert catch_message(NoDatasetError, next, episodes_of(processes, local)) == str(expected.value)
     processes.close()
 
 
@@ -342,9 +341,7 @@ def test_one_that_fails_writes_why_and_is_named(
     processes, local = started(click_logs, tmp_path, ranks, 1)
     pid = processes._workers[0].process.pid
     local.exchange.planner = None  # type: ignore[assignment]
-    with pytest.raises(GMetaError) as error:
-        next(episodes_of(processes, local))
-    assert str(error.value) == (
+    assert catch_message(GMetaError, next, episodes_of(processes, local)) == (
         f"process {pid}, one of data.processes = 1 that make the batches of rank 0, ended with "
         "exit code 1; what it wrote stands above. If memory ran out, lower data.processes, or set "
         "it to 0 for threads; --resume goes on from the newest checkpoint"

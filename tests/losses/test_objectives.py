@@ -24,6 +24,7 @@ from gmeta_models import ModelConfig
 from metaio.format.features import Features
 from tests.adaptation.agreement import assert_equals_loop
 from tests.support import reference
+from tests.support.refusals import catch_message
 
 ALGORITHMS = ("maml", "fomaml", "anil", "reptile", "metasgd", "none")
 NAMES = ("click", "buy", "stars")
@@ -208,9 +209,7 @@ def test_what_is_always_known_and_weighs_the_same_needs_no_weights() -> None:
 def test_labels_that_cannot_be_learnt_so_are_refused(
     config: LabelsConfig, names: tuple[str, ...], message: str
 ) -> None:
-    with pytest.raises(ValueError) as caught:
-        make_objectives("bce", 1.0, config, names)
-    assert str(caught.value) == message
+    assert catch_message(ValueError, make_objectives, "bce", 1.0, config, names) == message
 
 
 def test_without_names_there_is_the_one_label_of_outer_loss() -> None:

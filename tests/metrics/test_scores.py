@@ -16,6 +16,7 @@ from gmeta.metrics.catalogue import Scoring, metric_infos
 from gmeta.metrics.scores import evaluate_split, logloss, mae, split_terms
 from gmeta.metrics.terms import Array, Terms
 from tests.metrics.scikit import scikit
+from tests.support.refusals import catch_message
 
 # N rows, T tasks
 
@@ -269,9 +270,7 @@ def test_ranking_where_nothing_can_be_gained_has_no_score() -> None:
 def test_metrics_that_mean_nothing_are_refused(
     loss: Loss, metrics: tuple[str, ...], message: str
 ) -> None:
-    with pytest.raises(ConfigError) as error:
-        Scoring(loss, EvaluationConfig(metrics=metrics))
-    assert str(error.value) == message
+    assert catch_message(ConfigError, Scoring, loss, EvaluationConfig(metrics=metrics)) == message
 
 
 @pytest.mark.parametrize(

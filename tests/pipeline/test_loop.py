@@ -35,6 +35,7 @@ from tests.serving.channel.test_channel import SIZES
 from tests.support.commands import environment
 from tests.support.commands import gmeta as run_gmeta
 from tests.support.forked import ForkedProcess, Task, forked
+from tests.support.refusals import catch_message
 from tests.support.waiting import PATIENCE_S, wait_until
 
 KILLS = int(os.environ.get("FOLLOW_KILLS", "4"))
@@ -501,9 +502,7 @@ def test_a_killed_stage_says_by_what(tmp_path: Path) -> None:
     told = f"prepare of {tmp_path}/logs/day=000 ended with"
     for code, why in ((-9, "SIGKILL, as where memory runs out"), (-11, "SIGSEGV")):
         loop = loop_of(write_loop(tmp_path), lambda arguments, log, code=code: code)
-        with pytest.raises(GMetaError) as caught:
-            loop.step()
-        assert str(caught.value) == f"{told} {code}: {why} (see {log})"
+        assert catch_message(GMetaError, loop.step) == f"{told} {code}: {why} (see {log})"
 
 
 def test_an_idle_turn_lists_the_log_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -24,6 +24,7 @@ from metaio.stream.chain import open_stream
 from tests.pipeline.days import write_loop
 from tests.pipeline.following import loop_of
 from tests.support.commands import gmeta
+from tests.support.refusals import catch_message
 
 
 def copied(followed: Path, root: Path) -> Path:
@@ -94,9 +95,7 @@ def test_the_best_possible_auc_is_that_of_the_increments_partition(
     (panel,) = (one for one in stream_chart(days).panels if one.title.startswith("AUC before"))
     assert panel.description.endswith(", best possible 0.8750")
     best.write_text("{}{}")
-    with pytest.raises(UserError) as caught:
-        read_days(loop_of(config))
-    assert str(caught.value).startswith(
+    assert catch_message(UserError, read_days, loop_of(config)).startswith(
         f"follow.best = '{best}' is no list of {{day, auc_of_p_click}}: "
     )
 

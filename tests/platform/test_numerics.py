@@ -18,6 +18,7 @@ from gmeta.runs.build import build_learner
 from gmeta_models import ModelConfig
 from tests.support import reference
 from tests.support.processes import with_imports_ready
+from tests.support.refusals import catch_message
 
 FEATURES = reference.some_features(3, 1, 2)
 CPU = torch.device("cpu")
@@ -72,9 +73,7 @@ def test_tf32_is_chosen_on_cuda_and_left_again() -> None:
 
 
 def test_tf32_on_a_cpu_is_refused() -> None:
-    with pytest.raises(ConfigError) as refused:
-        choose_products("tf32", CPU)
-    assert str(refused.value) == (
+    assert catch_message(ConfigError, choose_products, "tf32", CPU) == (
         'run.precision = "tf32" needs CUDA, and this run computes on the cpu: only Nvidia GPUs '
         'multiply in it. Set "float32" or "bf16", or run.device = "cuda"'
     )

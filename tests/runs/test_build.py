@@ -10,6 +10,7 @@ from gmeta.errors import ConfigError
 from gmeta.runs.build import build
 from metaio.prepare.local import prepare
 from metaio.prepare.schema.schema_file import parse_schema
+from tests.support.refusals import catch_message
 
 
 @pytest.fixture
@@ -76,9 +77,7 @@ def test_statistics_of_support_rows_count_labels_from_those_of_the_training_spli
 def test_statistics_that_cannot_be_are_refused(
     data: Path, keys: dict[str, Any], message: str
 ) -> None:
-    with pytest.raises(ConfigError) as caught:
-        build(informed(data, **keys))
-    assert str(caught.value) == message
+    assert catch_message(ConfigError, build, informed(data, **keys)) == message
 
 
 @pytest.mark.parametrize(
@@ -112,9 +111,7 @@ def test_rows_are_not_drawn_anew_where_the_support_is_the_past(
     if not is_past:
         build(config)
         return
-    with pytest.raises(ConfigError) as caught:
-        build(config)
-    assert str(caught.value) == (
+    assert catch_message(ConfigError, build, config) == (
         f"augment.resplit_support is true, but the support rows of {tmp_path}/data are the past of "
         "its query rows, which drawing them anew would mix. Set it to false"
     )
@@ -125,9 +122,7 @@ def test_a_frozen_base_needs_a_run_to_begin_with(click_logs: Path) -> None:
         "data": {"path": str(click_logs)},
         "algorithm": {"name": "encoder", "train_base": False},
     }
-    with pytest.raises(ConfigError) as caught:
-        build(config_from_dict(raw))
-    assert str(caught.value) == (
+    assert catch_message(ConfigError, build, config_from_dict(raw)) == (
         "algorithm.train_base = false and run.start_from is empty: model and tables would stay as "
         "they are drawn. Name the run to begin with in run.start_from, or set it to true"
     )
@@ -164,6 +159,4 @@ def test_plain_epochs_leave_the_algorithm_some(
     if not message:
         build(config_from_dict(raw))
         return
-    with pytest.raises(ConfigError) as caught:
-        build(config_from_dict(raw))
-    assert str(caught.value) == message
+    assert catch_message(ConfigError, build, config_from_dict(raw)) == message

@@ -14,6 +14,7 @@ from metaio import DataError, Dataset
 from metaio.prepare.schema.schema_file import parse_schema
 from tests.metaio.conftest import episodes_of_batch, whole_split
 from tests.metaio.prepare.test_local import changed, prepared, raw_table
+from tests.support.refusals import catch_message
 
 SCHEMA = changed(dense=[{"column": "price", "standardise": True}, {"column": "age", "fill": 5.0}])
 
@@ -59,9 +60,7 @@ def test_text_where_the_training_data_had_integers_is_refused(tmp_path: Path) ->
         values = np.arange(batch.num_rows)
         wrong = pa.array(values.astype(str) if held == "text" else values)
         changed_batch = batch.set_column(batch.schema.get_field_index(name), name, wrong)
-        with pytest.raises(DataError) as caught:
-            encoder.encode(changed_batch, True)
-        assert str(caught.value) == (
+        assert catch_message(DataError, encoder.encode, changed_batch, True) == (
             f"sparse column {name} holds {held} values; they were {wanted} when the data was "
             f"prepared, and would get other ids. Cast the column to {wanted}"
         )

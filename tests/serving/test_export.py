@@ -38,6 +38,7 @@ from metaio.prepare.schema.schema_file import parse_schema
 from tests.support.commands import SMALL_MODEL, evaluate, write_config
 from tests.support.commands import gmeta as run_gmeta
 from tests.support.exported import evaluated, rows_of_split
+from tests.support.refusals import catch_message
 from tests.support.sealed import seal
 
 SPLIT = "user-item-cold"
@@ -272,9 +273,7 @@ def test_any_step_kept_can_be_exported_and_replaces_a_model_only_when_told(
     )
     assert export_run(run, out, "int8", overwrite=True).step == 8
     assert gmeta.load(out).config.table_format == "int8"
-    with pytest.raises(UserError) as caught:
-        export_run(run, tmp_path / "other", step=5)
-    assert str(caught.value) == (
+    assert catch_message(UserError, export_run, run, tmp_path / "other", step=5) == (
         f"run {run} has no checkpoint of step 5: it has 4, 8. "
         "Choose one of them, or leave out --step"
     )
@@ -294,9 +293,7 @@ def test_a_run_is_exported_for_another_runtime_as_for_gmeta(
     )
     assert torch.equal(found.after_N, expected.after_N)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["clicks", "model"]
-    with pytest.raises(UserError) as caught:
-        export_for(run, tmp_path / "clicks", "triton")
-    assert str(caught.value) == (
+    assert catch_message(UserError, export_for, run, tmp_path / "clicks", "triton") == (
         f"{tmp_path / 'clicks'} holds an exported Triton model already. "
         "Choose another folder, or pass --overwrite to replace it"
     )
@@ -382,9 +379,7 @@ def test_a_run_is_exported_only_with_the_dataset_it_was_trained_on(
     trained_on = environment["dataset_fingerprint"]
     (copy / "environment.json").write_text(json.dumps({"dataset_fingerprint": "0" * 32}))
     dataset = json.loads((copy / "config.json").read_text())["data"]["path"]
-    with pytest.raises(GMetaError) as caught:
-        export_run(copy, tmp_path / "model")
-    assert str(caught.value) == (
+    assert catch_message(GMetaError, export_run, copy, tmp_path / "model") == (
         f"dataset {dataset} has fingerprint {trained_on[:12]}, run {copy} was trained on "
         "000000000000: its ids may mean other values. Bring back that dataset, or train on this one"
     )
@@ -396,9 +391,7 @@ def test_a_run_is_exported_only_with_the_dataset_it_was_trained_on(
     told = f"run {copy} cannot be exported without its data: {tmp_path}/gone holds no dataset: "
     assert str(caught.value).startswith(told)
     shutil.rmtree(copy / "checkpoints")
-    with pytest.raises(UserError) as caught:
-        export_run(copy, tmp_path / "model")
-    assert str(caught.value) == (
+    assert catch_message(UserError, export_run, copy, tmp_path / "model") == (
         f"run {copy} has 0 checkpoints: there is nothing to export yet. Let it reach its first one"
     )
 
@@ -412,18 +405,14 @@ def test_a_checkpoint_of_another_model_than_the_config_is_not_exported(
     config["model"]["hidden"] = [16, 8]
     (copy / "config.json").write_text(json.dumps(config))
     checkpoint = list_checkpoints(copy / "checkpoints")[-1]
-    with pytest.raises(UserError) as refused:
-        export_run(copy, tmp_path / "model")
-    assert str(refused.value) == (
+    assert catch_message(UserError, export_run, copy, tmp_path / "model") == (
         f"model.hidden = [16, 8], but checkpoint {checkpoint} was trained with [16], and its "
         "weights mean nothing with another. Set it as it was, or train a new run, which may begin "
         "with run.start_from"
     )
     # One of an older release does not say with what it was trained.
     seal(checkpoint / "progress.json", lambda about: about.pop("config"))
-    with pytest.raises(GMetaError) as caught:
-        export_run(copy, tmp_path / "model")
-    assert str(caught.value) == (
+    assert catch_message(GMetaError, export_run, copy, tmp_path / "model") == (
         f"checkpoint {checkpoint} has no tensor "
         "model.learner.model.top.4.weight: it is of another model than the run's config. Export a "
         "step of the same run"
@@ -454,9 +443,7 @@ def test_a_run_of_a_package_that_is_not_here_is_told_from_a_mistyped_name(
         f"{', '.join(known)}. Use the release that made it, or install the package that has it: "
         "docs/extending.md."
     )
-    with pytest.raises(GMetaError) as caught:
-        export_run(copy, tmp_path / "model")
-    assert str(caught.value) == told
+    assert catch_message(GMetaError, export_run, copy, tmp_path / "model") == told
     ended = run_gmeta("evaluate", copy)
     assert (ended.returncode, ended.stderr) == (1, f"error: {told}\n")
 
@@ -474,9 +461,7 @@ def test_a_vocabulary_that_was_altered_since_training_is_not_exported(
     file = data / "vocabulary" / "items.parquet"
     whole = file.read_bytes()
     file.write_bytes(whole[:-1] + bytes([whole[-1] ^ 1]))
-    with pytest.raises(FormatError) as caught:
-        export_run(copy, tmp_path / "model")
-    assert str(caught.value) == (
+    assert catch_message(FormatError, export_run, copy, tmp_path / "model") == (
         f"{file}: {len(whole)} bytes that differ from the checksum in the manifest, which lists "
         f"{len(whole)} bytes. Copy the dataset again or prepare it again; gmeta inspect --verify "
         "lists every damaged file"
@@ -525,9 +510,7 @@ def test_a_diverged_model_is_not_exported(
 
     read = CheckpointReader.read
     monkeypatch.setattr(CheckpointReader, "read", diverged)
-    with pytest.raises(GMetaError) as caught:
-        export_run(run, tmp_path / "model")
-    assert str(caught.value) == (
+    assert catch_message(GMetaError, export_run, run, tmp_path / "model") == (
         "layer model.bottom.0.weight holds values that are not finite: the run diverged. "
         "Export an earlier checkpoint with --step, or train with lower rates"
     )

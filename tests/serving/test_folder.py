@@ -19,6 +19,7 @@ from gmeta.serving.table_format import TableFormat
 from gmeta_models import MODELS
 from metaio.format.manifest import canonical_json, xxh3_hex
 from tests.support.exported import random_rows, write_random_model
+from tests.support.refusals import catch_message
 
 
 @pytest.fixture
@@ -167,9 +168,7 @@ def test_a_model_of_a_release_without_statistics_is_served(model: Path) -> None:
 def test_a_damaged_model_is_refused_in_one_line(model: Path, fault: str) -> None:
     damage, message = DAMAGE[fault]
     damage(model)
-    with pytest.raises(GMetaError) as caught:
-        gmeta.load(model)
-    assert str(caught.value) == message.format(model=model)
+    assert catch_message(GMetaError, gmeta.load, model) == message.format(model=model)
 
 
 def test_contents_are_not_read_where_no_verification_is_asked(
@@ -193,15 +192,11 @@ def test_a_pickled_model_is_loaded_again_from_its_folder(
     assert torch.equal(again.adapt(rows).predict(rows), served.adapt(rows).predict(rows))
     assert pickle.dumps(again) == pickled
     edit_config(model, source={"step": 8})
-    with pytest.raises(GMetaError) as caught:
-        pickle.loads(pickled)
-    assert str(caught.value) == (
+    assert catch_message(GMetaError, pickle.loads, pickled) == (
         f"{model} holds another model than the one that was pickled: it was replaced since. "
         "Load it again with gmeta.load, or keep each export in a folder of its own"
     )
-    with pytest.raises(UserError) as caught:
-        pickle.dumps(served.adapt(rows))
-    assert str(caught.value) == (
+    assert catch_message(UserError, pickle.dumps, served.adapt(rows)) == (
         "a task that a model was adapted to cannot be pickled or copied: its layers are those of "
         "this process. Send its state() instead, and call task(state) of the model there"
     )
@@ -223,15 +218,11 @@ def test_stored_tables_keep_their_error_bound(table_format: TableFormat) -> None
 
 def test_tables_that_a_format_cannot_hold_are_refused() -> None:
     weight_RD = torch.tensor([[1.0, 2.0], [3.0, 1e5]])
-    with pytest.raises(GMetaError) as caught:
-        store_table("item", weight_RD, "float16")
-    assert str(caught.value) == (
+    assert catch_message(GMetaError, store_table, "item", weight_RD, "float16") == (
         "table item holds 100000: float16 ends at 65504. Export with --tables float32 or int8"
     )
     weight_RD[1, 0] = float("nan")
-    with pytest.raises(GMetaError) as caught:
-        store_table("item", weight_RD, "float32")
-    assert str(caught.value) == (
+    assert catch_message(GMetaError, store_table, "item", weight_RD, "float32") == (
         "table item holds a value that is not finite in row 1: the run diverged. "
         "Export an earlier checkpoint with --step, or train with lower rates"
     )

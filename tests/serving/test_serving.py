@@ -31,6 +31,7 @@ from gmeta_models import MODELS, ModelConfig
 from metaio.errors import DataError
 from tests.support.commands import environment
 from tests.support.exported import metaemb_rate, random_rows, write_random_model
+from tests.support.refusals import catch_message
 
 
 @pytest.fixture(scope="module")
@@ -105,12 +106,8 @@ def test_a_step_that_is_solved_takes_so_many_support_rows_and_no_more(tmp_path: 
         "a task has 2,049 support rows; ridge, which solves for as many unknowns, takes at most "
         "2,048. Keep the newest of them"
     )
-    with pytest.raises(UserError) as error:
-        served.adapt(support)
-    assert str(error.value) == told
-    with pytest.raises(UserError) as error:
-        served.predict_tasks(support, query)
-    assert str(error.value) == told
+    assert catch_message(UserError, served.adapt, support) == told
+    assert catch_message(UserError, served.predict_tasks, support, query) == told
 
 
 def test_a_step_that_is_taken_takes_any_number_of_support_rows(tmp_path: Path) -> None:
@@ -408,9 +405,7 @@ def test_tasks_that_are_integers_on_one_side_and_text_on_the_other_are_refused(
     """Not taken for tasks without support, which --allow-no-support would let pass."""
     support, query = random_rows(9, num_tasks=2), random_rows(9, num_tasks=2)
     text = query.set_column(0, "user", query["user"].cast(pa.string()))
-    with pytest.raises(UserError) as caught:
-        served.predict_tasks(support, text, allow_no_support=True)
-    assert str(caught.value) == (
+    assert catch_message(UserError, served.predict_tasks, support, text, allow_no_support=True) == (
         "task column user holds integer in the support rows and text in the query rows: no task "
         "would find its support. Cast one of them"
     )
@@ -522,9 +517,7 @@ def query_names(path: Path) -> list[str]:
 
 def test_an_integer_beyond_64_bits_is_refused_and_a_parameter_is_read(served: ServedModel) -> None:
     rows = random_rows(2).to_pydict()
-    with pytest.raises(UserError) as caught:
-        served.predict({**rows, "item": [2**70, 1]})
-    assert str(caught.value).startswith(
+    assert catch_message(UserError, served.predict, {**rows, "item": [2**70, 1]}).startswith(
         "column item of the query rows, of type list, cannot be read: Python int too large to "
     )
     price = torch.tensor(rows["price"], requires_grad=True)

@@ -28,6 +28,7 @@ from gmeta.antdt.reports import Report
 from gmeta.antdt.service.shard_server import ServiceConfig, ShardServer
 from gmeta.antdt.storage.request import LedgerView
 from tests.antdt.faults.service_process import free_port
+from tests.support.refusals import catch_message
 from tests.support.waiting import PATIENCE_S, wait_until
 
 
@@ -185,9 +186,7 @@ def test_a_restore_ends_every_lease_and_fences_the_others(
     lease.advance(1)
     generation = client.run_generation
     assert client.restore(None) == generation + 1
-    with pytest.raises(LeaseLostError) as lost:
-        lease.check()
-    assert str(lost.value) == (
+    assert catch_message(LeaseLostError, lease.check) == (
         f"the lease of shard {lease.shard_index} of dataset 'd' is lost: the job was rolled back "
         "to a checkpoint. Only a live lease may be trained: in a synchronous job stop this "
         "process and restart from the checkpoint."
@@ -236,11 +235,9 @@ def test_what_is_in_the_model_of_a_failed_shard_is_not_offered_again(client: Sha
 
 def test_a_service_that_never_answers_is_an_error_that_says_so() -> None:
     port = free_port()
-    with pytest.raises(ServiceUnavailableError) as outage:
-        ShardClient(f"127.0.0.1:{port}", "a", outage_budget_s=0.3)
-    assert str(outage.value).startswith(
-        f"the shard service at 127.0.0.1:{port} did not answer Register for "
-    )
+    assert catch_message(
+        ServiceUnavailableError, ShardClient, f"127.0.0.1:{port}", "a", outage_budget_s=0.3
+    ).startswith(f"the shard service at 127.0.0.1:{port} did not answer Register for ")
 
 
 def test_a_proxy_is_not_asked_for_a_service_on_this_machine(
@@ -308,9 +305,7 @@ def test_a_lease_that_was_not_renewed_in_time_stays_lost() -> None:
     )
     assert late
     lease.usable_until_s = time.monotonic() + 60.0
-    with pytest.raises(LeaseLostError) as again:
-        lease.check()
-    assert (str(again.value), lease.units_done) == (str(caught.value), 0)
+    assert (catch_message(LeaseLostError, lease.check), lease.units_done) == (str(caught.value), 0)
 
 
 def test_readings_come_with_the_next_heartbeat_and_the_last_ones_with_the_end(

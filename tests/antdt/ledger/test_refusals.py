@@ -16,6 +16,7 @@ from gmeta.antdt.model import DatasetSpec
 from gmeta.antdt.storage.committer import Committer
 from gmeta.antdt.storage.store import MemoryDisk, MemoryStore
 from tests.antdt.driver import FakeClock, Process, Service, counts, drain_epoch
+from tests.support.refusals import catch_message
 
 Scene = tuple[Service, Process]
 Call = Callable[[Service, Process], Any]
@@ -187,9 +188,7 @@ def test_a_manifest_of_another_job_or_another_cut_is_refused_before_anything_rol
 
 def test_a_store_of_another_job_is_not_served(scene: Scene) -> None:
     store = MemoryStore(scene[0].disk)
-    with pytest.raises(StoreFailedError) as strange:
-        Committer(store, FakeClock(), job="other")
-    assert str(strange.value) == (
+    assert catch_message(StoreFailedError, Committer, store, FakeClock(), job="other") == (
         "the store belongs to job 'default', this service is for 'other'. Start it with that "
         "--job, or name another --store."
     )
@@ -280,9 +279,7 @@ def test_every_checkpoint_that_is_held_can_be_found() -> None:
     with pytest.raises(RefusedError) as error:
         checkpoints.find_checkpoint(service.state, "c" * 20_000)
     assert str(error.value).startswith(f"checkpoint '{129 * 'c'} is not among")
-    with pytest.raises(RefusedError) as error:
-        checkpoints.find_checkpoint(service.state, "c7")
-    assert str(error.value) == (
+    assert catch_message(RefusedError, checkpoints.find_checkpoint, service.state, "c7") == (
         "checkpoint 'c7' is not among the last 3 prepared ones ['c0', 'c1', 'c2']. Audit an older "
         "one offline: gmeta shards audit FOLDER."
     )

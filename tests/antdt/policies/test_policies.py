@@ -14,6 +14,7 @@ from gmeta.antdt.policies.task_split import Speed, fastest_split, proportional_s
 from gmeta.antdt.reports import Verdict, WorkerHealth
 from gmeta.antdt.stragglers.controller import Controller, PolicyError, replay_line, rule
 from gmeta.errors import ConfigError
+from tests.support.refusals import catch_message
 
 ND = ControllerConfig(policy="nd", restart_cost_s=60.0)
 DD = replace(ND, policy="dd")
@@ -380,29 +381,21 @@ def test_the_file_of_a_policy_may_define_dataclasses(tmp_path: Path) -> None:
 
 
 def test_a_policy_that_cannot_be_found_is_named(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError) as caught:
-        find_policy("nx")
-    assert str(caught.value) == (
+    assert catch_message(ConfigError, find_policy, "nx") == (
         "controller.policy = 'nx' is no policy: choose one of none, nd, dd, or name your own as "
         "FILE.py:FUNCTION"
     )
     (tmp_path / "p.py").write_text("x = 1\n")
-    with pytest.raises(ConfigError) as caught:
-        find_policy(f"{tmp_path}/p.py:decide")
     assert (
-        str(caught.value)
+        catch_message(ConfigError, find_policy, f"{tmp_path}/p.py:decide")
         == f"the policy file {tmp_path}/p.py has no function 'decide'. Name one that it has"
     )
-    with pytest.raises(ConfigError) as caught:
-        find_policy(f"{tmp_path}/none.py:decide")
-    assert str(caught.value) == (
+    assert catch_message(ConfigError, find_policy, f"{tmp_path}/none.py:decide") == (
         f"controller.policy names the file {tmp_path}/none.py, which does not exist. "
         "Correct the path"
     )
     (tmp_path / "broken.py").write_text("1 / 0\n")
-    with pytest.raises(ConfigError) as caught:
-        find_policy(f"{tmp_path}/broken.py:decide")
-    assert str(caught.value) == (
+    assert catch_message(ConfigError, find_policy, f"{tmp_path}/broken.py:decide") == (
         f"the policy file {tmp_path}/broken.py does not load: "
         "ZeroDivisionError('division by zero'). Mend it"
     )

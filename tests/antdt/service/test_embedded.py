@@ -17,6 +17,7 @@ from gmeta.antdt.service import embedded
 from gmeta.antdt.service.embedded import EmbeddedService
 from gmeta.antdt.storage.committer import Committer
 from gmeta.antdt.storage.store_urls import open_store
+from tests.support.refusals import catch_message
 from tests.support.waiting import wait_until
 
 
@@ -85,9 +86,7 @@ def test_a_service_that_never_serves_is_told_and_ended(
 
     monkeypatch.setattr(EmbeddedService, "_spawn", spawn)
     monkeypatch.setattr(embedded, "READY_TIMEOUT_S", 0.0)
-    with pytest.raises(AntdtError) as refused:
-        EmbeddedService(tmp_path)
-    assert str(refused.value) == (
+    assert catch_message(AntdtError, EmbeddedService, tmp_path) == (
         "the shard service of this job did not serve within 0 s: reading the store. Look at the "
         f"disk of {tmp_path}, or set data.service to one that runs"
     )
@@ -113,9 +112,7 @@ def test_a_store_that_cannot_be_read_ends_the_start(tmp_path: Path) -> None:
     store = open_store(f"sqlite:///{tmp_path}/shards.db")
     Committer(store, time.monotonic, "another").commit([])
     store.close()
-    with pytest.raises(AntdtError) as refused:
-        EmbeddedService(tmp_path)
-    assert str(refused.value).startswith(
+    assert catch_message(AntdtError, EmbeddedService, tmp_path).startswith(
         "the shard service of this job ended with exit code 1 before it served: error: the store "
         "belongs to job 'another', this service is for 'default'. "
     )

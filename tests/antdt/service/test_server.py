@@ -34,6 +34,7 @@ from gmeta.errors import UserError
 from gmeta_protos.antdt.v1 import shard_service_pb2 as pb
 from tests.antdt.driver import FakeClock
 from tests.antdt.faults.service_process import free_port, running
+from tests.support.refusals import catch_message
 from tests.support.waiting import PATIENCE_S
 
 SERVE = (
@@ -270,9 +271,7 @@ def test_a_second_service_on_the_store_or_the_port_fails_at_once(tmp_path: Path)
     first = ShardServer(ServiceConfig("127.0.0.1:0", store))
     with pytest.raises(StoreTakenError):
         ShardServer(ServiceConfig("127.0.0.1:0", store))
-    with pytest.raises(AddressError) as busy:
-        ShardServer(ServiceConfig(first.address))
-    assert str(busy.value) == (
+    assert catch_message(AddressError, ShardServer, ServiceConfig(first.address)) == (
         f"cannot serve at --listen {first.address}: address already in use. Stop the service "
         "that has it, or choose another port."
     )
@@ -297,15 +296,11 @@ def test_an_old_service_whose_store_was_taken_answers_nothing_more(tmp_path: Pat
 
 @pytest.mark.parametrize("address", ["7070", ":7070", "host:", "host:99999", "host:x"])
 def test_an_address_that_is_none_is_explained(address: str) -> None:
-    with pytest.raises(AddressError) as bad:
-        ShardServer(ServiceConfig(address))
-    assert str(bad.value) == (
+    assert catch_message(AddressError, ShardServer, ServiceConfig(address)) == (
         f"--listen is {address!r}; allowed is HOST:PORT with a port from 0 (any free one) to "
         "65535, such as 0.0.0.0:7070. Correct it."
     )
-    with pytest.raises(AddressError) as bad:
-        ShardClient(address, "a")
-    assert str(bad.value) == (
+    assert catch_message(AddressError, ShardClient, address, "a") == (
         f"the service's address is {address!r}; allowed is HOST:PORT with a port from 1 to 65535, "
         "such as 127.0.0.1:7070. Correct it."
     )

@@ -21,6 +21,7 @@ from gmeta.antdt.storage.snapshot import take_snapshot
 from gmeta.antdt.storage.sqlite_store import SqliteStore
 from gmeta.antdt.storage.store import MemoryDisk, MemoryStore
 from tests.antdt.driver import FakeClock, Service
+from tests.support.refusals import catch_message
 
 FILES = ("s.db", "s.db-wal", "s.db.durable")
 REBUILD = "or delete it: the manifest in a checkpoint rebuilds the service."
@@ -171,9 +172,7 @@ def test_a_folder_without_locks_is_not_told_as_another_service(
         raise OSError(37, "No locks available")
 
     monkeypatch.setattr(sqlite_store.fcntl, "flock", refuse)
-    with pytest.raises(StoreNameError) as refused:
-        SqliteStore(tmp_path / "s.db")
-    assert str(refused.value) == (
+    assert catch_message(StoreNameError, SqliteStore, tmp_path / "s.db") == (
         f"the file {tmp_path / 's.db.lock'} cannot be locked and written: No locks available. Free "
         "space, or name a --store on a local disk."
     )

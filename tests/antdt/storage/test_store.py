@@ -25,6 +25,7 @@ from gmeta.antdt.storage.sqlite_store import SqliteStore
 from gmeta.antdt.storage.store import MemoryDisk, MemoryStore, Store
 from gmeta.antdt.storage.store_records import RecordBatch, StoredSnapshot, seal_of
 from tests.antdt.driver import FakeClock
+from tests.support.refusals import catch_message
 
 Open = Callable[[], Store]
 
@@ -110,9 +111,7 @@ def test_an_older_holder_can_write_nothing_after_a_take_over(tmp_path: Path) -> 
         lambda: old.append(batch(0, b"x")),
         lambda: old.write_snapshot(StoredSnapshot(0, b"", "")),
     ):
-        with pytest.raises(StoreTakenError) as taken:
-            write()
-        assert str(taken.value) == f"{message} Stop one of the two."
+        assert catch_message(StoreTakenError, write) == f"{message} Stop one of the two."
     new.append(batch(0, b"y"))
     assert plain(new.load()[1]) == plain([batch(0, b"y")])
 
@@ -140,9 +139,7 @@ def test_a_database_of_a_newer_version_is_refused_and_left_alone(tmp_path: Path)
     with sqlite3.connect(tmp_path / "s.db") as db:
         db.execute("PRAGMA user_version=4")
     before = (tmp_path / "s.db").read_bytes()
-    with pytest.raises(StoreVersionError) as newer:
-        SqliteStore(tmp_path / "s.db")
-    assert str(newer.value) == (
+    assert catch_message(StoreVersionError, SqliteStore, tmp_path / "s.db") == (
         f"{tmp_path / 's.db'} has store version 4; this program reads up to 3. Use the newer "
         "version of gmeta that wrote it, or another --store."
     )
@@ -203,9 +200,7 @@ def test_a_snapshot_whose_pages_are_of_another_dataset_is_told_as_damage(tmp_pat
     with closing(sqlite3.connect(path)) as db, db:
         # A state that none is: 10 shards, of which 9 are counted.
         db.execute("INSERT OR REPLACE INTO pages VALUES ('d', 0, ?)", (bytes([9]) + bytes(9),))
-    with pytest.raises(StoreFailedError) as caught:
-        Committer(SqliteStore(path), FakeClock())
-    assert str(caught.value) == (
+    assert catch_message(StoreFailedError, Committer, SqliteStore(path), FakeClock()) == (
         "the pages of dataset 'd' do not describe its 10 shards: the store is damaged. Restore it "
         "from a backup, or delete it: the manifest in a checkpoint rebuilds the service."
     )
@@ -218,9 +213,7 @@ def test_an_altered_record_is_found_before_it_is_believed(tmp_path: Path) -> Non
     store.close()
     with closing(sqlite3.connect(path)) as db, db:
         db.execute("UPDATE log SET records = ? WHERE first_event = 1", (b'["expire",[77]]',))
-    with pytest.raises(StoreFailedError) as caught:
-        Committer(SqliteStore(path), FakeClock())
-    assert str(caught.value).startswith(
+    assert catch_message(StoreFailedError, Committer, SqliteStore(path), FakeClock()).startswith(
         "the ledger's hash chain is broken: the records before event 2 were altered. "
     )
 
@@ -272,9 +265,7 @@ def test_a_file_system_that_cannot_sync_a_folder_is_told(
         raise OSError(errno.EINVAL, "Invalid argument")
 
     monkeypatch.setattr(os, "fsync", refuse)
-    with pytest.raises(StoreFailedError) as caught:
-        SqliteStore(tmp_path / "s.db")
-    assert str(caught.value) == (
+    assert catch_message(StoreFailedError, SqliteStore, tmp_path / "s.db") == (
         f"the store {tmp_path / 's.db'} failed: Invalid argument. Name one on a local disk with "
         "--store."
     )
@@ -285,9 +276,7 @@ def test_a_full_disk_rolls_the_batch_back_and_later_appends_work(tmp_path: Path)
     store.claim()
     store.append(batch(0, b"kept"))
     store._db.execute("PRAGMA max_page_count=8")
-    with pytest.raises(StoreFullError) as full:
-        store.append(batch(1, b"x" * 100_000))
-    assert str(full.value) == (
+    assert catch_message(StoreFullError, store.append, batch(1, b"x" * 100_000)) == (
         f"the disk under {tmp_path / 's.db'} is full: the call was not applied. Free space; the "
         "service continues by itself."
     )
@@ -307,9 +296,7 @@ def test_a_disk_that_fails_to_write_is_told_as_one(
         raise OSError(errno.EIO, "Input/output error")
 
     monkeypatch.setattr(os, "fdatasync", fail)
-    with pytest.raises(StoreFailedError) as failed:
-        store.sync()
-    assert str(failed.value) == (
+    assert catch_message(StoreFailedError, store.sync) == (
         f"the disk under {tmp_path / 's.db'} failed to write: Input/output error. What was not yet "
         "acknowledged may be lost. Check the disk, then start the service again."
     )
@@ -324,9 +311,7 @@ def test_a_missing_record_is_found_before_anything_is_replayed(tmp_path: Path) -
     store.close()
     with closing(sqlite3.connect(path)) as database, database:
         assert database.execute("DELETE FROM log WHERE first_event = 1").rowcount == 1
-    with pytest.raises(StoreFailedError) as caught:
-        Committer(SqliteStore(path), FakeClock())
-    assert str(caught.value) == (
+    assert catch_message(StoreFailedError, Committer, SqliteStore(path), FakeClock()) == (
         "the ledger's hash chain is broken: event 1 is missing. The store was damaged or edited: "
         "restore it from a backup, or delete it: the manifest in a checkpoint rebuilds the service."
     )

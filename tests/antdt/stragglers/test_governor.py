@@ -22,6 +22,7 @@ from gmeta.antdt.stragglers.straggler_config import StragglerConfig, load_stragg
 from gmeta.config.settings import describe_settings
 from gmeta.errors import ConfigError
 from tests.antdt.driver import TTL_S, Process, Service
+from tests.support.refusals import catch_message
 from tests.support.waiting import wait_until
 
 ADJUST_BS, BACKUP_WORKERS, KILL_RESTART = 2, 4, 5
@@ -382,9 +383,7 @@ def test_the_config_file_is_checked(tmp_path: Path) -> None:
     file.write_text("[monitor]\nwindow_s = 1\n[controller]\npolicy = 'dd'\n")
     found = load_straggler_config(file)
     file.write_text("[monitor]\nlong_windows = 100\n")
-    with pytest.raises(ConfigError) as beside:
-        load_straggler_config(file)
-    assert str(beside.value) == (
+    assert catch_message(ConfigError, load_straggler_config, file) == (
         "monitor.long_slow = 200 is more than monitor.long_windows = 100; at most that much is "
         "allowed, or no verdict would hold. Lower the one, or raise the other"
     )

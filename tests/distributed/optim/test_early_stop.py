@@ -10,6 +10,7 @@ from gmeta.errors import ConfigError
 from gmeta.runs.early_stop import EarlyStop, make_early_stop
 from gmeta.runs.run_progress import RunProgress
 from tests.support.commands import SMALL_MODEL, evaluate, gmeta, metrics, write_config
+from tests.support.refusals import catch_message
 
 
 def judged(stop: EarlyStop, scores: list[float | None]) -> RunProgress:
@@ -68,9 +69,7 @@ def test_a_run_ends_with_the_reason() -> None:
     ],
 )
 def test_what_cannot_be_judged_is_refused(config: dict[str, object], message: str) -> None:
-    with pytest.raises(ConfigError) as caught:
-        make_early_stop(config_from_dict(config))
-    assert str(caught.value) == message
+    assert catch_message(ConfigError, make_early_stop, config_from_dict(config)) == message
 
 
 def test_the_headline_metric_decides_unless_another_is_named() -> None:

@@ -8,6 +8,7 @@ from gmeta.config.table_names import table_of_weight, weight_name
 from gmeta.config.table_widths import auto_width, collections_of_tables, widths_of_tables
 from gmeta_models import ModelConfig
 from metaio.format.features import Features, FeatureSpec, TableSpec
+from tests.support.refusals import catch_message
 
 FEATURES = Features(
     tables=(TableSpec("item.id", 10_000), TableSpec("city", 100), TableSpec("a=b", 3)),
@@ -88,8 +89,6 @@ def test_the_schemas_width_stands_between_the_rule_and_the_config() -> None:
 @pytest.mark.parametrize("width", [-4, 6, 2**20])
 def test_a_manifest_with_a_width_that_no_table_has_is_refused(width: int) -> None:
     features = replace(FEATURES, tables=(TableSpec("item.id", 9, width), *FEATURES.tables[1:]))
-    with pytest.raises(ValueError) as caught:
-        features.check()
-    assert str(caught.value) == (
+    assert catch_message(ValueError, features.check) == (
         f"table item.id is {width} wide; multiples of 4 up to 65536 are allowed"
     )

@@ -29,6 +29,7 @@ from metaio import Dataset, open_dataset
 from metaio.prepare.local import prepare
 from metaio.prepare.schema.schema_file import parse_schema
 from tests.support.commands import SMALL_MODEL, evaluate, gmeta, write_config
+from tests.support.refusals import catch_message
 
 FILMS = 25
 SCHEMA: dict[str, Any] = {
@@ -293,24 +294,18 @@ def test_evaluate_ranks_among_candidates_alike_on_one_rank_and_two(
 
 
 def test_what_cannot_be_is_refused_in_a_line(data: Path, click_logs: Path) -> None:
-    with pytest.raises(UserError) as caught:
-        make_candidates(open_dataset(str(click_logs)), [], 9, 0.5)
-    assert str(caught.value) == (
+    assert catch_message(UserError, make_candidates, open_dataset(str(click_logs)), [], 9, 0.5) == (
         f"evaluation.candidates = 9, but nothing says which column of {click_logs} is the item. "
         "Name it under [item] in its schema and prepare it again, or with --item-column"
     )
     with pytest.raises(UserError, match=r"task \d+ has no row of 1\d of the 25 items alone. Lower"):
         made(data, 20)
-    with pytest.raises(ConfigError) as refused:
-        Scoring("bce", EvaluationConfig(candidates=9))
-    assert str(refused.value) == (
+    assert catch_message(ConfigError, Scoring, "bce", EvaluationConfig(candidates=9)) == (
         "evaluation.candidates = 9, but evaluation.metrics ranks nothing: auc, gauc, logloss. Name "
         "metrics such as hr@10, ndcg@10 and mrr, or leave it 0"
     )
     raw: dict[str, Any] = {"evaluation": {"candidates": 9, "metrics": ["hr@3", "auc"]}}
-    with pytest.raises(ConfigError) as refused:
-        make_early_stop(config_from_dict(raw))
-    assert str(refused.value) == (
+    assert catch_message(ConfigError, make_early_stop, config_from_dict(raw)) == (
         "the metric of early stopping is hr@3, over evaluation.candidates = 9: that takes as many "
         "predictions a row, which gmeta evaluate alone makes. Name another in "
         "run.early_stop_metric, e.g. auc"

@@ -17,6 +17,7 @@ from gmeta.evaluation.baselines.episode_rows import sample_about
 from gmeta.evaluation.baselines.predict_baselines import Baselines, predict_baselines
 from metaio import Provenance, open_dataset, write_dataset
 from tests.evaluation.baselines.sample import FEATURES, raw_rows, write_data
+from tests.support.refusals import catch_message
 
 
 @pytest.fixture(autouse=True)
@@ -144,9 +145,7 @@ def test_the_item_column_is_told_and_an_unknown_one_refused(tmp_path: Path) -> N
     (model,) = measured(path, "mse", item_column="maker", with_trees=False).models
     assert model.chosen["item_column"] == "maker"
     assert model.description.startswith("mean + item (maker, as asked; prior ")
-    with pytest.raises(UserError) as caught:
-        measured(path, "mse", item_column="film")
-    assert str(caught.value) == (
+    assert catch_message(UserError, measured, path, "mse", item_column="film") == (
         f"--item-column = 'film' is no [[single]] column of {path}: it has maker, item. "
         "Name one of them, or leave it out"
     )

@@ -17,6 +17,7 @@ from metaio.format.layout import BLOCK_TABLE_NAME, make_block_table_schema
 from metaio.format.manifest import canonical_json, xxh3_hex
 from metaio.format.shard_writer import make_file_entry
 from tests.metaio.conftest import FEATURES, WriteFn, episodes_of_rows, make_rows, whole_split
+from tests.support.refusals import catch_message
 
 IDS_ALONE = Features(
     tables=(TableSpec("item", 50), TableSpec("unused", 9)),
@@ -178,9 +179,7 @@ def test_positions_of_another_bundle_are_refused(write: WriteFn) -> None:
     lengths[0][0] += 1
     lengths[0][3] -= 1
     change_block_table(path, lambda table: with_column(table, "bundle_unique_lengths", lengths))
-    with pytest.raises(FormatError) as caught:
-        open_dataset(str(path)).read_block("train", 0)
-    assert str(caught.value) == (
+    assert catch_message(FormatError, open_dataset(str(path)).read_block, "train", 0) == (
         f"{path}, split train, block 0: column position contradicts the block table. The program "
         "that wrote it is at fault; docs/format.md says what belongs there"
     )

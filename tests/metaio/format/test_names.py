@@ -13,6 +13,7 @@ from metaio.prepare.local import prepare
 from metaio.prepare.schema.schema_file import parse_schema
 from tests.metaio.conftest import WriteFn, make_rows
 from tests.metaio.format.test_format import rewrite_manifest
+from tests.support.refusals import catch_message
 
 OUTSIDE = ["../../victim", "..", ".", "", "/etc/x", "a/b", "a\nb", "a\x00b", "x" * 201, "\ud800"]
 RULE = 'letters, digits, spaces, ".", "_" and "-", at most 200 bytes, neither "." nor ".."'
@@ -85,9 +86,7 @@ def test_a_manifest_that_names_a_place_elsewhere_is_refused_by_all_readers(
         f"{path}/manifest.json: {key} has the name '../../evil'; allowed are {RULE}. The program "
         "that wrote it is at fault; see docs/format.md"
     )
-    with pytest.raises(FormatError) as caught:
-        open_dataset(path)
-    assert str(caught.value) == message
+    assert catch_message(FormatError, open_dataset, path) == message
     result = CliRunner().invoke(app, ["inspect", path, "--verify"])
     assert result.exit_code == 1
     assert str(result.exception) == message

@@ -9,6 +9,7 @@ import pytest
 
 from metaio import FormatError
 from metaio.format.storage import ByteRange, Storage, _ResidentBytes
+from tests.support.refusals import catch_message
 
 CONTENT = bytes(range(200))
 
@@ -105,9 +106,7 @@ def test_a_small_file_that_cannot_be_read_is_told_with_what_to_look_at(
         raise error
 
     monkeypatch.setattr(remote._fs, "cat_file", refuse)
-    with pytest.raises(FormatError) as caught:
-        remote.read("manifest.json")
-    assert str(caught.value) == (
+    assert catch_message(FormatError, remote.read, "manifest.json") == (
         f"memory://storage-test/manifest.json cannot be read: {reason}. Check its permissions and "
         "the network, then try again"
     )

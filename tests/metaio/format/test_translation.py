@@ -20,6 +20,7 @@ from metaio.prepare.local import prepare
 from metaio.prepare.schema.schema_file import parse_schema
 from metaio.recipes.synthetic import SyntheticConfig, prepare_synthetic
 from tests.metaio.conftest import whole_split
+from tests.support.refusals import catch_message
 
 SCHEMA: dict[str, Any] = {
     "task": {"column": "user"},
@@ -109,9 +110,7 @@ def test_a_vocabulary_without_its_column_is_refused_in_one_line(
         if not told:
             translate_dataset(open_dataset(own.url), known)
             continue
-        with pytest.raises(FormatError) as caught:
-            translate_dataset(open_dataset(own.url), known)
-        assert str(caught.value) == (
+        assert catch_message(FormatError, translate_dataset, open_dataset(own.url), known) == (
             f"{path} has no column value to read: {told}. The program that wrote it is at fault; "
             "see docs/format.md"
         )
@@ -127,9 +126,7 @@ def test_ids_that_a_recipe_numbers_are_those_of_the_same_recipe_alone(tmp_path: 
         small = SyntheticConfig(num_tasks=20, num_items=30, seed=seed)
         prepare_synthetic(str(tmp_path / name), small)
     known, other = (open_dataset(str(tmp_path / name)) for name in ("known", "other"))
-    with pytest.raises(DataError) as caught:
-        translate_dataset(other, known)
-    assert str(caught.value) == (
+    assert catch_message(DataError, translate_dataset, other, known) == (
         f"table item has no vocabulary, and the recipe of {other.url} has seed = 2, that of "
         f"{known.url} 1: the same ids may mean other values. Prepare it by the recipe and the "
         "options of the other one, or choose another dataset"

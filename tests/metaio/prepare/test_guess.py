@@ -18,6 +18,7 @@ from metaio.prepare.source.infer_roles import InferredRoles, infer_roles
 from metaio.prepare.source.profile import LogSample, profile_column, read_log_sample
 from metaio.prepare.source.schema_template import format_schema, propose_episodes
 from tests.support.commands import gmeta
+from tests.support.refusals import catch_message
 
 ROWS = 4_000
 
@@ -120,9 +121,7 @@ def test_names_may_be_headings() -> None:
 def test_what_cannot_be_guessed_is_asked_for(
     given: dict[str, str], dropped: list[str], told: str
 ) -> None:
-    with pytest.raises(DataError) as caught:
-        guessed(log().drop_columns(dropped), **given)
-    assert told in str(caught.value)
+    assert told in catch_message(DataError, guessed, log().drop_columns(dropped), **given)
 
 
 def test_init_writes_both_files_or_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,6 +14,7 @@ from metaio.format.names import NAME_RULE
 from metaio.prepare.schema.schema_file import parse_schema
 from tests.metaio.conftest import whole_split
 from tests.metaio.prepare.test_local import BASE, changed, prepared, raw_table
+from tests.support.refusals import catch_message
 
 CLICK = {"column": "clicked", "name": "click"}
 LABELS = {
@@ -115,9 +116,7 @@ def test_what_no_label_can_mean_is_refused(
     values = raw[column].to_pylist()
     values[7] = value
     raw = raw.set_column(raw.column_names.index(column), column, pa.array(values))
-    with pytest.raises(DataError) as caught:
-        prepared(tmp_path, raw, changed(**LABELS))
-    assert str(caught.value) == message
+    assert catch_message(DataError, prepared, tmp_path, raw, changed(**LABELS)) == message
 
 
 def test_a_null_where_the_mask_is_one_is_refused(tmp_path: Path) -> None:
@@ -125,9 +124,7 @@ def test_a_null_where_the_mask_is_one_is_refused(tmp_path: Path) -> None:
     bought = pa.array([None] * raw.num_rows, pa.bool_())
     raw = raw.set_column(raw.column_names.index("bought"), "bought", bought)
     clicks = int(np.sum(raw["clicked"].to_numpy()))
-    with pytest.raises(DataError) as caught:
-        prepared(tmp_path, raw, changed(**LABELS))
-    assert str(caught.value) == (
+    assert catch_message(DataError, prepared, tmp_path, raw, changed(**LABELS)) == (
         f"label column bought has {clicks} nulls in rows whose mask clicked is 1. Correct the "
         'mask, or add null = "unknown"'
     )
@@ -148,9 +145,7 @@ def test_a_null_where_the_mask_is_one_is_refused(tmp_path: Path) -> None:
     ],
 )  # fmt: skip
 def test_labels_that_cannot_be_are_refused(parts: dict[str, Any], message: str) -> None:
-    with pytest.raises(SchemaError) as caught:
-        changed(**parts)
-    assert str(caught.value) == message.replace("{rule}", NAME_RULE)
+    assert catch_message(SchemaError, changed, **parts) == message.replace("{rule}", NAME_RULE)
 
 
 def test_several_labels_survive_json() -> None:

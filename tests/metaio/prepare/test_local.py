@@ -20,6 +20,7 @@ from metaio.prepare.local import prepare
 from metaio.prepare.schema.schema import Schema
 from metaio.prepare.schema.schema_file import parse_schema
 from tests.metaio.conftest import Episode, episodes_of_batch, whole_split
+from tests.support.refusals import catch_message
 
 BASE: dict[str, Any] = {
     "task": {"column": "user"},
@@ -319,9 +320,7 @@ def test_truncate_keeps_the_last_rows(tmp_path: Path) -> None:
 def test_refuse_names_the_longest_task(tmp_path: Path) -> None:
     table = raw_table(900).set_column(0, "user", pa.array([7] * 600 + [8] * 300))
     rule = {"by": "last", "query_rows": 2, "min_rows": 3, "max_rows": 50, "longer": "refuse"}
-    with pytest.raises(DataError) as caught:
-        prepared(tmp_path, table, changed(episodes=rule))
-    assert str(caught.value) == (
+    assert catch_message(DataError, prepared, tmp_path, table, changed(episodes=rule)) == (
         "task 7 has 600 rows, episodes.max_rows is 50. Raise it, or set episodes.longer to "
         "'episodes', 'truncate' or 'drop'"
     )
@@ -448,9 +447,7 @@ def test_a_place_that_is_taken_is_told_before_anything_is_read(tmp_path: Path) -
     pq.write_table(raw_table(200), raw)
     prepare([str(raw)], out, changed())
     raw.unlink()
-    with pytest.raises(DataError) as caught:
-        prepare([str(raw)], out, changed())
-    assert str(caught.value) == (
+    assert catch_message(DataError, prepare, [str(raw)], out, changed()) == (
         f"{out} holds a dataset already. Choose another place, or pass --overwrite to replace it"
     )
 
@@ -467,9 +464,7 @@ def test_a_url_of_an_unknown_kind_is_one_line(
     tmp_path: Path, work: Callable[[str, str], object]
 ) -> None:
     pq.write_table(raw_table(40), tmp_path / "raw.parquet")
-    with pytest.raises(UrlError) as caught:
-        work(str(tmp_path / "raw.parquet"), str(tmp_path / "out"))
-    assert str(caught.value) == (
+    assert catch_message(UrlError, work, str(tmp_path / "raw.parquet"), str(tmp_path / "out")) == (
         "nowhere://x cannot be opened: Protocol not known: nowhere. Give a path, or a URL of a "
         "kind that an installed package of fsspec reads"
     )

@@ -14,6 +14,7 @@ from metaio.prepare.job import PrepareOptions
 from metaio.prepare.local import prepare
 from metaio.prepare.schema.schema_file import parse_schema
 from tests.metaio.conftest import whole_split
+from tests.support.refusals import catch_message
 
 PER_POSITIVE = 3
 SCHEMA: dict[str, Any] = {
@@ -231,6 +232,4 @@ def test_a_task_with_nearly_all_items_gets_those_that_are_left_or_is_refused(
     ],
 )
 def test_rules_that_make_no_sense_are_refused(rule: dict[str, Any], message: str) -> None:
-    with pytest.raises(SchemaError) as caught:
-        parse_schema({**SCHEMA, "negatives": rule})
-    assert str(caught.value) == message
+    assert catch_message(SchemaError, parse_schema, {**SCHEMA, "negatives": rule}) == message

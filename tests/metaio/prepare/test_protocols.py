@@ -17,6 +17,7 @@ from metaio.prepare.job import PrepareOptions
 from metaio.prepare.local import prepare
 from metaio.prepare.schema.schema_file import parse_schema
 from tests.metaio.conftest import whole_split
+from tests.support.refusals import catch_message
 
 Row = dict[str, Any]
 Episodes = list[tuple[int, list[float], list[float]]]  # task, labels of support and of query
@@ -418,16 +419,12 @@ def test_longer_drop_leaves_whole_tasks_out_and_counts_them(tmp_path: Path) -> N
 )
 def test_rules_that_do_not_go_together_are_refused(parts: dict[str, Any], message: str) -> None:
     body = {name: part for name, part in {**SCHEMA, **parts}.items() if part is not None}
-    with pytest.raises(SchemaError) as caught:
-        parse_schema(body)
-    assert str(caught.value) == message
+    assert catch_message(SchemaError, parse_schema, body) == message
 
 
 def test_a_side_of_another_name_is_refused(tmp_path: Path) -> None:
     table = log(20).append_column("side", pa.array(["support"] * 19 + ["test"]))
-    with pytest.raises(DataError) as caught:
-        prepared(tmp_path, table, membership={"column": "side"})
-    assert str(caught.value) == (
+    assert catch_message(DataError, prepared, tmp_path, table, membership={"column": "side"}) == (
         "membership column side holds 'test'; support, query and null are allowed. Correct those "
         "rows"
     )

@@ -23,6 +23,7 @@ from metaio.prepare.episodes.raw_ids import (
 )
 from metaio.prepare.local import prepare
 from metaio.prepare.schema.schema_file import parse_schema
+from tests.support.refusals import catch_message
 
 SCHEMA: dict[str, Any] = {
     "task": {"column": "user"},
@@ -150,6 +151,4 @@ def test_a_file_that_was_altered_is_told(tmp_path: Path) -> None:
     ],
 )
 def test_an_item_that_cannot_be_is_refused(rule: dict[str, Any], message: str) -> None:
-    with pytest.raises(SchemaError) as caught:
-        parse_schema({**SCHEMA, "item": rule})
-    assert str(caught.value) == message
+    assert catch_message(SchemaError, parse_schema, {**SCHEMA, "item": rule}) == message

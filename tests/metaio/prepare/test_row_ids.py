@@ -13,6 +13,7 @@ from metaio.errors import SchemaError
 from metaio.prepare.schema.schema_file import parse_schema
 from tests.metaio.conftest import whole_split
 from tests.metaio.prepare.test_local import BASE, changed, prepared, raw_table
+from tests.support.refusals import catch_message
 
 ROW_ID = {"row_id": {"column": "row"}}
 RANDOM = {"episodes": {**BASE["episodes"], "by": "random"}}
@@ -105,9 +106,7 @@ def test_a_negative_has_no_raw_row(tmp_path: Path) -> None:
 
 
 def test_the_label_is_no_row_id() -> None:
-    with pytest.raises(SchemaError) as error:
-        changed(row_id={"column": "clicked"})
-    assert str(error.value) == (
+    assert catch_message(SchemaError, changed, row_id={"column": "clicked"}) == (
         "column clicked is the label and the column of [row_id]: rows would be dealt by the "
         "answer. Name another column"
     )

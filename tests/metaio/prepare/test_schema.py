@@ -7,6 +7,7 @@ import pytest
 
 from metaio import SchemaError
 from metaio.prepare.schema.schema_file import load_schema, parse_schema
+from tests.support.refusals import catch_message
 
 GOOD: dict[str, Any] = {
     "task": {"column": "user"},
@@ -120,15 +121,11 @@ def test_mistakes_are_named(parts: dict[str, Any], message: str) -> None:
 
 
 def test_a_missing_or_broken_file_is_named(tmp_path: Path) -> None:
-    with pytest.raises(SchemaError) as caught:
-        load_schema(tmp_path / "no.toml")
-    assert str(caught.value) == (
+    assert catch_message(SchemaError, load_schema, tmp_path / "no.toml") == (
         f"schema '{tmp_path}/no.toml' cannot be read: No such file or directory. Give a TOML file"
     )
     (tmp_path / "bad.toml").write_text("[task]\ncolumn = user\n")
-    with pytest.raises(SchemaError) as caught:
-        load_schema(tmp_path / "bad.toml")
-    assert str(caught.value) == (
+    assert catch_message(SchemaError, load_schema, tmp_path / "bad.toml") == (
         f"schema '{tmp_path}/bad.toml' is no TOML: Invalid value (at line 2, column 10). Mend "
         "that line"
     )

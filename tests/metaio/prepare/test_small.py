@@ -15,6 +15,7 @@ from metaio.prepare.job import PrepareOptions
 from metaio.prepare.local import prepare
 from metaio.prepare.schema.schema_file import parse_schema
 from tests.metaio.conftest import FEATURES, WriteFn, episodes_of_rows, make_rows, whole_split
+from tests.support.refusals import catch_message
 
 ONE_ROW = make_rows(1, max_rows=1)
 
@@ -110,9 +111,7 @@ def test_two_rows_of_one_task_are_prepared_to_one_episode(tmp_path: Path) -> Non
 
 
 def test_a_single_row_is_no_episode_and_leaves_nothing(tmp_path: Path) -> None:
-    with pytest.raises(DataError) as caught:
-        prepared(tmp_path, raw(1))
-    assert str(caught.value) == (
+    assert catch_message(DataError, prepared, tmp_path, raw(1)) == (
         "the inputs make 0 episodes: 1 task with fewer rows than min_rows, 0 without support or "
         "query. Lower min_rows or query_rows under [episodes], or look into the task column"
     )
@@ -123,8 +122,6 @@ def test_inputs_of_two_formats_are_refused(tmp_path: Path) -> None:
     pq.write_table(raw(4), tmp_path / "a.parquet")
     (tmp_path / "b.csv").write_text("user,item,click,at\n1,1,1,1\n")
     inputs = [str(tmp_path / name) for name in ("a.parquet", "b.csv")]
-    with pytest.raises(DataError) as caught:
-        prepare(inputs, str(tmp_path / "out"), SCHEMA, PrepareOptions())
-    assert str(caught.value) == (
-        "the inputs mix Parquet and text files. Prepare from one format at a time"
-    )
+    assert catch_message(
+        DataError, prepare, inputs, str(tmp_path / "out"), SCHEMA, PrepareOptions()
+    ) == ("the inputs mix Parquet and text files. Prepare from one format at a time")

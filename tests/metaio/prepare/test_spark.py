@@ -15,6 +15,7 @@ from metaio.errors import AccessError, SchemaError
 from metaio.prepare.job import PrepareOptions
 from metaio.prepare.local import prepare
 from tests.metaio.prepare.test_local import BASE, changed, raw_table
+from tests.support.refusals import catch_message
 
 pyspark = pytest.importorskip("pyspark", reason="needs the extra spark")
 pytestmark = pytest.mark.skipif(shutil.which("java") is None, reason="needs Java on PATH")
@@ -137,11 +138,9 @@ def test_what_fails_in_spark_is_one_line(tmp_path: Path, session: Any) -> None:
         yield from batches
         raise OSError(errno.ENOSPC, "No space left on device", "/tmp/shard")
 
-    with pytest.raises(AccessError) as caught:
-        collect_objects(frame.select("ts").mapInArrow(fail, "ts long"))
-    assert str(caught.value) == (
-        f"Spark failed: OSError: [Errno 28] No space left on device: '/tmp/shard'. {mend}"
-    )
+    assert catch_message(
+        AccessError, collect_objects, frame.select("ts").mapInArrow(fail, "ts long")
+    ) == (f"Spark failed: OSError: [Errno 28] No space left on device: '/tmp/shard'. {mend}")
 
     def refuse(batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
         yield from batches

@@ -13,6 +13,7 @@ from metaio import DataError, Dataset, open_dataset
 from metaio.format.layout import VOCABULARY_FOLDER
 from metaio.prepare.local import prepare
 from metaio.prepare.schema.schema_file import parse_schema
+from tests.support.refusals import catch_message
 
 GUESSED_FROM = 30_000  # more rows than DuckDB looks at
 
@@ -205,9 +206,7 @@ def test_numbers_of_json_are_not_turned_into_what_first_rows_hold(
     tmp_path: Path, column: str, values: list[object], message: str
 ) -> None:
     multi = [{"column": "list", "hash": 100}] if column == "list" else []
-    with pytest.raises(DataError) as caught:
-        of_json(tmp_path, column, values, multi=multi)
-    assert str(caught.value) == message
+    assert catch_message(DataError, of_json, tmp_path, column, values, multi=multi) == message
 
 
 def test_truth_values_of_json_may_be_0_and_1_later(tmp_path: Path) -> None:

@@ -12,6 +12,7 @@ from metaio import BatchReader, DataError, SchemaError
 from metaio.format.features import Features, find_vector_column
 from metaio.prepare.schema.schema_file import parse_schema
 from tests.metaio.prepare.test_local import BASE, changed, prepared, raw_table
+from tests.support.refusals import catch_message
 
 WIDTH = 64
 VECTORS = {
@@ -98,17 +99,13 @@ def test_a_row_without_its_numbers_is_refused(
     rows = raw["text"].to_pylist()
     rows[7] = values
     broken = raw.set_column(raw.schema.get_field_index("text"), "text", pa.array(rows))
-    with pytest.raises(DataError) as caught:
-        prepared(tmp_path, broken, changed(**VECTORS))
-    assert str(caught.value) == message
+    assert catch_message(DataError, prepared, tmp_path, broken, changed(**VECTORS)) == message
     assert not list(tmp_path.glob("out*"))
 
 
 def test_a_column_of_no_lists_is_refused(tmp_path: Path) -> None:
     schema = changed(vector=[{"column": "ts", "width": 3}])
-    with pytest.raises(DataError) as caught:
-        prepared(tmp_path, raw_table(), schema)
-    assert str(caught.value) == (
+    assert catch_message(DataError, prepared, tmp_path, raw_table(), schema) == (
         "vector column ts has type int64; lists of 3 numbers are needed. Cast it, or choose "
         "another column"
     )
@@ -130,9 +127,7 @@ def test_a_column_of_no_lists_is_refused(tmp_path: Path) -> None:
     ],
 )
 def test_schemas_that_mean_nothing_are_refused(parts: dict[str, Any], message: str) -> None:
-    with pytest.raises(SchemaError) as caught:
-        changed(**parts)
-    assert str(caught.value) == message
+    assert catch_message(SchemaError, changed, **parts) == message
 
 
 def test_a_width_of_a_table_is_kept_with_it(tmp_path: Path) -> None:

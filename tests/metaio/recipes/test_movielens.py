@@ -18,6 +18,7 @@ from metaio import (
 from metaio.recipes.movielens import MovieLensConfig, prepare_movielens
 from metaio.recipes.movielens_files import read_melu_split
 from tests.metaio.conftest import episodes_of_batch, whole_split
+from tests.support.refusals import catch_message
 
 SHARED = Path(__file__).parents[3] / "../shared/data"
 NAMES = {
@@ -203,11 +204,9 @@ def test_time_order_without_timestamps_is_refused(tmp_path: Path) -> None:
 
 
 def test_a_missing_folder_is_named(tmp_path: Path) -> None:
-    with pytest.raises(DataError) as caught:
-        prepare_movielens(str(tmp_path / "no"), str(tmp_path / "out"), MovieLensConfig())
-    assert str(caught.value) == (
-        f"{tmp_path}/no/movies.dat does not exist. Point PATH at the unpacked ml-1m folder"
-    )
+    assert catch_message(
+        DataError, prepare_movielens, str(tmp_path / "no"), str(tmp_path / "out"), MovieLensConfig()
+    ) == (f"{tmp_path}/no/movies.dat does not exist. Point PATH at the unpacked ml-1m folder")
 
 
 def test_a_folder_without_ratings_is_told_which_files_are_needed(tmp_path: Path) -> None:

@@ -36,6 +36,7 @@ from tests.metaio.stream.logs import (
     schema,
     slow_episodes,
 )
+from tests.support.refusals import catch_message
 from tests.support.sealed import seal
 
 
@@ -224,9 +225,7 @@ def test_files_that_are_mostly_late_are_given_along_with_newer_ones(tmp_path: Pa
     time = late["time"].to_numpy().copy()
     time[:201] = end - 1 - np.arange(201)
     late = changed(late, "time", time)
-    with pytest.raises(QuarantinedError) as error:
-        append(stream, late, "late.parquet")
-    assert str(error.value) == (
+    assert catch_message(QuarantinedError, append, stream, late, "late.parquet") == (
         f"input {logs}/late.parquet is quarantined: 201 of its 400 rows are from before the "
         f"window, which begins at {end:,}. Give newer files and --along {logs}/late.parquet, "
         "as gmeta follow does"
@@ -305,15 +304,11 @@ def test_a_file_is_taken_once_whatever_its_name(tmp_path: Path) -> None:
     stream = tmp_path / "s"
     end = append(stream, log(0), "a.parquet", schema=schema()).window[1]
     file = tmp_path / "logs" / "a.parquet"
-    with pytest.raises(DataError) as error:
-        append(stream, log(0), "b.parquet")
-    assert str(error.value) == (
+    assert catch_message(DataError, append, stream, log(0), "b.parquet") == (
         f"input {tmp_path}/logs/b.parquet was taken into increment 1 already, as {file}: its rows "
         "would be trained twice. Leave it out"
     )
-    with pytest.raises(DataError) as error:
-        append(stream, log(1), "a.parquet")
-    assert str(error.value) == (
+    assert catch_message(DataError, append, stream, log(1), "a.parquet") == (
         f"input {file} was taken into increment 1 with other content: it was rewritten since, and "
         "increments do not change. Give new rows in a file of a new name, or begin a new stream"
     )
@@ -365,16 +360,12 @@ def test_a_column_that_nobody_reads_is_told(tmp_path: Path) -> None:
 
 def test_what_a_stream_cannot_be_is_said(tmp_path: Path) -> None:
     stream = tmp_path / "s"
-    with pytest.raises(DataError) as error:
-        append(stream, log(0))
-    assert str(error.value) == (
+    assert catch_message(DataError, append, stream, log(0)) == (
         f"{stream} holds no stream yet, and no schema is given: the first increment needs it. Pass "
         "--schema"
     )
     append(stream, log(0), schema=schema())
-    with pytest.raises(DataError) as error:
-        append(stream, log(1), schema=schema(gate=0.1))
-    assert str(error.value) == (
+    assert catch_message(DataError, append, stream, log(1), schema=schema(gate=0.1)) == (
         f"the schema differs from that of the stream {stream} in stream: rows of both would not "
         "mean the same. Leave --schema out, or begin a new stream"
     )

@@ -15,6 +15,7 @@ from metaio.stream.chain import list_increment_numbers, open_stream
 from metaio.stream.publish import publish_stream
 from tests.metaio.stream.logs import append, log, schema
 from tests.support.commands import gmeta
+from tests.support.refusals import catch_message
 
 
 @pytest.fixture
@@ -80,9 +81,7 @@ def test_another_stream_is_refused(tmp_path: Path, url: str) -> None:
     for name, seed in (("s", 0), ("other", 1)):
         append(tmp_path / name, log(0, rows=150, seed=seed), f"{name}.parquet", schema=schema())
     publish_stream(tmp_path / "s", url)
-    with pytest.raises(DataError) as caught:
-        publish_stream(tmp_path / "other", url)
-    assert str(caught.value) == (
+    assert catch_message(DataError, publish_stream, tmp_path / "other", url) == (
         f"{url} has an increment 1 that {tmp_path / 'other'} has not: it is of another stream, or "
         "was taken back here. Choose another URL, or remove it there"
     )

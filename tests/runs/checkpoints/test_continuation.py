@@ -13,6 +13,7 @@ from gmeta.runs.run_folder import RunFolder, list_checkpoints, write_json
 from metaio import open_dataset
 from tests.support.commands import gmeta
 from tests.support.increments import write_increments
+from tests.support.refusals import catch_message
 
 
 @pytest.fixture(scope="module")
@@ -89,9 +90,7 @@ def test_a_run_that_is_not_over_is_refused_unless_its_checkpoint_is_named(
     longer = replace(before, run=replace(before.run, epochs=2))
     write_json(trained / "config.json", longer.to_json())
     try:
-        with pytest.raises(UserError) as caught:
-            find_continued_checkpoint(going_on(trained), second)
-        assert str(caught.value) == (
+        assert catch_message(UserError, find_continued_checkpoint, going_on(trained), second) == (
             f"run.continue_from = '{trained}' is not over: it stands at step 3, in epoch 2 of 2. "
             "Let it end, with --resume if it was stopped, or name one of its checkpoints"
         )

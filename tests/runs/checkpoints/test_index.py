@@ -23,6 +23,7 @@ from gmeta.runs.checkpoints.checkpoint_summary import summarise_checkpoint
 from gmeta.runs.checkpoints.index import read_index
 from gmeta.serving.export import CheckpointReader
 from tests.support.commands import SMALL_MODEL, gmeta
+from tests.support.refusals import catch_message
 from tests.support.sealed import replace_file
 
 LAYER = "model.learner.model.top.0.bias"
@@ -81,9 +82,7 @@ def test_a_pickle_in_the_index_is_not_run(
     hostile = pickle.dumps(hide(unpickled(checkpoint), mark))
     replace_file(checkpoint, "progress.json", ".metadata", hostile)
     for read in (summarise_checkpoint, CheckpointReader):
-        with pytest.raises(GMetaError) as caught:
-            read(checkpoint)
-        assert str(caught.value).startswith(
+        assert catch_message(GMetaError, read, checkpoint).startswith(
             f"checkpoint {checkpoint} cannot be read: its index names posix.mkdir, as none of "
             "ours does. "
         )
@@ -106,10 +105,9 @@ def test_a_pickle_among_the_tensors_is_not_run(checkpoint: Path, tmp_path: Path)
     # As an item that is no tensor torch would unpickle it freely.
     index.state_dict_metadata[LAYER] = BytesStorageMetadata()
     replace_file(checkpoint, "progress.json", ".metadata", pickle.dumps(index))
-    with pytest.raises(GMetaError) as caught:
-        CheckpointReader(checkpoint)
-    assert "its index holds a BytesStorageMetadata where a TensorStorageMetadata belongs" in str(
-        caught.value
+    assert (
+        "its index holds a BytesStorageMetadata where a TensorStorageMetadata belongs"
+        in catch_message(GMetaError, CheckpointReader, checkpoint)
     )
     assert not mark.exists()
 
@@ -179,9 +177,7 @@ def test_no_other_attribute_is_read(checkpoint: Path, attribute: Attribute) -> N
     index = unpickled(checkpoint)
     index.planner_data = [MEMBER, attribute]
     replace_file(checkpoint, "progress.json", ".metadata", pickle.dumps(index))
-    with pytest.raises(GMetaError) as caught:
-        summarise_checkpoint(checkpoint)
-    assert str(caught.value).startswith(
+    assert catch_message(GMetaError, summarise_checkpoint, checkpoint).startswith(
         f"checkpoint {checkpoint} cannot be read: its index names builtins.getattr, as none of "
         "ours does. "
     )

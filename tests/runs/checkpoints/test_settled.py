@@ -14,6 +14,7 @@ from gmeta.runs.run_folder import RunFolder
 from metaio.errors import NoDatasetError
 from tests.support.commands import evaluate, gmeta
 from tests.support.logs_by_day import write_day, write_stream
+from tests.support.refusals import catch_message
 
 
 @pytest.fixture(scope="module")
@@ -87,9 +88,7 @@ def test_an_increment_that_is_not_there_is_refused_in_one_line(stream: Path) -> 
         lambda: open_data(asked(stream, "9").data),
         lambda: open_by_name(f"{stream}:9"),
     ):
-        with pytest.raises(NoDatasetError) as told:
-            opening()
-        assert str(told.value) == (
+        assert catch_message(NoDatasetError, opening) == (
             f"{stream} has no increment 9; it has 1 to 2. Choose one of them, or append it with "
             "gmeta prepare --extend"
         )

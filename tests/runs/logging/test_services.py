@@ -16,6 +16,7 @@ import pytest
 from gmeta.errors import UserError
 from gmeta.runs.logging.logger import Reading, RunInfo
 from gmeta.runs.logging.tracker_loggers import MLflow, WandB
+from tests.support.refusals import catch_message
 from tests.support.waiting import PATIENCE_S
 
 READING = Reading(3, 1, {"loss": 0.5, "valid": {"ndcg@3": 0.25, "auc:buy": 0.5, "gauc": None}})
@@ -107,9 +108,7 @@ def test_a_missing_package_is_said(
 ) -> None:
     monkeypatch.setitem(sys.modules, name, None)
     logger = kind()
-    with pytest.raises(UserError) as caught:
-        logger.begin(info_of(tmp_path))
-    assert str(caught.value) == (
+    assert catch_message(UserError, logger.begin, info_of(tmp_path)) == (
         f"run.loggers names {name!r}, which needs the extra: pip install 'gmeta[{name}]'"
     )
     logger.end("failed")  # closes what was never opened

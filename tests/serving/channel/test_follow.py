@@ -28,6 +28,7 @@ from gmeta.serving.server.model_loading import load_version
 from tests.serving.channel.models import Model
 from tests.serving.server.serving import get, post, request_of, service_of, values
 from tests.support.full_disk import files_of_at_most
+from tests.support.refusals import catch_message
 from tests.support.waiting import wait_until
 
 SIZES = {"item": 3_000, "city": 30}
@@ -139,9 +140,7 @@ def test_a_damaged_delta_leaves_the_old_version_which_says_how_old_it_is(
 
 
 def test_a_channel_without_a_version_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(UserError) as caught:
-        gmeta.follow(tmp_path)
-    assert str(caught.value) == (
+    assert catch_message(UserError, gmeta.follow, tmp_path) == (
         f"{tmp_path} is a channel without a version, or none at all. "
         f"Run: gmeta promote RUN {tmp_path}"
     )

@@ -31,6 +31,7 @@ from tests.serving.channel.test_follow import QUERY, ROWS
 from tests.serving.server.serving import post, request_of, service_of, values
 from tests.support.commands import gmeta as gmeta_command
 from tests.support.full_disk import files_of_at_most
+from tests.support.refusals import catch_message
 
 SIZES = {"item": 3_000, "city": 30}
 
@@ -319,9 +320,7 @@ def test_a_channel_is_published_to_a_place_of_its_own(
         f"{url} holds another channel, which serves version {name}: no version of {other.root} is "
         "that. Choose another URL, or empty that one"
     )
-    with pytest.raises(UserError) as caught:
-        channel_at(f"{url}/none", tmp_path / "own")
-    assert str(caught.value) == (
+    assert catch_message(UserError, channel_at, f"{url}/none", tmp_path / "own") == (
         f"{url}/none holds no channel: there is no current.json. "
         f"Run: gmeta publish CHANNEL {url}/none"
     )

@@ -19,6 +19,7 @@ from metaio.format.dataset import open_dataset
 from tests.serving.channel.models import Model
 from tests.support.commands import gmeta as command
 from tests.support.increments import write_increments
+from tests.support.refusals import catch_message
 
 SIZES = {"item": 60, "city": 60}
 
@@ -84,9 +85,7 @@ def test_what_cannot_be_scored_is_refused(tmp_path: Path) -> None:
         channel.promote(tmp_path / f"{name}.packed")
     delta = channel.folder_of(2)
     assert channel.version(2).delta is not None
-    with pytest.raises(UserError) as caught:
-        score_model(delta, open_dataset(str(path)))
-    assert str(caught.value) == (
+    assert catch_message(UserError, score_model, delta, open_dataset(str(path))) == (
         f"{delta} is a delta, which predicts nothing alone. Score a version that is full, or an "
         "export"
     )
