@@ -93,9 +93,7 @@ def grad_of(parameter: Tensor) -> Tensor:
 @pytest.mark.shared_data
 @pytest.mark.parametrize("algorithm", ALGORITHMS_K)
 @pytest.mark.parametrize("case", CASES)
-def test_meta_gradients_losses_and_three_outer_steps_equal_the_golden_numbers(
-    case: str, algorithm: str
-) -> None:
+def test_gradients_losses_and_three_steps_equal_the_golden_ones(case: str, algorithm: str) -> None:
     numbers = golden.load()
     model, tables = golden.build(case, numbers)
     batch = golden.batch(case, numbers)
@@ -146,9 +144,7 @@ def test_meta_gradients_losses_and_three_outer_steps_equal_the_golden_numbers(
 @pytest.mark.shared_data
 @pytest.mark.parametrize("algorithm", ["maml2_k1", "maml2_k3", "melu2_k3", "reptile_k3"])
 @pytest.mark.parametrize("case", CASES)
-def test_predictions_after_adaptation_equal_the_golden_query_logits(
-    case: str, algorithm: str
-) -> None:
+def test_adapted_predictions_equal_the_golden_query_logits(case: str, algorithm: str) -> None:
     numbers = golden.load()
     model, tables = golden.build(case, numbers)
     learner = MetaLearner(model, algorithm_config(case, algorithm), loss=case[2:])

@@ -213,9 +213,7 @@ if "torch" in names and names.index("numpy") > names.index("torch.version"):
 
 
 @pytest.mark.parametrize("asked", FRESH_IMPORTS.values(), ids=FRESH_IMPORTS)
-def test_a_fresh_import_loads_no_more_than_it_should(
-    asked: list[tuple[str, tuple[str, ...]]],
-) -> None:
+def test_a_fresh_import_loads_no_more_than_due(asked: list[tuple[str, tuple[str, ...]]]) -> None:
     result = subprocess.run(
         [sys.executable, "-c", IMPORT_AND_ASK, repr(asked)],
         capture_output=True,

@@ -163,9 +163,7 @@ def install_and_import(copied: tuple[str, ...], modules: tuple[str, ...]) -> Non
 
 
 @pytest.mark.distributed
-def test_an_installed_wheel_works_beside_a_users_own_models_protos_and_tests(
-    wheel: Path, tmp_path: Path
-) -> None:
+def test_a_wheel_works_beside_a_users_models_protos_and_tests(wheel: Path, tmp_path: Path) -> None:
     venv, here, told = tmp_path / "venv", tmp_path / "here", tmp_path / "told"
     run(sys.executable, "-m", "venv", "--without-pip", venv, cwd=tmp_path)
     python = venv / "bin" / "python"

@@ -57,9 +57,7 @@ def refused(code: int, *arguments: str | Path, start: Command = gmeta) -> str:
     return lines[0]
 
 
-def test_a_split_that_is_not_there_is_named_with_those_that_are(
-    config: Path, click_logs: Path
-) -> None:
+def test_a_split_not_there_is_named_with_those_that_are(config: Path, click_logs: Path) -> None:
     message = refused(2, "train", config, "data.train_split=tran")
     assert message == (
         f"error: data.train_split = 'tran' is not in {click_logs}: it has train, valid, user-cold, "
@@ -307,9 +305,7 @@ IS_URL = (
         ),
     ],
 )
-def test_a_place_that_cannot_be_written_is_refused_before_any_work(
-    work: Callable[[], None], message: str
-) -> None:
+def test_a_place_that_cannot_be_written_is_refused(work: Callable[[], None], message: str) -> None:
     assert catch_message(UserError, work) == message
 
 
@@ -380,9 +376,7 @@ def test_memory_that_is_not_there_is_one_line(config: Path) -> None:
     )
 
 
-def test_an_error_is_written_in_one_piece_beside_those_of_other_ranks(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_an_error_is_written_in_one_piece_beside_others(monkeypatch: pytest.MonkeyPatch) -> None:
     pieces: list[str] = []
     stderr = SimpleNamespace(write=pieces.append, flush=lambda: None, isatty=lambda: False)
     monkeypatch.setattr(sys, "stderr", stderr)

@@ -112,9 +112,7 @@ def test_a_caller_that_leaves_harms_nobody(site: Site, capfd: pytest.CaptureFixt
     assert capfd.readouterr().err == ""
 
 
-def test_a_caller_that_says_nothing_does_not_keep_its_place(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_silent_caller_does_not_keep_its_place(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(http_edge, "REQUEST_TIMEOUT_S", 0.05)
     monkeypatch.setattr(HttpRequest, "timeout", 0.05)
     site = Site()

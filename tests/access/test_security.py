@@ -444,16 +444,12 @@ def test_a_client_sends_its_token_over_tls_or_to_its_own_machine(tokens: Path) -
         ),
     ],
 )
-def test_the_command_wants_either_security_or_the_word_insecure(
-    arguments: list[str], message: str
-) -> None:
+def test_the_command_wants_security_or_the_word(arguments: list[str], message: str) -> None:
     with pytest.raises(ServiceStartError, match=f"^{re.escape(message)}$"):
         CliRunner().invoke(app, ["shard-service", *arguments], catch_exceptions=False)
 
 
-def test_a_key_of_another_certificate_is_refused_at_the_start(
-    serve: Serve, pki: Authority, tokens: Path
-) -> None:
+def test_another_certificates_key_is_refused(serve: Serve, pki: Authority, tokens: Path) -> None:
     cert, other = pki.issue("one")[0], pki.issue("two")[1]
     with pytest.raises(CredentialError, match="the key the certificate's own"):
         serve(tls_cert=cert, tls_key=other, tokens=tokens)

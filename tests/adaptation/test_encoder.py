@@ -227,9 +227,7 @@ def one_learner(
 
 
 @pytest.mark.parametrize("name", ["encoder", "encoder_maml"])
-def test_predictions_before_and_after_are_those_of_no_support_and_of_the_tasks_own(
-    name: str,
-) -> None:
+def test_predictions_are_those_of_no_support_and_of_the_tasks_own(name: str) -> None:
     config = replace(FORWARD, name=name, inner_steps=2, inner_lr=0.1, adapt_embeddings=True)
     learner, features, tables = one_learner(config)
     rng = random.Random(1)

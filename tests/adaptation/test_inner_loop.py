@@ -341,9 +341,7 @@ WAYS: dict[str, Callable[[nn.Linear, Tensor], Tensor]] = {
 
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("name", ["maml", "reptile", "ridge", "none", "encoder", "encoder_maml"])
-def test_a_layer_that_is_not_called_as_one_cannot_adapt_and_is_refused_by_name(
-    way: str, name: str
-) -> None:
+def test_a_layer_that_is_not_called_cannot_adapt_and_is_refused(way: str, name: str) -> None:
     features = reference.some_features(1, 0, 0)
     tables = TableSizes(1, 4, ("s0",), InputSizes(1, 0, 0))
     config = AlgorithmConfig(name=name, encoder_hidden=(3,))

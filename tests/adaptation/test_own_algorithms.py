@@ -70,9 +70,7 @@ def test_what_an_algorithm_learns_beside_the_model_learns_with_mamls_loss_too(
     assert grads["encoder.rows.0.weight"].abs().sum() > 0
 
 
-def test_reptiles_loss_takes_the_one_rate_that_its_steps_take(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_reptiles_loss_takes_the_rate_of_its_steps(monkeypatch: pytest.MonkeyPatch) -> None:
     own = Algorithm(reptile_loss_sum, rates=lambda *_: FixedRates(0.3), learns_from="support")
     wanted = learner_of(ALGORITHMS["reptile"], monkeypatch, inner_lr=0.3)
     for found, right in zip(step(learner_of(own, monkeypatch)), step(wanted), strict=True):
@@ -178,9 +176,7 @@ class Unbiased(DecisionModel):
         return rows.features_NFD.flatten(1)
 
 
-def test_decision_layers_without_a_bias_adapt_in_the_general_loop(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_layers_without_a_bias_adapt_in_the_general_loop(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(MODELS, "unbiased", Unbiased)
     learner = learner_of(ALGORITHMS["maml"], monkeypatch, "unbiased")
     assert learner.route == "general"
@@ -226,9 +222,7 @@ class Spare(Unbiased):
         self.mask = nn.Parameter(torch.tensor([0.0, -torch.inf]), requires_grad=False)
 
 
-def test_every_rank_has_a_gradient_of_all_parameters_to_average(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_every_rank_has_a_gradient_of_all_parameters(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(MODELS, "spare", Spare)
     loss, grads = step(learner_of(ALGORITHMS["maml"], monkeypatch, "spare"))
     assert loss.isfinite()

@@ -26,9 +26,7 @@ MODELS = {
 @pytest.mark.parametrize("model", MODELS)
 @pytest.mark.parametrize("name", ["none", "maml", "fomaml", "reptile", "metasgd"])
 @pytest.mark.parametrize("num_dense", [0, 2])
-def test_a_step_equals_the_loop_that_sees_them_as_dense_columns(
-    model: str, name: str, num_dense: int
-) -> None:
+def test_a_step_equals_the_loop_with_dense_columns(model: str, name: str, num_dense: int) -> None:
     algorithm = AlgorithmConfig(name, inner_steps=2, adapt_embeddings=num_dense == 0)
     columns = (2, 2, num_dense)
     assert_equals_loop(SIZES, columns, MODELS[model], algorithm, "mse", support_features=SUPPORT)

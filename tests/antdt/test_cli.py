@@ -129,9 +129,7 @@ def test_an_operator_command_without_a_dataset_name_asks_for_one(server: ShardSe
     )
 
 
-def test_a_command_about_one_of_two_datasets_asks_which(
-    server: ShardServer, client: ShardClient
-) -> None:
+def test_a_command_about_two_datasets_asks_which(server: ShardServer, client: ShardClient) -> None:
     client.register_dataset(DatasetSpec("valid", 10, 4))
     assert catch_message(AntdtError, run, server, "requeue", "1") == (
         "the service has 2 datasets, train, valid; a command is about one. Pass --dataset NAME."

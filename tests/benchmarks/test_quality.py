@@ -84,9 +84,7 @@ def test_the_error_of_seeds_shrinks_with_their_number_and_that_of_tasks_does_not
 
 @pytest.mark.parametrize("of_seed", [0.0, 0.5, 1.0, 2.0, 10.0], ids=lambda value: f"seed_{value}")
 @pytest.mark.parametrize("seeds", [2, 3, 5])
-def test_an_interval_of_95_percent_holds_the_truth_in_95_percent(
-    seeds: int, of_seed: float
-) -> None:
+def test_an_interval_of_95_percent_holds_the_truth_so_often(seeds: int, of_seed: float) -> None:
     # Worlds whose true difference is 0: 100 tasks differ by 10, so that their mean is off by 1, and
     # a seed is off by `of_seed`. 4,000 worlds tell a share of 95 % to within 1 % (3 sigma).
     rng = np.random.default_rng(0)
@@ -113,9 +111,7 @@ def test_an_interval_of_95_percent_holds_the_truth_in_95_percent(
         (0.005, True, "noise"),
     ],
 )
-def test_a_verdict_is_that_of_an_interval_without_0(
-    value: float, higher: bool, verdict: str
-) -> None:
+def test_a_verdict_is_of_an_interval_without_0(value: float, higher: bool, verdict: str) -> None:
     assert lead("plain", 0.5, [difference(value)], higher=higher).verdict == verdict
 
 
@@ -157,9 +153,7 @@ def test_evaluations_of_seeds_become_rows(tmp_path: Path) -> None:
     )
 
 
-def test_other_algorithms_stand_behind_the_baselines_by_the_seeds_that_have_them(
-    tmp_path: Path,
-) -> None:
+def test_other_algorithms_stand_behind_the_baselines_by_their_seeds(tmp_path: Path) -> None:
     first, second = two_seeds(tmp_path)
     told = json.loads(first.read_text())["groups"][0]["comparisons"]
     against = {(one["minus_run"], one["minus_stage"]): one for one in told}
@@ -217,9 +211,7 @@ def test_the_page_in_docs_is_what_the_generator_makes_of_its_figures() -> None:
 
 
 @pytest.mark.parametrize("protocol", PROTOCOLS, ids=lambda protocol: protocol.name)
-def test_the_configs_of_a_data_set_differ_in_the_algorithm_and_what_was_tuned(
-    protocol: Any,
-) -> None:
+def test_configs_of_a_data_set_differ_in_algorithm_and_what_was_tuned(protocol: Any) -> None:
     adapted, plain = (
         load_config(protocol.configs[name], ["data.path=data", "run.dir=run"])
         for name in ("adapted", "plain")
@@ -253,9 +245,7 @@ def test_a_command_is_repeated_only_when_what_it_reads_changed(
     assert (out / "manifest.json").stat().st_mtime_ns != remade
 
 
-def test_a_run_is_made_anew_from_other_data_and_an_evaluation_from_other_runs(
-    tmp_path: Path,
-) -> None:
+def test_a_run_is_made_anew_from_other_data_as_is_an_evaluation(tmp_path: Path) -> None:
     trainings = [
         train_job(PROTOCOLS[0], name, 0, tmp_path, quick=True) for name in ("adapted", "plain")
     ]

@@ -101,9 +101,7 @@ def test_the_tasks_of_whole_blocks_are_those_of_the_dataset(bundled: Path) -> No
     assert found.step.rows == pytest.approx(dataset.split("train").num_rows)
 
 
-def test_a_step_of_more_tasks_than_the_dataset_has_is_counted_on_fewer_ranks(
-    click_logs: Path,
-) -> None:
+def test_a_step_of_more_tasks_than_there_are_counts_fewer_ranks(click_logs: Path) -> None:
     config = config_of(click_logs, data={"path": str(click_logs), "tasks_per_step": 6400})
     found = plan_capacity(config, CapacityOverrides({}), cluster_of(64), SPEEDS)
     dataset, _ = build(config)
@@ -140,9 +138,7 @@ def test_operations_of_plain_training_are_six_a_weight_and_row(
 
 
 @pytest.mark.parametrize("adapts_rows", [False, True])
-def test_operations_of_the_fused_loop_are_those_of_the_general_one(
-    click_logs: Path, adapts_rows: bool
-) -> None:
+def test_the_fused_loops_operations_are_the_generals(click_logs: Path, adapts_rows: bool) -> None:
     """Large layers go through other products than small ones."""
 
     def flops(rows: int, general: bool) -> float:
@@ -187,9 +183,7 @@ def test_the_command_needs_no_data_for_a_billion_rows(tmp_path: Path, gpus: int)
 
 
 @pytest.mark.parametrize("in_background", [True, False])
-def test_a_checkpoints_copy_is_part_of_the_hosts_memory(
-    tmp_path: Path, in_background: bool
-) -> None:
+def test_a_checkpoints_copy_is_part_of_host_memory(tmp_path: Path, in_background: bool) -> None:
     config = write_config(tmp_path / "c.toml", tmp_path / "nothing", tmp_path / "run")
     more = "--host-memory", "500GB", f"run.checkpoint_in_background={str(in_background).lower()}"
     done = gmeta("plan", config, *HUGE, *more, "model.embedding_dim=64", "--json")

@@ -67,9 +67,7 @@ def test_a_run_that_has_no_checkpoint_yet_is_a_run(tmp_path: Path) -> None:
     )
 
 
-def test_a_run_and_its_checkpoints_are_described_and_a_cut_file_is_found(
-    run: Path, tmp_path: Path
-) -> None:
+def test_a_run_and_its_checkpoints_are_described_a_cut_file_told(run: Path, tmp_path: Path) -> None:
     of_run = gmeta("inspect", run)
     assert of_run.returncode == 0, of_run.stderr
     rows = [line.split() for line in of_run.stdout.splitlines()]
@@ -131,9 +129,7 @@ def test_one_checkpoint_is_the_best_and_one_behind_an_epoch_says_so(
     assert ": step 8, behind epoch 1, written by ? ranks, " in capsys.readouterr().out
 
 
-def test_a_checkpoint_that_cannot_be_read_hides_no_other(
-    run: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_damaged_checkpoint_hides_no_other(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     older, newest = list_checkpoints(run / "checkpoints")
     (newest / "progress.json").write_text('{"step": 8')
     with pytest.raises(typer.Exit) as ended:
@@ -189,9 +185,7 @@ def last_line(capsys: pytest.CaptureFixture[str]) -> str:
     return capsys.readouterr().out.splitlines()[-1]
 
 
-def test_a_resumed_run_reads_past_a_half_written_line_and_needs_none(
-    tmp_path: Path, click_logs: Path
-) -> None:
+def test_a_resumed_run_reads_past_a_half_written_line(tmp_path: Path, click_logs: Path) -> None:
     run = tmp_path / "run"
     config = write_config(tmp_path / "train.toml", click_logs, run)
     assert gmeta("train", config, *SMALL_MODEL, "run.max_steps=2").returncode == 0
@@ -218,9 +212,7 @@ def test_a_broken_progress_file_is_named(tmp_path: Path) -> None:
     )
 
 
-def test_an_old_checkpoint_is_gone_at_once_or_not_at_all(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_old_checkpoint_goes_or_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     old = tmp_path / "step-00000001"
     old.mkdir()
     (old / "open-elsewhere").touch()
@@ -244,9 +236,7 @@ def test_a_dataset_without_a_split_to_score_says_so() -> None:
 
 
 @pytest.mark.parametrize("trained_on", ["train", "fit"])
-def test_what_was_carved_out_of_the_training_split_is_not_scored_as_unseen(
-    trained_on: str,
-) -> None:
+def test_what_is_carved_out_of_the_training_split_is_not_scored_as_unseen(trained_on: str) -> None:
     names = ("train", "user-cold", "fit", "valid-user-cold", "valid-item-cold")
     dataset: Any = SimpleNamespace(splits={name: SimpleNamespace(num_episodes=1) for name in names})
     data = {"path": "logs", "train_split": trained_on}

@@ -290,9 +290,7 @@ def test_a_rank_without_episodes_stays_without() -> None:
 
 
 @pytest.mark.distributed
-def test_augmented_training_is_the_same_on_one_rank_and_two(
-    tmp_path: Path, click_logs: Path
-) -> None:
+def test_augmented_training_is_the_same_on_1_rank_and_2(tmp_path: Path, click_logs: Path) -> None:
     config = write_config(tmp_path / "train.toml", click_logs, tmp_path / "stored")
     asked = ["augment.resplit_support=true", "augment.oov_dropout=0.2", "outer.lr_schedule=linear"]
     found = {}

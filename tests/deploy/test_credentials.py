@@ -169,9 +169,7 @@ def bootstrap(api: ApiServer, folder: Path, token: str) -> subprocess.CompletedP
     return run("--kubernetes", "gmeta", KUBERNETES_API=url, KUBERNETES_ACCOUNT=str(folder))
 
 
-def test_the_cluster_gets_the_secrets_that_the_manifests_mount_once(
-    api: ApiServer, tmp_path: Path
-) -> None:
+def test_the_cluster_gets_each_secret_of_the_manifests_once(api: ApiServer, tmp_path: Path) -> None:
     done = bootstrap(api, tmp_path / "account", "the-pods-own-token")
     assert done.returncode == 0, done.stderr
     assert set(api.secrets) == {f"gmeta-{holder}" for holder in HOLDERS}
@@ -189,9 +187,7 @@ def test_the_cluster_gets_the_secrets_that_the_manifests_mount_once(
     assert api.secrets == before
 
 
-def test_half_of_the_secrets_or_no_right_to_make_them_is_an_error(
-    api: ApiServer, tmp_path: Path
-) -> None:
+def test_half_the_secrets_or_no_right_to_make_them_fails(api: ApiServer, tmp_path: Path) -> None:
     refused = bootstrap(api, tmp_path / "account", "somebody-elses")
     assert (refused.returncode, api.secrets) == (1, {})
     assert refused.stderr == "error: Secret gmeta-operator was not created: HTTP 403\n"

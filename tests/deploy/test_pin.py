@@ -57,9 +57,7 @@ def pin(*paths: Path) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, capture_output=True, text=True, check=False)
 
 
-def test_digests_become_those_of_the_registry_or_nothing_changes(
-    registry: str, tmp_path: Path
-) -> None:
+def test_digests_become_the_registrys_or_nothing_changes(registry: str, tmp_path: Path) -> None:
     docker, compose = tmp_path / "a.Dockerfile", tmp_path / "compose.yaml"
     docker.write_text(f"ARG BASE_IMAGE={registry}/team/base:1.2@{OLD}\nFROM gmeta-own:0.1.0\n")
     compose.write_text(f"image: {registry}/team/gone:9@{OLD}\n")

@@ -342,9 +342,7 @@ def inspected(path: Path) -> None:
 
 
 @pytest.mark.distributed
-def test_no_wrong_bit_of_a_checkpoint_is_loaded_exported_or_inspected_in_silence(
-    tmp_path: Path,
-) -> None:
+def test_no_wrong_bit_is_loaded_exported_or_inspected_in_silence(tmp_path: Path) -> None:
     (said,) = on_ranks(1, damage_and_load, tmp_path)
     old = said.pop("old")
     for messages in said.values():
@@ -459,9 +457,7 @@ def load_into_a_wider_model(ranks: Ranks, folder: Path) -> str:
 
 
 @pytest.mark.distributed
-def test_a_whole_checkpoint_of_another_model_is_the_configs_matter_and_not_to_be_removed(
-    tmp_path: Path,
-) -> None:
+def test_another_models_whole_checkpoint_is_the_configs_matter(tmp_path: Path) -> None:
     for told in on_ranks(2, load_into_a_wider_model, tmp_path):
         assert told.startswith(
             f"checkpoint {tmp_path}/step-00000001 does not fit the config: Size mismatch between "

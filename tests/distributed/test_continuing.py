@@ -153,9 +153,7 @@ def train_and_evaluate(ranks: Ranks, configs: list[TrainConfig], on: Path) -> fl
 
 
 @pytest.mark.distributed
-def test_a_forecast_is_what_the_served_model_says_which_knows_no_label_of_the_increment(
-    tmp_path: Path,
-) -> None:
+def test_a_forecast_is_the_served_models_before_the_increments_labels(tmp_path: Path) -> None:
     # No value is new to the second increment, so that the model of the first knows all of its rows.
     first, second = write_increments(tmp_path / "shop", (30, 30))
     known = {"item_features__columns": ["item"], "item_features__shrinkage": 0.0}
@@ -175,9 +173,7 @@ def train_and_count(ranks: Ranks, config: TrainConfig) -> None:
 
 @pytest.mark.distributed
 @pytest.mark.parametrize("source", ["static", "service"])
-def test_every_task_of_an_increment_is_trained_once_and_none_of_the_gate(
-    tmp_path: Path, source: str
-) -> None:
+def test_an_increments_tasks_are_trained_once_the_gates_never(tmp_path: Path, source: str) -> None:
     first, second = write_increments(tmp_path / "shop", (30, 100))
     one, two = tmp_path / "one", tmp_path / "two"
     on_ranks(2, train_and_count, config_of(one, first, data__source=source))

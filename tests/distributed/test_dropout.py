@@ -86,9 +86,7 @@ def drawn_on_rank(ranks: Ranks, configs: list[TrainConfig]) -> list[list[list[fl
 
 
 @pytest.mark.distributed
-def test_ranks_and_steps_draw_apart_and_a_resumed_run_what_it_would_have_drawn(
-    tmp_path: Path,
-) -> None:
+def test_ranks_and_steps_draw_apart_and_a_resumed_run_alike(tmp_path: Path) -> None:
     data = write_increments(tmp_path / "shop")[0]
 
     def run(name: str, steps: int) -> TrainConfig:

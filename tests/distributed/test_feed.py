@@ -321,9 +321,7 @@ def test_ranks_of_several_machines_need_a_service_that_was_named(
     )
 
 
-def test_fewer_tasks_a_step_than_ranks_are_refused_before_any_shard_is_leased(
-    click_logs: Path,
-) -> None:
+def test_fewer_tasks_a_step_than_ranks_are_refused_before_a_lease(click_logs: Path) -> None:
     ranks: Any = SimpleNamespace(rank=1, world_size=3)
     with pytest.raises(UserError) as caught:
         LeasedBatchSource(

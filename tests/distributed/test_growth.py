@@ -245,9 +245,7 @@ def load_what_training_rows_say(ranks: Ranks, folder: Path) -> dict[str, Tensor]
 
 
 @pytest.mark.distributed
-def test_what_training_rows_said_grows_with_the_tables_and_reused_rows_know_nothing(
-    tmp_path: Path,
-) -> None:
+def test_what_training_rows_said_grows_and_reused_rows_know_nothing(tmp_path: Path) -> None:
     expected = torch.zeros(NEW_ROWS, 2)
     expected[:OLD_ROWS] = 1.0 + torch.arange(2 * OLD_ROWS).reshape(OLD_ROWS, 2)
     without_reused = expected.clone()

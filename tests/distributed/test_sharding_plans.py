@@ -164,9 +164,7 @@ def whole(results: list[dict[str, Any]], key: str) -> dict[str, Tensor]:
 
 
 @pytest.mark.distributed
-def test_every_plan_trains_the_same_model_at_any_world_size_and_from_any_checkpoint(
-    tmp_path: Path,
-) -> None:
+def test_each_plan_trains_the_same_model_at_any_size_from_any_checkpoint(tmp_path: Path) -> None:
     by_world = {world: on_ranks(world, work_on_rank, tmp_path) for world in (1, 2, 4)}
     for results in by_world.values():
         for name in results[0]:

@@ -172,9 +172,7 @@ def test_validation_scores_each_label_and_the_rate_of_the_clicked(folder: Path) 
     assert {"auc", "auc:click", "mae:stars", "auc:buy|click"} <= set(scores)
 
 
-def test_validation_on_several_splits_has_each_label_of_each_and_their_mean(
-    folder: Path, tmp_path: Path
-) -> None:
+def test_validation_on_splits_has_each_label_and_their_mean(folder: Path, tmp_path: Path) -> None:
     run, splits = tmp_path / "run", ("valid", "cold")
     chosen = ('data.valid_split=["valid","cold"]', "run.early_stop_metric=auc:click")
     done("train", folder / "train.toml", *chosen, "run.epochs=1", f"run.dir={run}")

@@ -55,9 +55,7 @@ def test_nothing_read_yet_takes_no_time() -> None:
     assert ReadTime().task_s(0.0, 0) == 0.0
 
 
-def test_steps_that_wait_for_threads_to_arrange_wait_for_data(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_steps_that_wait_for_arranging_wait_for_data(monkeypatch: pytest.MonkeyPatch) -> None:
     ticks = itertools.count()
     monkeypatch.setattr("gmeta.data.map_ahead.perf_counter", lambda: next(ticks))
     exchange = SimpleNamespace(prepared=lambda episodes: f"{episodes} and packed")

@@ -268,9 +268,7 @@ def numbers_of(processes: BatchWorkers, local: ShardedLearner, *numbers: int) ->
     return [episodes.task_T.numel() for episodes in made]
 
 
-def test_what_nobody_took_is_dropped_and_counts_as_read(
-    click_logs: Path, tmp_path: Path, ranks: Ranks
-) -> None:
+def test_what_nobody_took_counts_as_read(click_logs: Path, tmp_path: Path, ranks: Ranks) -> None:
     processes, local = started(click_logs, tmp_path, ranks, 2)
     made = processes.make_batches(local, asks(3, 5, 7, 9), 2)
     assert [next(made).task_T.numel() for _ in range(2)] == [3, 5]

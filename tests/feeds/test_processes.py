@@ -217,9 +217,7 @@ class SignalsAll(Callback):
                 os.kill(pid, signal.SIGTERM)
 
 
-def test_sigterm_to_all_processes_of_a_job_loses_nothing(
-    click_logs: Path, tmp_path: Path, ranks: Ranks
-) -> None:
+def test_sigterm_to_all_processes_is_safe(click_logs: Path, tmp_path: Path, ranks: Ranks) -> None:
     before = running_workers()
     alone = config_of(click_logs, tmp_path, f"run.dir={tmp_path}/threads", "run.epochs=2")
     expected = trained(alone, ranks)
@@ -271,9 +269,7 @@ def told_by(ranks: Ranks, config: TrainConfig) -> str:
 
 
 @pytest.mark.distributed
-def test_a_killed_one_ends_the_run_on_all_ranks_with_the_same_words(
-    click_logs: Path, tmp_path: Path
-) -> None:
+def test_a_killed_one_ends_the_run_on_all_ranks_alike(click_logs: Path, tmp_path: Path) -> None:
     callback = f"run.callbacks=['{__name__}:EndsAWorkerOfTheSecond']"
     keys = "data.processes=2", "data.tasks_per_step=4", callback
     one, other = on_ranks(2, told_by, config_of(click_logs, tmp_path, *keys))
@@ -323,9 +319,7 @@ def test_ctrl_c_is_for_the_rank_alone(click_logs: Path, tmp_path: Path, ranks: R
     processes.close()
 
 
-def test_what_one_cannot_read_is_told_as_the_rank_would(
-    click_logs: Path, tmp_path: Path, ranks: Ranks
-) -> None:
+def test_what_one_cannot_read_is_told_alike(click_logs: Path, tmp_path: Path, ranks: Ranks) -> None:
     processes, local = started(click_logs, tmp_path, ranks, 2)
     gone = config_of(tmp_path / "gone", tmp_path)
     processes._config = gone
@@ -367,9 +361,7 @@ def _takes_a_batch(data: Path, folder: Path, told: Connection) -> None:
     told.recv()
 
 
-def test_their_memory_has_no_name_and_goes_with_them(
-    click_logs: Path, tmp_path: Path, ranks: Ranks
-) -> None:
+def test_their_memory_is_nameless_and_goes(click_logs: Path, tmp_path: Path, ranks: Ranks) -> None:
     gc.collect()  # blocks that earlier tests let go of without closing them
     held = num_blocks()
     processes, local = started(click_logs, tmp_path, ranks, 2)
@@ -415,9 +407,7 @@ def is_running(pid: int) -> bool:
         return False
 
 
-def test_a_batch_that_came_in_one_block_can_be_saved(
-    click_logs: Path, tmp_path: Path, ranks: Ranks
-) -> None:
+def test_a_batch_of_one_block_can_be_saved(click_logs: Path, tmp_path: Path, ranks: Ranks) -> None:
     config = config_of(click_logs, tmp_path, "outer.accumulate_steps=2")
     _, (wanted, *_) = made_here(config, ranks, 0, 1, 0, 0)
     block = SharedBlock.make()

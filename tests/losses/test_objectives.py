@@ -130,9 +130,7 @@ def compare(
 @pytest.mark.parametrize("config", CONFIGS)
 @pytest.mark.parametrize("name", ["maml", "fomaml", "anil", "metasgd"])
 @pytest.mark.parametrize("embeddings", [False, True])
-def test_the_fast_loop_of_several_labels_is_the_loop(
-    config: str, name: str, embeddings: bool
-) -> None:
+def test_the_fast_loop_of_many_labels_is_the_loop(config: str, name: str, embeddings: bool) -> None:
     compare("melu", name, CONFIGS[config], NAMES, 0.4, True, embeddings=embeddings)
 
 
@@ -218,9 +216,7 @@ def test_without_names_there_is_the_one_label_of_outer_loss() -> None:
 
 
 @pytest.mark.parametrize("name", ["encoder", "encoder_maml", "of_mine"])
-def test_what_reads_the_one_label_of_a_row_is_refused(
-    name: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_reads_a_rows_one_label_is_refused(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     own = Algorithm(QueryLoss(True), parts=support_encoder)
     monkeypatch.setitem(registry.ALGORITHMS, "of_mine", own)
     features = replace(reference.some_features(2, 1, 1), labels=NAMES)

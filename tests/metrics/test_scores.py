@@ -267,9 +267,7 @@ def test_ranking_where_nothing_can_be_gained_has_no_score() -> None:
         ),
     ],
 )
-def test_metrics_that_mean_nothing_are_refused(
-    loss: Loss, metrics: tuple[str, ...], message: str
-) -> None:
+def test_senseless_metrics_are_refused(loss: Loss, metrics: tuple[str, ...], message: str) -> None:
     assert catch_message(ConfigError, Scoring, loss, EvaluationConfig(metrics=metrics)) == message
 
 

@@ -234,9 +234,7 @@ def test_a_candidate_is_judged_again_where_another_champion_serves_by_now(
     assert log.read_text() == told
 
 
-def test_a_model_that_a_person_promotes_without_its_verdict_is_known(
-    followed: Path, tmp_path: Path
-) -> None:
+def test_a_model_a_person_promotes_unjudged_is_known(followed: Path, tmp_path: Path) -> None:
     """It was refused, or would be promoted next: the loop must not wait, or promote it for ever."""
     root = shutil.copytree(followed, tmp_path / "copy")
     shutil.rmtree(root / "channel")
@@ -462,9 +460,7 @@ def test_a_store_that_cannot_be_listed_is_a_line_and_no_end(
     assert metrics.registry.get_sample_value("gmeta_follow_failing") == 1
 
 
-def test_a_full_disk_of_the_log_ends_no_loop(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_full_log_disk_ends_no_loop(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     class Full(io.StringIO):
         def flush(self) -> None:
             raise OSError(errno.ENOSPC, "No space left on device")

@@ -82,9 +82,7 @@ def test_the_first_version_is_scored_on_what_came_after_it(followed: Path) -> No
 
 
 @pytest.mark.distributed
-def test_the_best_possible_auc_is_that_of_the_increments_partition(
-    followed: Path, tmp_path: Path
-) -> None:
+def test_the_best_possible_auc_is_of_the_partition(followed: Path, tmp_path: Path) -> None:
     config = copied(followed, tmp_path)
     best = tmp_path / "days.json"
     best.write_text(json.dumps([{"day": "day=001", "auc_of_p_click": 0.875}]))
@@ -101,9 +99,7 @@ def test_the_best_possible_auc_is_that_of_the_increments_partition(
 
 
 @pytest.mark.distributed
-def test_a_refused_candidate_is_crossed_and_a_lost_record_is_not_there(
-    followed: Path, tmp_path: Path
-) -> None:
+def test_a_refused_candidate_is_crossed_a_lost_record_not(followed: Path, tmp_path: Path) -> None:
     config = copied(followed, tmp_path)
     root = tmp_path / "runs" / "000002"
     verdict = json.loads((root / "verdict.json").read_text())

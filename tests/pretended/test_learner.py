@@ -37,9 +37,7 @@ def readings(found: Reading) -> dict[str, Reading]:
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_a_step_is_the_cpus_without_a_wait_and_with_one_copy(
-    readings: dict[str, Reading], case: str
-) -> None:
+def test_a_step_is_the_cpus_with_no_wait_one_copy(readings: dict[str, Reading], case: str) -> None:
     reading = readings[case]
     assert reading["error"] == ""
     # bfloat16 keeps 8 bits: another padding, and a sum in another order moves the last of them.

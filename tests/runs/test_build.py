@@ -39,9 +39,7 @@ def informed(data: Path, loss: str = "mse", **keys: Any) -> TrainConfig:
     )
 
 
-def test_statistics_of_support_rows_count_labels_from_those_of_the_training_split(
-    data: Path,
-) -> None:
+def test_statistics_of_support_rows_count_labels_from_the_training_split(data: Path) -> None:
     _, learner = build(informed(data, task=True, columns=["item"]))
     assert learner.statistics.prior == pytest.approx((4 / 3, (14 / 9) ** 0.5))
     assert learner.model.decision[0].in_features == 16 + 5
@@ -74,9 +72,7 @@ def test_statistics_of_support_rows_count_labels_from_those_of_the_training_spli
         ),
     ],
 )
-def test_statistics_that_cannot_be_are_refused(
-    data: Path, keys: dict[str, Any], message: str
-) -> None:
+def test_unknown_statistics_are_refused(data: Path, keys: dict[str, Any], message: str) -> None:
     assert catch_message(ConfigError, build, informed(data, **keys)) == message
 
 

@@ -178,9 +178,7 @@ def test_statistics_of_training_rows_are_exported(
 
 
 @pytest.mark.distributed
-def test_a_served_model_predicts_what_evaluate_does(
-    run: Path, model: Path, click_logs: Path
-) -> None:
+def test_a_served_model_predicts_as_evaluate(run: Path, model: Path, click_logs: Path) -> None:
     assert_served_as_evaluated(run, model, click_logs)
 
 
@@ -351,9 +349,7 @@ def test_a_damaged_checkpoint_is_told_in_one_line_and_leaves_nothing(
 
 
 @pytest.mark.distributed
-def test_whatever_bit_of_a_checkpoints_index_is_wrong_is_told_in_one_line(
-    run: Path, tmp_path: Path
-) -> None:
+def test_any_wrong_bit_of_a_checkpoints_index_is_told_in_a_line(run: Path, tmp_path: Path) -> None:
     newest = list_checkpoints(run / "checkpoints")[-1]
     copy = Path(shutil.copytree(newest, tmp_path / newest.name))
     intact, rng = (copy / ".metadata").read_bytes(), np.random.default_rng(0)
@@ -371,9 +367,7 @@ def test_whatever_bit_of_a_checkpoints_index_is_wrong_is_told_in_one_line(
 
 
 @pytest.mark.distributed
-def test_a_run_is_exported_only_with_the_dataset_it_was_trained_on(
-    run: Path, tmp_path: Path
-) -> None:
+def test_a_run_is_exported_only_with_its_own_dataset(run: Path, tmp_path: Path) -> None:
     copy = Path(shutil.copytree(run, tmp_path / "run"))
     environment = json.loads((copy / "environment.json").read_text())
     trained_on = environment["dataset_fingerprint"]
@@ -397,9 +391,7 @@ def test_a_run_is_exported_only_with_the_dataset_it_was_trained_on(
 
 
 @pytest.mark.distributed
-def test_a_checkpoint_of_another_model_than_the_config_is_not_exported(
-    run: Path, tmp_path: Path
-) -> None:
+def test_a_checkpoint_of_another_model_is_not_exported(run: Path, tmp_path: Path) -> None:
     copy = Path(shutil.copytree(run, tmp_path / "run"))
     config = json.loads((copy / "config.json").read_text())
     config["model"]["hidden"] = [16, 8]
@@ -449,9 +441,7 @@ def test_a_run_of_a_package_that_is_not_here_is_told_from_a_mistyped_name(
 
 
 @pytest.mark.distributed
-def test_a_vocabulary_that_was_altered_since_training_is_not_exported(
-    raw_run: Path, tmp_path: Path
-) -> None:
+def test_a_vocabulary_altered_since_training_is_not_exported(raw_run: Path, tmp_path: Path) -> None:
     """It would name other rows of the trained table."""
     copy = Path(shutil.copytree(raw_run, tmp_path / "run"))
     data = Path(shutil.copytree(raw_run.parent / "data", tmp_path / "data"))

@@ -178,9 +178,7 @@ def test_contents_are_not_read_where_no_verification_is_asked(
     assert gmeta.load(model, verify=False).predict(random_rows(3)).shape == (3,)
 
 
-def test_a_pickled_model_is_loaded_again_from_its_folder(
-    model: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_pickled_model_is_loaded_again(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     rows = random_rows(5)
     monkeypatch.chdir(model.parent)
     served = gmeta.load(model.name)

@@ -200,9 +200,7 @@ def test_no_rows_are_no_predictions(served: ServedModel) -> None:
     assert served.predict_tasks(none, none).after_N.tolist() == []
 
 
-def test_a_model_serves_under_inference_mode_and_from_many_threads(
-    served: ServedModel, exported: Path
-) -> None:
+def test_a_model_serves_in_inference_mode_and_threads(served: ServedModel, exported: Path) -> None:
     supports = [random_rows(8, seed=seed) for seed in range(12)]
     query = random_rows(9, seed=100)
     expected = [served.adapt(support).predict(query) for support in supports]
@@ -399,9 +397,7 @@ WRONG_ROWS: dict[str, tuple[Callable[[pa.Table], object], type[Exception], str]]
 }
 
 
-def test_tasks_that_are_integers_on_one_side_and_text_on_the_other_are_refused(
-    served: ServedModel,
-) -> None:
+def test_tasks_of_integers_on_one_side_and_text_on_the_other_fail(served: ServedModel) -> None:
     """Not taken for tasks without support, which --allow-no-support would let pass."""
     support, query = random_rows(9, num_tasks=2), random_rows(9, num_tasks=2)
     text = query.set_column(0, "user", query["user"].cast(pa.string()))

@@ -41,9 +41,7 @@ def cut(rows: pa.Table, sizes: tuple[int, ...]) -> list[pa.Table]:
 
 @pytest.mark.parametrize("algorithm", [*sorted(ALGORITHMS), "none"])
 @pytest.mark.parametrize("model", sorted(MODELS))
-def test_tasks_adapted_together_predict_as_alone(
-    tmp_path: Path, model: str, algorithm: str
-) -> None:
+def test_tasks_adapted_at_once_predict_as_alone(tmp_path: Path, model: str, algorithm: str) -> None:
     rates = AlgorithmConfig(name=algorithm, inner_steps=2, inner_lr=0.3)
     if algorithm == "metaemb":
         rate = metaemb_rate(model)
@@ -52,9 +50,7 @@ def test_tasks_adapted_together_predict_as_alone(
 
 
 @pytest.mark.parametrize("embeddings", [False, True])
-def test_tasks_keep_what_statistics_of_their_support_ask_for(
-    tmp_path: Path, embeddings: bool
-) -> None:
+def test_tasks_keep_what_support_statistics_ask_for(tmp_path: Path, embeddings: bool) -> None:
     rates = AlgorithmConfig(inner_steps=2, inner_lr=0.3, adapt_embeddings=embeddings, bias_rate=0.5)
     statistics = SupportFeaturesConfig(task=True, columns=("city", "tags"), label_prior=(0.5, 0.5))
     assert_together_as_alone(served(tmp_path / "model", rates, statistics=statistics))
@@ -99,9 +95,7 @@ def test_a_state_is_as_small_as_its_task(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("path", ["low_rank", "materialised"])
 @pytest.mark.parametrize("algorithm", ["maml", "ridge"])
-def test_a_state_holds_no_graph_and_becomes_bytes(
-    tmp_path: Path, algorithm: str, path: InnerPath
-) -> None:
+def test_a_state_has_no_graph_but_bytes(tmp_path: Path, algorithm: str, path: InnerPath) -> None:
     """A layer's inputs follow from the layer before it, whose outputs took a gradient."""
     found = served(tmp_path / "model", AlgorithmConfig(algorithm, 1, 0.3, inner_path=path))
     support, query = random_rows(6, seed=1), random_rows(4, seed=2)

@@ -97,9 +97,7 @@ def test_a_late_answer_to_register_does_not_take_a_lease_away_that_was_granted_m
     assert client.held == taken
 
 
-def test_a_lease_that_is_lost_while_its_progress_is_reported_stays_lost(
-    client: ShardClient,
-) -> None:
+def test_a_lease_lost_while_its_progress_is_reported_stays_lost(client: ShardClient) -> None:
     """Nobody would complete it otherwise, and the next one to get it would train it again."""
     (lease,) = client.lease("d", 0)
     lease.advance(1)
@@ -179,9 +177,7 @@ def test_leaving_the_client_gives_its_shards_back(address: str, client: ShardCli
     assert {lease.shard_index for lease in client.lease("d", 0, 3)} == {0, 1, 2}
 
 
-def test_a_restore_ends_every_lease_and_fences_the_others(
-    address: str, client: ShardClient
-) -> None:
+def test_a_restore_ends_each_lease_and_fences_the_others(address: str, client: ShardClient) -> None:
     (lease,) = client.lease("d", 0)
     lease.advance(1)
     generation = client.run_generation
@@ -195,9 +191,7 @@ def test_a_restore_ends_every_lease_and_fences_the_others(
     assert sum(len(list(lease.units())) for lease in client.shards("d")) == 10
 
 
-def test_a_flush_raises_when_trained_units_belong_to_a_lost_lease(
-    address: str, client: ShardClient
-) -> None:
+def test_a_flush_raises_where_units_are_of_a_lost_lease(address: str, client: ShardClient) -> None:
     """Without the error a checkpoint could hold units that the manifest does not know."""
     (lease,) = client.lease("d", 0)
     lease.advance(2)
@@ -356,9 +350,7 @@ def test_a_lease_that_was_lost_here_is_not_renewed_for_ever(client: ShardClient)
     assert all(tokens == {used.token} for tokens in sent)
 
 
-def test_a_heartbeat_under_way_while_the_job_is_rolled_back_fences_nobody(
-    client: ShardClient,
-) -> None:
+def test_a_heartbeat_amid_a_rollback_fences_nobody(client: ShardClient) -> None:
     """It left in the generation that the roll-back ends."""
     connection, restoring = client._session.connection, Future[int]()
     attempt = connection._attempt
@@ -403,9 +395,7 @@ def test_nobody_waits_for_a_feed_that_was_closed(client: ShardClient) -> None:
     client.lease = lease  # type: ignore[method-assign]
 
 
-def test_what_was_noted_is_reported_when_the_client_is_left(
-    address: str, client: ShardClient
-) -> None:
+def test_what_was_noted_is_reported_as_the_client_ends(address: str, client: ShardClient) -> None:
     """It is in the model: nobody shall train it again."""
     with ShardClient(address, "b") as other:
         (lease,) = other.lease("d", 0)
@@ -414,9 +404,7 @@ def test_what_was_noted_is_reported_when_the_client_is_left(
     assert again[lease.shard_index] == 1
 
 
-def test_beside_a_lost_lease_the_others_go_back_all_the_same(
-    address: str, client: ShardClient
-) -> None:
+def test_beside_a_lost_lease_the_others_go_back(address: str, client: ShardClient) -> None:
     with ShardClient(address, "b") as other:
         lost, kept = other.lease("d", 0, 2)
         lost.advance(1)

@@ -124,9 +124,7 @@ def first_event(server: ShardServer) -> Any:
         return json.loads(stream.readline().decode().removeprefix("data: "))
 
 
-def test_the_stream_tells_shards_workers_actions_checkpoints_and_audit(
-    server: ShardServer,
-) -> None:
+def test_the_stream_tells_shards_workers_actions_checkpoints_audit(server: ShardServer) -> None:
     seen = first_event(server)
     dataset, scores = seen["datasets"]
     assert (dataset["backed_up"], scores["backed_up"]) == ([], [[0, "rank3", "rank0"]])

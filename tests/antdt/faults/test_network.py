@@ -74,9 +74,7 @@ class Proxy:
         self.cut()
 
 
-def test_an_epoch_over_a_link_that_breaks_and_stalls_completes_each_shard_once(
-    tmp_path: Path,
-) -> None:
+def test_a_link_that_breaks_and_stalls_completes_each_shard_once(tmp_path: Path) -> None:
     rng = random.Random(4)
     with running(tmp_path / "s.db") as service:
         proxy = Proxy(service.port)

@@ -73,9 +73,7 @@ def kill_service(service: ServiceProcess) -> None:
 
 
 @pytest.mark.timeout(1800)
-def test_killed_ranks_and_services_train_each_unit_once_in_the_lineage_of_the_checkpoint(
-    tmp_path: Path,
-) -> None:
+def test_killed_ranks_and_services_train_each_unit_of_a_lineage_once(tmp_path: Path) -> None:
     folder = tmp_path / "checkpoints"
     folder.mkdir()
     with running(tmp_path / "s.db") as service:

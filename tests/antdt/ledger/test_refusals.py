@@ -159,9 +159,7 @@ def test_an_id_of_a_checkpoint_stands_for_one_step_and_one_manifest(scene: Scene
     assert service.call(commit) == cmd.ChangeReply(0)
 
 
-def test_a_manifest_of_another_job_or_another_cut_is_refused_before_anything_rolls_back(
-    scene: Scene,
-) -> None:
+def test_a_manifest_of_another_job_or_cut_is_refused_before_a_rollback(scene: Scene) -> None:
     manifest_json = scene[1].prepare("c").manifest_json
     clock = FakeClock()
     elsewhere = Service()
@@ -221,9 +219,7 @@ def test_a_limit_is_told_with_what_is_there(
     assert refused(scene, call) == ("RESOURCE_EXHAUSTED", "LIMIT", message)
 
 
-def test_actions_that_nobody_answers_come_to_an_end(
-    scene: Scene, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_actions_that_nobody_answers_end(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(operate, "MAX_ACTIONS", 1)
     first, second = (cmd.PostAction("a", name, 5, 0, {}) for name in ("x1", "x2"))
     scene[0].call(first)
@@ -285,9 +281,7 @@ def test_every_checkpoint_that_is_held_can_be_found() -> None:
     )
 
 
-def test_the_shards_of_all_datasets_together_are_bounded(
-    scene: Scene, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_shards_of_all_datasets_are_bounded(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also those that a manifest brings: each is a byte of the service's memory."""
     monkeypatch.setattr(table, "MAX_SHARDS_IN_ALL", 9)
     too_many = (

@@ -74,9 +74,7 @@ def test_nobody_is_given_the_port_of_a_service_that_is_not_up(
         EmbeddedService(tmp_path)
 
 
-def test_a_service_that_never_serves_is_told_and_ended(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_service_never_serving_is_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     started = []
 
     def spawn(service: EmbeddedService) -> "subprocess.Popen[bytes]":

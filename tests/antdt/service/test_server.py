@@ -321,9 +321,7 @@ def test_metrics_that_cannot_be_served_end_the_start_and_free_the_store(tmp_path
     ShardServer(ServiceConfig("127.0.0.1:0", url)).stop(0.0)
 
 
-def test_no_report_puts_a_number_on_the_page_that_json_does_not_have(
-    server: ShardServer, stub: Any
-) -> None:
+def test_no_report_puts_a_number_unknown_to_json_on_it(server: ShardServer, stub: Any) -> None:
     """Sums and ratios of the most and the least that a report may hold stay finite."""
     clock = server.governor._clock = FakeClock(time.monotonic())
     callers = [caller(stub, name) for name in "abc"]
@@ -372,9 +370,7 @@ def test_a_service_that_still_reads_its_store_asks_for_a_moment() -> None:
         ),
     ],
 )
-def test_a_wrong_option_is_named_before_anything_starts(
-    tmp_path: Path, arguments: list[str], message: str
-) -> None:
+def test_a_wrong_option_is_told_at_once(tmp_path: Path, arguments: list[str], message: str) -> None:
     given = [each.format(folder=tmp_path) for each in arguments]
     command = ["shard-service", "--insecure", "--listen", "127.0.0.1:0", "--store", "memory:"]
     with pytest.raises(UserError) as wrong:

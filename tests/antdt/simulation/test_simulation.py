@@ -229,9 +229,7 @@ def test_a_slow_reader_costs_what_the_computation_does_not_hide() -> None:
         ),
     ],
 )
-def test_a_recording_without_what_it_needs_is_refused(
-    tmp_path: Path, text: str, message: str
-) -> None:
+def test_a_recording_without_its_needs_is_refused(tmp_path: Path, text: str, message: str) -> None:
     file = tmp_path / "trace.csv"
     file.write_text(text)
     assert catch_message(TraceError, recorded_trace, file, seed=0) == message.format(file=file)

@@ -244,9 +244,7 @@ def test_the_log_in_memory_is_cut_too() -> None:
         assert len(MemoryStore(disk).load()[1]) <= 7
 
 
-def test_a_kill_while_a_snapshot_is_written_leaves_the_state_before_or_after_it(
-    tmp_path: Path,
-) -> None:
+def test_a_kill_amid_a_snapshot_leaves_the_state_before_or_after_it(tmp_path: Path) -> None:
     """The WAL cut at each page of the snapshot's transaction, which also drops the log."""
     (tmp_path / "live").mkdir()
     committer = used(tmp_path / "live")

@@ -258,9 +258,7 @@ def test_a_snapshot_of_an_epoch_that_is_no_number_is_told_as_damage() -> None:
         Committer(MemoryStore(disk), FakeClock())
 
 
-def test_a_file_system_that_cannot_sync_a_folder_is_told(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_disk_that_cannot_sync_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(fd: int) -> None:
         raise OSError(errno.EINVAL, "Invalid argument")
 
@@ -285,9 +283,7 @@ def test_a_full_disk_rolls_the_batch_back_and_later_appends_work(tmp_path: Path)
     assert plain(store.load()[1]) == plain([batch(0, b"kept"), batch(1, b"after")])
 
 
-def test_a_disk_that_fails_to_write_is_told_as_one(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_disk_that_fails_is_told_as_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     store = SqliteStore(tmp_path / "s.db")
     store.claim()
     store.append(batch(0, b"a"))

@@ -199,9 +199,7 @@ def test_a_command_that_raises_fails_its_own_call_and_leaves_nothing_behind(
     assert (successor.draining, len(successor.leases)) == (False, 2)
 
 
-def test_callers_beyond_the_queue_are_told_to_come_back(
-    harness: Harness, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_callers_beyond_the_queue_return(harness: Harness, monkeypatch: pytest.MonkeyPatch) -> None:
     """The writer itself is held up: what is queued behind it stays queued."""
     entered, go_on = threading.Event(), threading.Event()
 

@@ -284,9 +284,7 @@ def test_nobody_is_held_against_workers_that_left() -> None:
     assert not job.governor.ruling_records
 
 
-def test_what_is_held_back_window_after_window_is_told_once(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+def test_what_is_held_back_for_windows_is_told_once(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level("INFO", "gmeta.antdt")
     job = Job(replace(CONFIG, controller=replace(CONFIG.controller, dry_run=True)))
     job.windows(4)

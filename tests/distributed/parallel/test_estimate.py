@@ -73,9 +73,7 @@ def test_the_gpus_hold_each_row_with_its_optimizer_once(
         ShardingConfig(tables=("user=table_wise",), wire_dtype="bfloat16"),
     ],
 )
-def test_bytes_on_the_wire_are_what_the_exchange_counts(
-    gpus: int, sharding: ShardingConfig
-) -> None:
+def test_bytes_on_the_wire_are_as_the_exchange_counts(gpus: int, sharding: ShardingConfig) -> None:
     """Every rank asks for all rows: of such ids each shard has its share to the last one."""
     rows = {"item": 6400, "user": 640, "city": 64}
     outer = replace(OuterConfig(), sparse_optimizer="adagrad")

@@ -157,9 +157,7 @@ def test_task_and_draw_decide_which_films_and_nothing_else(data: Path) -> None:
     assert films(rows, SupportView(1)) != together
 
 
-def test_the_film_s_columns_are_found_where_the_schema_lists_none(
-    data: Path, tmp_path: Path
-) -> None:
+def test_the_films_columns_are_found_where_none_are_listed(data: Path, tmp_path: Path) -> None:
     dataset, listed = made(data)
     body = {**SCHEMA, "item": {"column": "film"}}
     prepare([str(data.parent / "raw.parquet")], str(tmp_path / "data"), parse_schema(body))
@@ -236,9 +234,7 @@ def test_a_candidate_that_is_no_number_stands_above() -> None:
 
 
 @pytest.mark.distributed
-def test_evaluate_ranks_among_candidates_alike_on_one_rank_and_two(
-    data: Path, tmp_path: Path
-) -> None:
+def test_evaluate_ranks_candidates_alike_on_one_rank_and_two(data: Path, tmp_path: Path) -> None:
     config = write_config(tmp_path / "train.toml", data, tmp_path / "run")
     result = gmeta("train", config, *SMALL_MODEL, "run.max_steps=2")
     assert result.returncode == 0, result.stderr

@@ -132,9 +132,7 @@ def of_run(out: Path, name: str) -> np.ndarray:
     return table.filter(keep)["after"].to_numpy()
 
 
-def test_a_meta_learned_run_adapts_as_validation_chooses_and_is_exported_so(
-    runs: Path, tmp_path: Path
-) -> None:
+def test_a_meta_learned_run_adapts_and_is_exported_as_chosen(runs: Path, tmp_path: Path) -> None:
     maml, kept = runs / "maml", runs / "maml" / "adapting.json"
     found = evaluated(maml, "--no-trees", "--out", tmp_path / "chosen")
     (tuning,) = found["runs"][0]["fine_tuning"]

@@ -47,9 +47,7 @@ def predictions(found: Baselines) -> list[np.ndarray]:
 
 @pytest.mark.parametrize("loss", ["bce", "huber"])
 @pytest.mark.parametrize("valid_split", ["", "valid"])
-def test_poisoned_test_labels_change_no_prediction(
-    tmp_path: Path, loss: Loss, valid_split: str
-) -> None:
+def test_no_test_label_changes_a_prediction(tmp_path: Path, loss: Loss, valid_split: str) -> None:
     clean = measured(write_data(tmp_path / "a", loss), loss, valid_split=valid_split)
     poisoned = measured(
         write_data(tmp_path / "b", loss, poisoned=True), loss, valid_split=valid_split
@@ -91,9 +89,7 @@ def test_of_large_tasks_at_least_one_is_drawn(num_tasks: int, tmp_path: Path) ->
         assert len(sample_about(drawn, 1, seed).task_T) >= 1
 
 
-def test_without_lightgbm_the_report_says_how_to_get_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_without_lightgbm_a_report_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(trees, "is_available", lambda: False)
     found = measured(write_data(tmp_path / "data", "mse"), "mse")
     assert [model.name for model in found.models] == ["bias model"]

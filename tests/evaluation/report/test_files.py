@@ -52,9 +52,7 @@ def written(tmp_path_factory: pytest.TempPathFactory) -> dict[Loss, files.Report
     return {loss: write(folder / loss, loss) for loss in losses}
 
 
-def test_a_report_is_one_page_one_json_and_its_pictures(
-    written: dict[Loss, files.ReportPaths],
-) -> None:
+def test_a_report_is_a_page_json_and_pictures(written: dict[Loss, files.ReportPaths]) -> None:
     paths = written["bce"]
     folder = paths.html.parent
     assert sorted(contents(folder)) == [

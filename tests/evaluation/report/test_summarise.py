@@ -222,9 +222,7 @@ def test_a_support_bin_holds_the_metric_of_its_rows() -> None:
         ([1] * 90 + [2, 3, 4, 5, 6, 7], [(1, 1), (2, 7)]),
     ],
 )
-def test_support_bins_are_single_sizes_or_filled_evenly(
-    sizes: list[int], bounds: list[tuple[int, int]]
-) -> None:
+def test_support_bins_are_sizes_or_even(sizes: list[int], bounds: list[tuple[int, int]]) -> None:
     assert choose_support_bins(np.array(sizes)) == bounds
 
 

@@ -27,9 +27,7 @@ MINUS = "\N{MINUS SIGN}"
         (math.nan, "\N{EM DASH}", "\N{EM DASH}"),
     ],
 )
-def test_numbers_have_four_decimals_and_a_true_minus(
-    value: float, plain: str, with_sign: str
-) -> None:
+def test_numbers_have_4_decimals_and_a_true_minus(value: float, plain: str, with_sign: str) -> None:
     assert format_number(value) == plain
     assert format_signed(value) == with_sign
 

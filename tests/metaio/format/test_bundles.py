@@ -47,9 +47,7 @@ def ids_by_table(features: Features, block: Block, first: int, stop: int) -> lis
 
 @pytest.mark.parametrize("features", [FEATURES, IDS_ALONE, LISTS_ALONE])
 @pytest.mark.parametrize("num_tasks", [1, 4, 7, 100])
-def test_a_bundle_has_the_ids_of_its_episodes_and_no_others(
-    features: Features, num_tasks: int
-) -> None:
+def test_a_bundle_has_the_ids_of_its_episodes_alone(features: Features, num_tasks: int) -> None:
     plain = build_block(features, make_rows(23, features=features))
     block = bundle_ids(plain, num_tasks)
     assert block.bundles is not None

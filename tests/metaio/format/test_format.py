@@ -168,9 +168,7 @@ def test_a_block_table_of_another_writer_with_too_few_lists_is_refused(write: Wr
 
 
 @pytest.mark.parametrize("bundle_tasks", [0, 4])
-def test_positions_of_no_id_or_of_another_table_are_refused(
-    write: WriteFn, bundle_tasks: int
-) -> None:
+def test_positions_of_no_id_or_another_table_are_refused(write: WriteFn, bundle_tasks: int) -> None:
     """A foreign writer may give checksums of wrong content."""
     path = write({"train": make_rows(40)}, bundle_tasks=bundle_tasks)
     decoded = open_dataset(path).read_block("train", 0)

@@ -31,9 +31,7 @@ def message_of(storage: Storage, *ranges: ByteRange) -> str:
     return str(caught.value)
 
 
-def test_a_local_file_and_a_fetched_range_give_the_same_bytes(
-    tmp_path: Path, remote: Storage
-) -> None:
+def test_a_local_file_and_a_fetched_range_are_the_same(tmp_path: Path, remote: Storage) -> None:
     (tmp_path / "a.bin").write_bytes(CONTENT)
     for storage in (Storage(str(tmp_path)), remote):
         (window,) = storage.read_windows([whole("a.bin", 50, 90)])
@@ -112,9 +110,7 @@ def test_a_small_file_that_cannot_be_read_is_told_with_what_to_look_at(
     )
 
 
-def test_maps_that_were_let_go_are_made_again(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_maps_once_let_go_are_made_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("metaio.format.storage._MAX_MAPS", 2)
     names = [f"{number}.bin" for number in range(4)]
     for number, name in enumerate(names):

@@ -95,9 +95,7 @@ def test_ids_become_the_rows_of_their_values_and_numbers_get_the_other_units(
     assert 0 < num_known < 200  # some values are new, some are not
 
 
-def test_a_vocabulary_without_its_column_is_refused_in_one_line(
-    make: Callable[..., Dataset],
-) -> None:
+def test_a_vocabulary_without_its_column_is_refused(make: Callable[..., Dataset]) -> None:
     known, own = make(1), make(2)
     for column, told in (("value", ""), ("other", "'Field \"value\" does not exist in schema'")):
         path = Path(own.url) / "vocabulary" / "item.parquet"

@@ -118,9 +118,7 @@ def test_names_may_be_headings() -> None:
         ({"task": "note"}, [], "each value of note has one row: there is nothing that a model "),
     ],
 )
-def test_what_cannot_be_guessed_is_asked_for(
-    given: dict[str, str], dropped: list[str], told: str
-) -> None:
+def test_what_is_not_guessed_is_asked(given: dict[str, str], dropped: list[str], told: str) -> None:
     assert told in catch_message(DataError, guessed, log().drop_columns(dropped), **given)
 
 
@@ -315,9 +313,7 @@ def test_a_log_of_positives_alone_gets_negatives(tmp_path: Path) -> None:
         (2, (1, 2, 0.6, 0.2)),
     ],
 )
-def test_episodes_follow_from_the_rows_of_the_tasks(
-    rows: int, expected: tuple[int, int, float, float]
-) -> None:
+def test_episodes_follow_from_the_tasks(rows: int, expected: tuple[int, int, float, float]) -> None:
     number = np.arange(100 * rows)
     table = pa.table({"uid": number % 100, "item": number % 7, "y": number % 2})
     schema = tomllib.loads(format_schema(guessed(table), ["log.csv"]))

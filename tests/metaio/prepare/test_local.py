@@ -142,9 +142,7 @@ def test_order_of_input_files_format_and_threads_change_nothing(tmp_path: Path, 
         assert file.read_bytes() == (Path(out) / file.relative_to(first.url)).read_bytes()
 
 
-def test_a_large_train_split_stands_in_bundles(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_large_split_stands_in_bundles(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Others do not: they are read in order, and would look ids up more often."""
     table = raw_table()
     schema = changed(splits={"shares": {"train": 0.7, "user-cold": 0.3}})
@@ -460,9 +458,7 @@ def test_a_place_that_is_taken_is_told_before_anything_is_read(tmp_path: Path) -
         lambda raw, out: prepare([raw], "nowhere://x", changed()),
     ],
 )
-def test_a_url_of_an_unknown_kind_is_one_line(
-    tmp_path: Path, work: Callable[[str, str], object]
-) -> None:
+def test_an_unknown_url_is_one_line(tmp_path: Path, work: Callable[[str, str], object]) -> None:
     pq.write_table(raw_table(40), tmp_path / "raw.parquet")
     assert catch_message(UrlError, work, str(tmp_path / "raw.parquet"), str(tmp_path / "out")) == (
         "nowhere://x cannot be opened: Protocol not known: nowhere. Give a path, or a URL of a "
@@ -502,9 +498,7 @@ def test_labels_and_dense_values_must_be_numbers(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("column", ["price", "clicked", "ts", "shop", "tags"])
-def test_durations_are_refused_and_no_bare_numbers_of_their_unit(
-    tmp_path: Path, column: str
-) -> None:
+def test_durations_are_refused_and_are_no_bare_numbers(tmp_path: Path, column: str) -> None:
     """Parquet has no such type: all but Arrow's own note in the file calls them integers."""
     durations = pa.array([60] * 40, pa.duration("ns"))
     multi = [{"column": "tags", "hash": 20}] if column == "tags" else BASE["multi"]
@@ -536,9 +530,7 @@ def test_a_label_that_is_no_number_is_refused_and_no_click_of_0(
 
 
 @pytest.mark.parametrize("sign", [1.0, -1.0])
-def test_a_time_that_is_no_number_is_refused_and_not_the_newest_or_the_oldest(
-    tmp_path: Path, sign: float
-) -> None:
+def test_a_time_that_is_no_number_is_refused_and_not_newest(tmp_path: Path, sign: float) -> None:
     times = [math.copysign(math.nan, sign), *(float(ts) for ts in range(39))]
     by_time = {"by": "time", "at": 20, "min_rows": 2, "max_rows": 99}
     for episodes in (BASE["episodes"], by_time):
@@ -692,9 +684,7 @@ def test_ids_beyond_2_to_the_63_have_rows_of_their_own(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", [pa.uint64(), pa.bool_()])
-def test_integers_of_a_table_with_text_are_found_as_they_were_counted(
-    tmp_path: Path, kind: pa.DataType
-) -> None:
+def test_integers_beside_text_are_found_as_counted(tmp_path: Path, kind: pa.DataType) -> None:
     table = raw_table(40)
     large = (1 << 63) + 5 if pa.types.is_integer(kind) else True
     table = table.append_column("device", pa.array([large] * 40, kind))

@@ -183,9 +183,7 @@ def test_where_an_item_has_two_brands_order_says_nothing(tmp_path: Path) -> None
     assert prepared(tmp_path, shuffled).fingerprint == first.fingerprint
 
 
-def test_a_task_with_nearly_all_items_gets_those_that_are_left_or_is_refused(
-    tmp_path: Path,
-) -> None:
+def test_a_task_with_nearly_all_items_gets_what_is_left_or_is_refused(tmp_path: Path) -> None:
     num_rows = 40
     table = pa.table(
         {

@@ -122,9 +122,7 @@ def own_memory() -> Iterator[pa.MemoryPool]:
     pa.set_memory_pool(before)
 
 
-def test_reading_holds_no_more_of_many_row_groups_than_of_one(
-    tmp_path: Path, own_memory: pa.MemoryPool
-) -> None:
+def test_reading_holds_many_row_groups_as_one(tmp_path: Path, own_memory: pa.MemoryPool) -> None:
     """Buffers of a row group are given back with its last row."""
     table = pa.table({f"c{i}": np.arange(40_000, dtype=np.int64) for i in range(8)})
     held = {}

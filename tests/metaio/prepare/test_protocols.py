@@ -135,9 +135,7 @@ def count_before(table: pa.Table, user: int, end: int) -> int:
 
 
 @pytest.mark.parametrize("new_tasks", ["together", "drop"])
-def test_windows_by_dates_keep_or_drop_tasks_that_begin_in_them(
-    tmp_path: Path, new_tasks: str
-) -> None:
+def test_windows_by_dates_keep_or_drop_tasks_begun_in_them(tmp_path: Path, new_tasks: str) -> None:
     table = log()
     stamps = pa.array(table["ts"].to_numpy() * 86_400_000_000, pa.timestamp("us"))
     dated = table.set_column(table.schema.get_field_index("ts"), "ts", stamps)
@@ -207,9 +205,7 @@ def sided(table: pa.Table) -> pa.Table:
 
 @pytest.mark.parametrize("order", [{"time": SCHEMA["time"]}, {}])
 @pytest.mark.parametrize("keeps", ["keep", "drop"])
-def test_a_column_says_which_rows_are_support(
-    tmp_path: Path, keeps: str, order: dict[str, Any]
-) -> None:
+def test_a_column_says_what_is_support(tmp_path: Path, keeps: str, order: dict[str, Any]) -> None:
     table = sided(log())
     membership = {"column": "side", "without_support": keeps}
     schema = {name: part for name, part in SCHEMA.items() if name != "time"} | order
@@ -261,9 +257,7 @@ def test_the_name_of_its_file_says_a_rows_side(tmp_path: Path, suffix: str) -> N
 
 
 @pytest.mark.parametrize("longer", ["episodes", "truncate", "drop"])
-def test_a_long_task_with_given_sides_is_cut_to_its_newest_support(
-    tmp_path: Path, longer: str
-) -> None:
+def test_a_long_task_of_given_sides_is_cut_to_new_support(tmp_path: Path, longer: str) -> None:
     table = log(400, users=2)
     side = ["query" if number % 3 == 0 else "support" for number in range(400)]
     # User 0 is long, user 1 is not.
@@ -323,9 +317,7 @@ def test_a_carved_validation_split_takes_whole_tasks_of_one_split(tmp_path: Path
     assert carved.features.tables[0].num_rows == len(seen) + 1
 
 
-def test_validation_items_leave_training_and_make_groups_of_known_and_new_tasks(
-    tmp_path: Path,
-) -> None:
+def test_validation_items_leave_training_and_make_groups_of_tasks(tmp_path: Path) -> None:
     table = log(6_000, users=110)
     # A row without an item is of no new one.
     item = [None if row % 50 == 0 else one for row, one in enumerate(table["item"].to_pylist())]

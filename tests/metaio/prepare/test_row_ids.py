@@ -27,9 +27,7 @@ def numbered(num_rows: int = 600) -> pa.Table:
 
 
 @pytest.mark.parametrize("compact", [False, True])
-def test_every_row_of_a_batch_is_the_raw_row_that_its_id_names(
-    tmp_path: Path, compact: bool
-) -> None:
+def test_each_row_of_a_batch_is_the_raw_row_of_its_id(tmp_path: Path, compact: bool) -> None:
     raw = numbered()
     dataset = prepared(tmp_path, raw, changed(**ROW_ID), compact=compact, block_rows=50)
     of_id = {row["row"]: row for row in raw.to_pylist()}

@@ -44,9 +44,7 @@ def test_a_dataset_without_columns_of_a_kind_reads_as_it_was_written(
     assert whole_split(open_dataset(path), "train") == episodes_of_rows(rows)
 
 
-def test_a_split_without_episodes_is_read_inspected_and_drawn_beside_one_of_a_single_row(
-    write: WriteFn,
-) -> None:
+def test_an_empty_split_is_read_inspected_and_drawn_beside_a_single_row(write: WriteFn) -> None:
     dataset = open_dataset(write({"train": ONE_ROW, "empty": make_rows(0)}))
     assert whole_split(dataset, "empty") == []
     assert whole_split(dataset, "train") == episodes_of_rows(ONE_ROW)

@@ -38,9 +38,7 @@ pytestmark = pytest.mark.skipif(shutil.which("java") is None, reason="needs Java
         {"membership": {"column": "side"}, "negatives": {"item": "item", "columns": ["tags"]}},
     ],
 )
-def test_spark_and_one_machine_agree_to_the_byte(
-    tmp_path: Path, session: Any, parts: dict[str, Any]
-) -> None:
+def test_spark_agrees_to_the_byte(tmp_path: Path, session: Any, parts: dict[str, Any]) -> None:
     raw = tmp_path / "raw.parquet"
     side = ["query" if row % 3 else "support" for row in range(2_000)]
     pq.write_table(raw_table(2_000).append_column("side", pa.array(side)), raw)

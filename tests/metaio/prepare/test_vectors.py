@@ -38,9 +38,7 @@ def with_vectors(kind: pa.DataType = TYPES[0], num_rows: int = 300) -> pa.Table:
 
 
 @pytest.mark.parametrize("kind", TYPES)
-def test_every_row_of_a_batch_has_the_vectors_of_its_raw_row(
-    tmp_path: Path, kind: pa.DataType
-) -> None:
+def test_every_row_has_the_vectors_of_its_raw_row(tmp_path: Path, kind: pa.DataType) -> None:
     raw = with_vectors(kind)
     dataset = prepared(tmp_path, raw, changed(**VECTORS), block_rows=50)
     names = dataset.features.dense

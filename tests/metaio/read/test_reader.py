@@ -109,9 +109,7 @@ def test_a_rank_without_episodes_yields_empty_batches_of_full_shape(write: Write
 
 
 @pytest.mark.parametrize("world_size", [1, 2])
-def test_state_resumes_at_the_next_episode_on_any_world_size(
-    write: WriteFn, world_size: int
-) -> None:
+def test_state_resumes_at_the_next_episode_at_any_size(write: WriteFn, world_size: int) -> None:
     dataset = open_dataset(write({"train": make_rows(50)}, block_rows=40))
     options = {"tasks_per_step": 6, "seed": 5, "lanes": 2, "window_blocks": 2}
     with BatchReader(dataset, "train", **options) as reader:
@@ -286,9 +284,7 @@ def test_blocks_that_are_no_longer_needed_are_freed(
     assert 1 <= max(counts) <= 8
 
 
-def test_two_threads_read_two_blocks_at_once(
-    write: WriteFn, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_two_threads_read_blocks_at_once(write: WriteFn, monkeypatch: pytest.MonkeyPatch) -> None:
     dataset = open_dataset(write({"train": make_rows(60)}, block_rows=20))
     read, both = dataset.read_block, threading.Barrier(2, timeout=PATIENCE_S)
 

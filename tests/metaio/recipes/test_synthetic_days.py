@@ -55,9 +55,7 @@ def test_no_score_is_better_than_the_probability_itself(logs: Path) -> None:
         assert clicks.mean() == pytest.approx(probability.mean(), abs=0.06)
 
 
-def test_a_stream_reads_the_logs_by_their_schema_and_never_the_probability(
-    logs: Path, tmp_path: Path
-) -> None:
+def test_a_stream_reads_logs_by_schema_without_probability(logs: Path, tmp_path: Path) -> None:
     schema = load_schema(logs / "schema.toml")
     assert "p_click" not in schema.columns
     for number, path in enumerate(sorted(logs.glob("day=*")), start=1):

@@ -130,9 +130,7 @@ def test_what_comes_along_is_asked_for_and_told_when_it_is_left_out(tmp_path: Pa
         (["in.csv", "--extend", "s", "--spark"], "--spark was given in.csv; it reads Parquet"),
     ],
 )
-def test_options_that_do_not_go_with_a_stream_are_refused(
-    arguments: list[str], message: str
-) -> None:
+def test_options_that_do_not_fit_a_stream_are_refused(arguments: list[str], message: str) -> None:
     result = gmeta("prepare", *arguments)
     assert result.returncode == 2
     assert message in result.stderr

@@ -69,9 +69,7 @@ def test_support_is_the_newest_rows_before_the_window_and_the_gate_is_never_trai
     assert [r.window[0] for r in records[1:]] == [r.window[1] for r in records[:-1]]
 
 
-def test_rows_that_come_into_an_empty_file_while_others_are_read_are_taken_later(
-    tmp_path: Path,
-) -> None:
+def test_rows_that_come_while_others_are_read_are_taken_later(tmp_path: Path) -> None:
     late = tmp_path / "late.parquet"
     late.touch()
 
@@ -163,9 +161,7 @@ def test_rows_are_encoded_by_the_vocabulary_that_stands_in_the_increment(tmp_pat
     assert dataset.manifest.recipe["moments"]["price"] == list(moments["price"])
 
 
-def test_forgotten_ids_lose_their_rows_which_others_take_from_the_lowest_on(
-    tmp_path: Path,
-) -> None:
+def test_forgotten_ids_lose_their_rows_which_others_take_lowest_first(tmp_path: Path) -> None:
     ttl = {"ttl": 2.0 * DAY, "grace": 1.0 * DAY}
     vocabularies: list[list[object]] = []
     freed = 0

@@ -43,9 +43,7 @@ def test_no_command_goes_on_with_a_config_that_was_edited_since(
     assert not (tmp_path / "model").exists()
 
 
-def test_a_checkpoint_is_held_against_inputs_model_algorithm_and_loss_alone(
-    run: Path, checkpoint: Path
-) -> None:
+def test_a_checkpoint_is_held_against_what_made_its_weights(run: Path, checkpoint: Path) -> None:
     config = RunFolder(run).read_config()
     check_config(checkpoint, config)
     rates = replace(config, outer=replace(config.outer, dense_lr=0.5))
@@ -71,9 +69,7 @@ def test_a_checkpoint_is_held_against_inputs_model_algorithm_and_loss_alone(
         assert str(caught.value) == refusal(key, now, checkpoint, was)
 
 
-def test_what_another_release_wrote_is_taken_at_its_word_or_refused_by_name(
-    run: Path, checkpoint: Path
-) -> None:
+def test_another_releases_word_is_taken_or_refused_by_name(run: Path, checkpoint: Path) -> None:
     config = RunFolder(run).read_config()
     about = checkpoint / "progress.json"
     # A key that this release has and that one had not stands for its default.

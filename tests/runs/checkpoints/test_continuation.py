@@ -100,9 +100,7 @@ def test_a_run_that_is_not_over_is_refused_unless_its_checkpoint_is_named(
         write_json(trained / "config.json", before.to_json())
 
 
-def test_increments_to_skip_without_a_run_to_go_on_from_are_refused(
-    stream: list[Path], trained: Path
-) -> None:
+def test_increments_to_skip_without_an_earlier_run_fail(stream: list[Path], trained: Path) -> None:
     config = going_on(trained, continue_from="", skip_increments=[2])
     with pytest.raises(ConfigError) as caught:
         find_continued_checkpoint(config, open_dataset(str(stream[1])))

@@ -183,9 +183,7 @@ def test_no_other_attribute_is_read(checkpoint: Path, attribute: Attribute) -> N
     )
 
 
-def test_an_index_has_the_same_form_on_every_python(
-    checkpoint: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_index_is_the_same_on_pythons(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def as_python_3_11_2(member: Enum, protocol: int) -> Any:
         return getattr, (type(member), member.name)
 

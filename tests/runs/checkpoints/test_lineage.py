@@ -48,9 +48,7 @@ def test_the_increment_after_the_last_is_taken(increments: list[Dataset]) -> Non
         assert find_skipped_increments(lineage, increments[number], (), CHECKPOINT) == []
 
 
-def test_a_skipped_a_doubled_and_an_old_increment_are_refused_by_name(
-    increments: list[Dataset],
-) -> None:
+def test_skipped_doubled_and_old_increments_are_refused_by_name(increments: list[Dataset]) -> None:
     first, second, third, fourth = increments
     was = "; checkpoint runs/day-2/checkpoints/step-00000009 was trained on increments 1 to 2 of "
     remedy = "stream shop. Set data.increment to 3 of that stream"
@@ -69,9 +67,7 @@ def test_a_skipped_a_doubled_and_an_old_increment_are_refused_by_name(
     )
 
 
-def test_increments_are_skipped_where_all_of_them_are_named_and_no_other(
-    increments: list[Dataset],
-) -> None:
+def test_increments_are_skipped_where_exactly_they_are_named(increments: list[Dataset]) -> None:
     first, second, third, fourth = increments
     lineage = trained_on(first)
     found = find_skipped_increments(lineage, fourth, (3, 2), CHECKPOINT)
@@ -90,9 +86,7 @@ def test_increments_are_skipped_where_all_of_them_are_named_and_no_other(
     assert "increment 2 of" in refusal(gone_on, second)
 
 
-def test_a_skipped_increment_of_another_past_is_refused(
-    increments: list[Dataset], tmp_path: Path
-) -> None:
+def test_another_pasts_skipped_increment_fails(increments: list[Dataset], tmp_path: Path) -> None:
     rewritten = write_increments(tmp_path, (9, 9, 9), num_tasks=5)
     newest = open_dataset(str(rewritten[2]))
     oldest = open_dataset(str(rewritten[0])).fingerprint
@@ -120,9 +114,7 @@ def test_an_increment_of_another_stream_or_of_another_past_is_refused_by_name(
     ) in refusal(lineage, present)
 
 
-def test_what_is_of_no_stream_neither_follows_nor_is_followed(
-    increments: list[Dataset], click_logs: Path
-) -> None:
+def test_what_is_of_no_stream_is_not_followed(increments: list[Dataset], click_logs: Path) -> None:
     alone = open_dataset(str(click_logs))
     assert extend_lineage((), alone) == ()
     assert f"dataset {click_logs} is no increment of a stream" in refusal(

@@ -77,9 +77,7 @@ def test_the_mirror_keeps_what_the_run_keeps(store: Any, tmp_path: Path) -> None
     assert not store.exists("/bucket/run/checkpoints/step-00000010")
 
 
-def test_the_best_checkpoint_survives_a_machine_that_loses_its_disk(
-    store: Any, tmp_path: Path
-) -> None:
+def test_the_best_checkpoint_survives_the_loss_of_a_disk(store: Any, tmp_path: Path) -> None:
     root = run_at(tmp_path / "run", 10, 20, 30)
     for path in list_checkpoints(root / "checkpoints"):
         progress = RunProgress(

@@ -45,9 +45,7 @@ def begun(
     return folder, checkpoint
 
 
-def test_the_order_of_a_half_done_epoch_stays_as_it_was(
-    config: TrainConfig, dataset: Dataset
-) -> None:
+def test_a_half_done_epoch_keeps_its_order(config: TrainConfig, dataset: Dataset) -> None:
     folder, checkpoint = begun(config, dataset.fingerprint, epoch_step=5)
     check_resumable(folder, checkpoint, config, dataset)
     changed = replace(config, data=replace(config.data, tasks_per_step=8))
@@ -125,18 +123,14 @@ def test_a_run_goes_on_with_the_loss_that_it_began_with(
     )
 
 
-def test_adam_goes_on_as_adamw_and_momentum_may_change_its_size(
-    config: TrainConfig, dataset: Dataset
-) -> None:
+def test_adam_goes_on_as_adamw_momentum_may_change(config: TrainConfig, dataset: Dataset) -> None:
     folder, checkpoint = begun(with_outer(config, **ADAM), dataset.fingerprint, epoch_step=5)
     check_resumable(folder, checkpoint, with_outer(config, dense_optimizer="adamw"), dataset)
     folder, checkpoint = begun(with_outer(config, **HEAVY), dataset.fingerprint, epoch_step=5)
     check_resumable(folder, checkpoint, with_outer(config, **{**HEAVY, "momentum": 0.5}), dataset)
 
 
-def test_scores_of_two_metrics_or_splits_are_not_compared(
-    config: TrainConfig, dataset: Dataset
-) -> None:
+def test_scores_of_two_metrics_are_not_compared(config: TrainConfig, dataset: Dataset) -> None:
     config = replace(config, data=replace(config.data, valid_split="valid"))
     by_loss = replace(config, run=replace(config.run, early_stop_metric="logloss"))
     folder, checkpoint = begun(config, dataset.fingerprint, epoch_step=0, best_score=0.61234)

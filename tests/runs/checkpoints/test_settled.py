@@ -95,9 +95,7 @@ def test_an_increment_that_is_not_there_is_refused_in_one_line(stream: Path) -> 
 
 
 @pytest.mark.parametrize("command", [("config", "--check"), ("plan", "--gpus", "1")])
-def test_what_only_looks_at_a_config_takes_the_next_increment(
-    stream: Path, command: tuple[str, ...]
-) -> None:
+def test_a_look_at_a_config_takes_the_next_one(stream: Path, command: tuple[str, ...]) -> None:
     name, *options = command
     one, new = stream.parent / "one", stream.parent / "new"
     keys = (f"run.dir={new}", f"run.continue_from={one}")

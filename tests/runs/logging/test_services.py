@@ -166,9 +166,7 @@ def test_mlflow_itself_holds_what_both_lives_of_a_run_told(tmp_path: Path) -> No
 
 
 @pytest.mark.skipif(find_spec("wandb") is None, reason="no wandb here: pip install wandb")
-def test_wandb_itself_writes_one_run_in_both_lives_and_nothing_else_when_quiet(
-    tmp_path: Path,
-) -> None:
+def test_wandb_writes_one_run_in_both_lives_and_nothing_else_when_quiet(tmp_path: Path) -> None:
     variables = {"WANDB_MODE": "offline", "GMETA_VERBOSITY": "quiet"}
     for done_steps in (0, 4):
         done = lived("wandb", tmp_path, done_steps, **variables)

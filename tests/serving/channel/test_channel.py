@@ -388,9 +388,7 @@ def test_two_promotions_at_once_are_one_and_a_refusal(tmp_path: Path) -> None:
     assert channel.require_current().number == 2
 
 
-def test_a_promotion_beside_another_waits_for_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_promotion_waits_for_another(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """By hand, say, beside the loop's: each would remove what the other packs."""
     channel, _ = versions(tmp_path, 1)
     first, second = (Model.of(SIZES, seed=n).write(tmp_path / f"by-{n}") for n in (7, 8))

@@ -226,9 +226,7 @@ def test_a_pointer_that_cannot_be_read_for_a_while_is_told_and_read_again(tmp_pa
             assert (service.refused, follower.refused) == (None, "")
 
 
-def test_work_in_small_pieces_rests_and_lets_other_threads_on(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_work_in_small_pieces_lets_other_threads_on(monkeypatch: pytest.MonkeyPatch) -> None:
     clock, rests = [0.0], []
 
     def slept(rest_s: float) -> None:

@@ -99,9 +99,7 @@ def test_earlier_windows_are_added_until_the_rows_tell(tmp_path: Path) -> None:
     assert judge(other, model, windows, "gate", margin=1e-6, pool=1).windows == 2
 
 
-def test_windows_without_a_gate_task_are_passed_over_and_none_at_all_is_refused(
-    tmp_path: Path,
-) -> None:
+def test_windows_without_gate_tasks_are_passed_over_none_is_refused(tmp_path: Path) -> None:
     paths = write_increments(tmp_path, (60, 60, 60), num_tasks=80, gate_tasks=(20, 0, 0))
     model = Model.of({"item": 60, "city": 60}).write(tmp_path / "model", stream="shop")
     windows = windows_before(open_dataset(str(paths[2])))
@@ -116,9 +114,7 @@ def test_windows_without_a_gate_task_are_passed_over_and_none_at_all_is_refused(
         ]
 
 
-def test_a_model_of_an_earlier_increment_takes_what_it_never_saw_as_unknown(
-    tmp_path: Path,
-) -> None:
+def test_a_model_of_an_earlier_increment_takes_new_ids_as_unknown(tmp_path: Path) -> None:
     """As it does when it is served: slow and obvious, the rows beyond its tables are row 0's."""
     paths = write_increments(tmp_path, (30, 90))
     newest = open_dataset(str(paths[1]))

@@ -80,9 +80,7 @@ def store_of(url: str) -> tuple[Any, str]:
     return fs, root
 
 
-def test_every_machine_has_the_model_that_the_channel_serves(
-    channel: Channel, url: str, tmp_path: Path
-) -> None:
+def test_every_machine_has_the_served_model(channel: Channel, url: str, tmp_path: Path) -> None:
     own, other = tmp_path / "own", tmp_path / "other"
     told = []
     for number in (1, 3, 2, 3):
@@ -95,9 +93,7 @@ def test_every_machine_has_the_model_that_the_channel_serves(
     assert told == [[1, 2, 3], [], [], []]  # a version goes there once
 
 
-def test_a_copy_holds_what_it_serves_and_no_more(
-    channel: Channel, url: str, tmp_path: Path
-) -> None:
+def test_a_copy_holds_what_it_serves_alone(channel: Channel, url: str, tmp_path: Path) -> None:
     for number, expected in ((3, [1, 2, 3]), (2, [1, 2]), (1, [1])):
         channel.rollback(number)
         publish(channel, url)
@@ -106,9 +102,7 @@ def test_a_copy_holds_what_it_serves_and_no_more(
         assert not list((copy.root / "versions").glob(".*"))
 
 
-def test_what_the_channel_removed_goes_there_too(
-    channel: Channel, url: str, tmp_path: Path
-) -> None:
+def test_what_the_channel_removes_goes_too(channel: Channel, url: str, tmp_path: Path) -> None:
     publish(channel, url)
     for number in (4, 5):
         channel.promote(Model.of(SIZES, seed=number).write(tmp_path / str(number)))
@@ -238,9 +232,7 @@ def test_a_damaged_version_is_not_served_and_tried_again_later(
         assert follower.served.number == 3
 
 
-def test_a_copy_that_was_damaged_here_is_brought_anew(
-    channel: Channel, url: str, tmp_path: Path
-) -> None:
+def test_a_copy_damaged_here_is_brought_anew(channel: Channel, url: str, tmp_path: Path) -> None:
     publish(channel, url)
     expected = served_model(url, tmp_path / "own")
     copy = channel_at(url, tmp_path / "own")
@@ -307,9 +299,7 @@ def test_the_server_reloads_from_a_url_and_says_when_it_cannot(
         assert np.abs(values(post(service, request_of(ROWS))) - before).max() > 0
 
 
-def test_a_channel_is_published_to_a_place_of_its_own(
-    channel: Channel, url: str, tmp_path: Path
-) -> None:
+def test_a_channel_is_published_to_its_place(channel: Channel, url: str, tmp_path: Path) -> None:
     publish(channel, url)
     other = Channel(tmp_path / "other")
     other.promote(Model.of(SIZES, seed=3).write(tmp_path / "model"))
@@ -370,9 +360,7 @@ def test_a_version_is_removed_before_the_new_one_only_where_files_would_stay(
     assert served_model(url, tmp_path / "own") == served_model(channel.root, tmp_path / "here")
 
 
-def test_the_command_publishes_and_refuses_what_is_no_channel(
-    channel: Channel, tmp_path: Path
-) -> None:
+def test_the_command_publishes_and_refuses_no_channel(channel: Channel, tmp_path: Path) -> None:
     url = f"file://{tmp_path}/store"
     done = gmeta_command("publish", channel.root, url, "--json")
     assert done.returncode == 0, done.stderr
@@ -416,9 +404,7 @@ def test_the_command_publishes_and_refuses_what_is_no_channel(
     assert not empty.exists()
 
 
-def test_a_cache_on_a_read_only_disk_is_told(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_cache_on_read_only_disk_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As a container's root often is."""
 
     def refused(*_: object, **__: object) -> None:

@@ -86,9 +86,7 @@ def test_a_model_whose_version_goes_while_it_serves_answers_on(tmp_path: Path) -
         assert follower.served.number == 3
 
 
-def test_pruning_that_was_killed_is_taken_up(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_pruning_that_is_killed_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     channel = channel_of(tmp_path, "fddfff")
     with monkeypatch.context() as patched:
         patched.setattr(retention, "flush_to_disk", _killed)

@@ -48,9 +48,7 @@ def test_the_command_scores_every_split_of_an_increment(tmp_path: Path) -> None:
     assert f"scored every split of {path} that holds tasks: train, gate. One that" in done.stderr
 
 
-def test_a_task_of_several_episodes_counts_once(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_task_of_episodes_counts_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = write_increments(tmp_path / "s", (60,), num_tasks=40)[0]
     model = Model.of(SIZES).write(tmp_path / "model", stream="shop")
 

@@ -212,9 +212,7 @@ def test_statistics_of_support_rows_are_those_of_none_without_adaptation(tmp_pat
 
 
 @pytest.mark.parametrize("columns", [("*",), ("tags",), ("item", "tags")])
-def test_what_training_rows_say_of_items_is_part_of_programs(
-    columns: tuple[str, ...], tmp_path: Path
-) -> None:
+def test_programs_hold_what_rows_say_of_items(columns: tuple[str, ...], tmp_path: Path) -> None:
     served = model_of(tmp_path / "model", item_features=ItemFeaturesConfig(columns=columns))
     for size in SIZES:
         example, expected = unadapted(served, *size)

@@ -128,9 +128,7 @@ def tensors(rows: pa.Table, prefix: str = "") -> list[StandInTensor]:
     return found
 
 
-def test_the_config_is_one_that_triton_parses_with_the_inputs_of_the_server(
-    repository: Path,
-) -> None:
+def test_triton_parses_the_config_with_the_inputs_of_the_server(repository: Path) -> None:
     parsed = subprocess.run(
         [sys.executable, "-c", PARSE], input=(repository / "config.pbtxt").read_text(),
         capture_output=True, text=True, timeout=PATIENCE_S, check=False,

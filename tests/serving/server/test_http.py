@@ -52,9 +52,7 @@ def assert_close(found: np.ndarray[Any, Any], expected: torch.Tensor) -> None:
     np.testing.assert_allclose(found, expected.numpy(), rtol=0, atol=1e-6)
 
 
-def test_query_rows_alone_are_predicted_without_adaptation(
-    service: InferenceService, model: ServedModel
-) -> None:
+def test_query_rows_alone_do_not_adapt(service: InferenceService, model: ServedModel) -> None:
     answer = post(service, request_of(QUERY) | {"id": "seven"})
     assert_close(values(answer), model.predict(QUERY))
     told = answer.json()
@@ -288,9 +286,7 @@ def test_limits_of_a_request(exported: Path) -> None:
         assert answer.status_code == 415
 
 
-def test_rows_of_empty_lists_take_no_memory_before_they_are_counted(
-    service: InferenceService,
-) -> None:
+def test_rows_of_empty_lists_take_no_memory_uncounted(service: InferenceService) -> None:
     request = request_of(QUERY)
     lists = {"name": "tags", "datatype": "INT64", "shape": [20_000_000, 0], "data": []}
     request["inputs"] = [one for one in request["inputs"] if not one["name"].startswith("tags")]
@@ -327,9 +323,7 @@ def test_a_task_that_is_too_long_to_solve_holds_up_nobody_else(tmp_path: Path) -
     )
 
 
-def test_a_caller_who_leaves_amid_the_body_is_no_failure_of_the_server(
-    service: InferenceService,
-) -> None:
+def test_a_caller_who_leaves_amid_the_body_is_no_failure(service: InferenceService) -> None:
     async def left(client: httpx.AsyncClient) -> None:
         parts = iter(
             [

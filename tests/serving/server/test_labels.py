@@ -146,9 +146,7 @@ def test_files_and_inspect_name_every_label(
     assert (told["loss"], told["losses"]) == ("bce", dict(zip(LABELS, LOSSES, strict=True)))
 
 
-def test_a_version_whose_labels_stand_in_another_order_is_refused(
-    exported: Path, tmp_path: Path
-) -> None:
+def test_a_version_of_labels_in_another_order_is_refused(exported: Path, tmp_path: Path) -> None:
     """A request that waits while it comes would be answered with another label's values."""
     before = load_version(exported)
     config = read_config(exported)

@@ -111,9 +111,7 @@ def test_a_published_client_is_answered(
     assert "query rows have no column city; they have item." in answer["error"]
 
 
-def test_every_worker_knows_a_task_that_one_was_given(
-    server: RunningServer, model: ServedModel
-) -> None:
+def test_every_worker_knows_a_task_of_one(server: RunningServer, model: ServedModel) -> None:
     def results() -> set[str]:
         answer = ask(server, query=QUERY, key="shared")
         np.testing.assert_allclose(values(answer), expected, rtol=0, atol=1e-6)
@@ -177,9 +175,7 @@ def test_a_worker_that_dies_is_started_again(exported: Path) -> None:
             assert ask(server, query=QUERY).status_code == 200
 
 
-def test_a_worker_that_cannot_start_again_leaves_the_others_serving(
-    exported: Path, tmp_path: Path
-) -> None:
+def test_a_worker_that_cannot_restart_leaves_others_serving(exported: Path, tmp_path: Path) -> None:
     """It may have died with its disk: that comes back, and the server must not be gone by then."""
     folder = shutil.copytree(exported, tmp_path / "model")
     with running_server(folder, workers=2) as server:
@@ -284,9 +280,7 @@ def shared_config(folder: Path, port: int) -> ServeConfig:
     return ServeConfig(folder, "model", address, workers=2, insecure=True, reload_every_s=0.0)
 
 
-def test_what_a_stranger_left_in_memory_is_not_opened(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_strangers_memory_is_not_opened(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its lock may be a pipe, whose opening would wait for a writer for ever."""
     monkeypatch.setattr(process, "_IN_MEMORY", tmp_path)
     own, strangers, link = (tmp_path / f"gmeta-serving-{name}" for name in ("own", "its", "link"))

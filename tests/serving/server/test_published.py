@@ -156,9 +156,7 @@ def test_every_path_of_the_published_schema_answers_as_it_says(service: Inferenc
 
 
 @pytest.mark.parametrize("shape", ["[N]", "[N, 1]", "[[v]]"])
-def test_data_may_be_flat_or_nested_as_the_schema_allows(
-    service: InferenceService, shape: str
-) -> None:
+def test_data_may_be_flat_or_nested_by_the_schema(service: InferenceService, shape: str) -> None:
     request = request_of(QUERY)
     expected = post(service, request).json()["outputs"]
     item = next(each for each in request["inputs"] if each["name"] == "item")

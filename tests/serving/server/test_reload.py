@@ -127,9 +127,7 @@ def test_a_folder_that_is_gone_for_a_moment_is_no_news(tmp_path: Path) -> None:
         assert service.refused is None
 
 
-def test_a_folder_replaced_while_it_is_read_is_read_again(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_folder_replaced_amid_is_reread(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = tmp_path / "model"
     export(folder, 1)
     load, steps = loading.load, iter((2, 3))

@@ -87,9 +87,7 @@ def test_null_is_left_to_the_columns() -> None:
         ("BYTES", (1,), ["\ud800"], "input 'x' cannot be read as BYTES: 'utf-8' codec"),
     ],
 )
-def test_json_of_another_kind_is_refused(
-    datatype: str, shape: tuple[int, ...], data: Any, told: str
-) -> None:
+def test_other_json_is_refused(datatype: str, shape: tuple[int, ...], data: Any, told: str) -> None:
     with pytest.raises(RequestError, match=re.escape(told)) as caught:
         tensor_from_json("x", datatype, shape, data)
     assert caught.value.status == 400

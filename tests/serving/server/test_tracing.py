@@ -21,9 +21,7 @@ from tests.support.waiting import PATIENCE_S, wait_until
 TRACE, PARENT = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
 
 
-def test_a_request_is_a_span_below_its_callers(
-    exported: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_request_is_its_callers_span(exported: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OTEL_BSP_SCHEDULE_DELAY", "10")
     export: Any = pytest.importorskip("opentelemetry.sdk.trace.export.in_memory_span_exporter")
     exporter = export.InMemorySpanExporter()
