@@ -9,7 +9,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from metaio import FormatError, SchemaError, open_dataset
+from metaio import FormatError, open_dataset
 from metaio.format.block import Block, build_block, bundle_ids
 from metaio.format.features import Features, FeatureSpec, TableSpec
 from metaio.format.inspection import find_damage, summarise
@@ -154,11 +154,6 @@ def test_a_block_table_that_contradicts_itself_is_refused(write: WriteFn) -> Non
             [5, *[4] * (table.num_rows - 1)],
             f"{about} bundle_tasks must hold one number from 1 on, it holds 4 to 5",
         ),
-        (
-            "bundle_tasks",
-            [0] * table.num_rows,
-            f"{about} bundle_tasks must hold one number from 1 on, it holds 0 to 0",
-        ),
     ):
         changed = with_column(table, column, values)
         change_block_table(path, lambda _, changed=changed: changed)
@@ -181,9 +176,3 @@ def test_positions_of_another_bundle_are_refused(write: WriteFn) -> None:
         f"{path}, split train, block 0: column position contradicts the block table. The program "
         "that wrote it is at fault; docs/format.md says what belongs there"
     )
-
-
-def test_fewer_than_no_episodes_make_no_bundle(write: WriteFn) -> None:
-    with pytest.raises(SchemaError) as caught:
-        write({"train": make_rows(1)}, bundle_tasks=-1)
-    assert str(caught.value) == "bundle_tasks is -1; it must be at least 0. Raise it"

@@ -142,19 +142,6 @@ def test_prepare_by_schema_from_the_command_line(tmp_path: Path) -> None:
     [
         (["out"], "neither --schema nor --recipe is given. Pass one of them"),
         (
-            ["a", "b", "--recipe", "synthetic"],
-            "--recipe synthetic was given 2 paths, it takes 1. Run: gmeta prepare --recipe "
-            "synthetic OUT",
-        ),
-        (
-            ["out", "--schema", "s.toml"],
-            "only OUT is given. Run: gmeta prepare --schema FILE INPUT... OUT",
-        ),
-        (
-            ["out", "--schema", "s.toml", "--recipe", "synthetic"],
-            "both --schema and --recipe are given: a dataset comes of one. Leave one out",
-        ),
-        (
             ["in", "out", "--schema", "s.toml", "--seed", "1"],
             "--seed has no effect with --schema: it is for --recipe synthetic, --recipe "
             "synthetic-days, --recipe movielens-1m, --recipe metaemb, --recipe movielens-100k and "
@@ -171,13 +158,6 @@ def test_every_option_of_prepare_is_used_by_something() -> None:
     options = [option for option in load_command("prepare").params if option.expose_value]
     names = {option.name for option in options}
     assert names - {"paths", "overwrite"} == set.union(*OPTIONS.values())
-
-
-def test_prepare_synthetic_from_the_command_line(tmp_path: Path) -> None:
-    out = str(tmp_path / "clicks")
-    code, _ = run("prepare", "--recipe", "synthetic", out, "--tasks", "30", "--items", "40")
-    assert code == 0
-    assert open_dataset(out).splits["train"].num_episodes == 30
 
 
 def test_prepare_tells_of_what_a_killed_one_left_and_starts_over(tmp_path: Path) -> None:

@@ -103,10 +103,8 @@ def test_one_label_that_not_every_row_has_keeps_its_shape(tmp_path: Path) -> Non
     [
         ("importance", -0.5, "weight column importance holds -0.5; numbers from 0 on are needed. "
          "Replace those values"),
-        ("importance", None, "column importance has 1 null; none are allowed. Remove those rows"),
         ("clicked", 2, "mask column clicked of label bought holds 2; 1 where the label is known "
          "and 0 where not are allowed. Replace those values"),
-        ("clicked", None, "column clicked has 1 null; none are allowed. Remove those rows"),
     ],
 )  # fmt: skip
 def test_what_no_label_can_mean_is_refused(

@@ -8,7 +8,7 @@ import pyarrow.compute as pc
 import pytest
 import xxhash
 
-from metaio import BatchReader, DataError, Dataset, open_dataset
+from metaio import BatchReader, Dataset, open_dataset
 from metaio.errors import SchemaError
 from metaio.prepare.schema.schema_file import parse_schema
 from tests.metaio.conftest import whole_split
@@ -83,13 +83,6 @@ def test_of_text_the_hash_is_stored_as_of_tasks(tmp_path: Path) -> None:
     stored = [row % 2**64 for row in ids_of(dataset)]
     assert len(set(stored)) == len(stored)
     assert set(stored) <= hashes
-
-
-def test_rows_without_an_id_are_refused(tmp_path: Path) -> None:
-    column = pa.array([None, *range(799)], pa.int64())
-    with pytest.raises(DataError) as error:
-        prepared(tmp_path, raw_table().append_column("row", column), changed(**ROW_ID))
-    assert str(error.value) == "column row has 1 null; none are allowed. Remove those rows"
 
 
 def test_a_negative_has_no_raw_row(tmp_path: Path) -> None:

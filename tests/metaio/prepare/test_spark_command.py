@@ -29,26 +29,13 @@ needs_spark = pytest.mark.skipif(
     reason="needs the extra spark, and Java 17 or 21 on PATH",
 )
 SCHEMA = """
-[task]
-column = "user"
-[label]
-column = "clicked"
-[time]
-column = "ts"
-[[single]]
-column = "item"
-vocabulary = 1
-[[single]]
-column = "shop"
-hash = 64
-[[dense]]
-column = "price"
-[episodes]
-by = "last"
-query_rows = 3
-min_rows = 5
-[splits]
-shares = { train = 0.8, valid = 0.2 }
+task = { column = "user" }
+label = { column = "clicked" }
+time = { column = "ts" }
+single = [{ column = "item", vocabulary = 1 }, { column = "shop", hash = 64 }]
+dense = [{ column = "price" }]
+episodes = { by = "last", query_rows = 3, min_rows = 5 }
+splits = { shares = { train = 0.8, valid = 0.2 } }
 """
 
 

@@ -1,14 +1,13 @@
 """[[vector]]: every row of a batch has the vector of its raw row, in one column of the shard."""
 
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from metaio import BatchReader, DataError, SchemaError
+from metaio import BatchReader, DataError
 from metaio.format.features import Features, find_vector_column
 from metaio.prepare.schema.schema_file import parse_schema
 from tests.metaio.prepare.test_local import BASE, changed, prepared, raw_table
@@ -83,15 +82,10 @@ def test_a_vector_costs_its_numbers_and_no_columns(tmp_path: Path) -> None:
             "vector column text holds nan; finite numbers up to 3.4e38 are needed. Replace those "
             "values",
         ),
-        (
-            None,
-            "column text has 1 null; none are allowed. Remove those rows, or allow it in the "
-            "schema: fill = VALUE",
-        ),
     ],
 )
 def test_a_row_without_its_numbers_is_refused(
-    tmp_path: Path, values: list[float | None] | None, message: str
+    tmp_path: Path, values: list[float], message: str
 ) -> None:
     raw = with_vectors()
     rows = raw["text"].to_pylist()
@@ -107,25 +101,6 @@ def test_a_column_of_no_lists_is_refused(tmp_path: Path) -> None:
         "vector column ts has type int64; lists of 3 numbers are needed. Cast it, or choose "
         "another column"
     )
-
-
-@pytest.mark.parametrize(
-    ("parts", "message"),
-    [
-        (
-            {"vector": [{"column": "text", "width": 0}]},
-            "vector column text has width 0; 1 to 65,536 numbers in each row are allowed. Change "
-            "it",
-        ),
-        (
-            {"vector": [{"column": "clicked", "width": 2}]},
-            "column clicked is the label and a feature: the model would be told the answer. "
-            "Remove the feature",
-        ),
-    ],
-)
-def test_schemas_that_mean_nothing_are_refused(parts: dict[str, Any], message: str) -> None:
-    assert catch_message(SchemaError, changed, **parts) == message
 
 
 def test_a_width_of_a_table_is_kept_with_it(tmp_path: Path) -> None:

@@ -223,15 +223,6 @@ def test_whole_blocks_make_the_same_steps_on_any_world_size(
     ]
 
 
-def test_fewer_blocks_a_step_than_ranks_are_refused(write: WriteFn) -> None:
-    dataset = open_dataset(write({"train": make_rows(5)}))
-    with pytest.raises(ValueError) as caught:
-        BatchReader(dataset, "train", tasks_per_step=1, blocks_per_step=1, rank=0, world_size=2)
-    assert str(caught.value) == (
-        "blocks_per_step is 1 with 2 ranks: each needs a block of its own. Set it to 2 or more"
-    )
-
-
 def test_a_small_budget_changes_the_memory_and_not_the_batches(write: WriteFn) -> None:
     dataset = open_dataset(write({"train": make_rows(60)}, block_rows=20))
     read = []

@@ -209,17 +209,6 @@ def test_a_missing_folder_is_named(tmp_path: Path) -> None:
     ) == (f"{tmp_path}/no/movies.dat does not exist. Point PATH at the unpacked ml-1m folder")
 
 
-def test_a_folder_without_ratings_is_told_which_files_are_needed(tmp_path: Path) -> None:
-    folder = tiny_folder(tmp_path / "raw")
-    (folder / "ratings.dat").unlink()
-    with pytest.raises(DataError) as caught:
-        prepare_movielens(str(folder), str(tmp_path / "out"), MovieLensConfig())
-    assert str(caught.value) == (
-        f"{folder} holds neither ratings.dat nor ratings_notime.dat. Point PATH at the ml-1m folder"
-    )
-    assert [path.name for path in tmp_path.iterdir()] == ["raw"]
-
-
 def melu_split(folder: Path, **changed: str) -> Path:
     """Four states of one user and two movies, in MeLU's files."""
     split = folder / "melu_split"
