@@ -1,6 +1,4 @@
-"""What is installed: a wheel built from a source distribution, in an environment of its own, run
-from a folder with packages named like the repository's folders.
-"""
+"""The installed wheel, in an environment of its own, beside folders of our folders' names."""
 
 import re
 import shutil

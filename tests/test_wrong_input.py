@@ -245,8 +245,7 @@ def test_a_run_without_a_checkpoint_has_nothing_to_evaluate(tmp_path: Path) -> N
 
 
 def test_a_split_that_holds_nothing_to_score_is_named(tmp_path: Path) -> None:
-    """Without episodes before anything is predicted, which may take minutes; without query rows
-    once that is seen."""
+    """Without episodes before minutes of predicting; without query rows once that is seen."""
     rows = make_rows(12)
     rows = replace(rows, label_N=(rows.label_N > 0.5).astype(np.float32))
     data = str(tmp_path / "data")

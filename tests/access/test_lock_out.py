@@ -1,5 +1,4 @@
-"""Callers without a proof, and idle ones, keep nobody else out: what they open is ended, and an
-honest worker, an operator's page and a probe are answered all the while."""
+"""Callers without a proof, and idle ones, keep nobody else out: honest callers are answered."""
 
 import http.client
 import json

@@ -39,8 +39,7 @@ FORWARD = AlgorithmConfig(name="encoder", encoder_hidden=(6, 3), cold_weight=0.3
 def encoded(
     encoder: SupportEncoder, rows: list[Tensor], config: AlgorithmConfig
 ) -> dict[str, tuple[Tensor, Tensor]]:
-    """Scale and shift of each layer for one task, whose rows are as the encoder reads them: the
-    equations of the docstring, a row at a time."""
+    """Scale and shift of each layer for one task: the docstring's equations, a row at a time."""
     parameters = dict(encoder.named_parameters())
     width = config.encoder_hidden[-1]
     codes = []

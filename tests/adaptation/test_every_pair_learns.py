@@ -23,8 +23,7 @@ TASKS = 24
 
 
 def planted_tasks(rng: random.Random) -> list[reference.Task]:
-    """Tasks that like even ids of the second column, or odd ones: without its support rows nobody
-    can tell, and the loss is ln 2."""
+    """Tasks that like even ids of the second column, or odd: unknown without support (ln 2)."""
     tasks = []
     for _ in range(TASKS):
         task = reference.random_task(FEATURES, 6, 6, rng)

@@ -1,6 +1,4 @@
-"""Ridge equals ridge regression with as many unknowns as weights, task by task, and its gradient
-the one through that solution.
-"""
+"""Ridge equals ridge regression task by task, and its gradient the one through that solution."""
 
 import random
 from dataclasses import replace

@@ -1,5 +1,4 @@
-"""Second leases end to end: a real service with its monitor and controller, real worker processes,
-and examples/score_shards.py as the job."""
+"""Second leases end to end: a real service and processes; examples/score_shards.py is the job."""
 
 import subprocess
 import sys

@@ -62,8 +62,7 @@ def some_batch() -> TaskBatch:
 
 
 def outputs(learner: MetaLearner, batch: TaskBatch) -> tuple[np.ndarray, np.ndarray]:
-    """What it predicts of query rows before it adapts, but with their support rows as inputs; and
-    the dense inputs of all rows, the statistics last."""
+    """Its predictions of query rows before it adapts, and the dense inputs, statistics last."""
     episodes = learner.collate_to_predict(batch)
     rows_UD = torch.randn(len(batch.unique_ids_U), 4, generator=torch.Generator().manual_seed(4))
     with torch.no_grad():

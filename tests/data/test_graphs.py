@@ -159,8 +159,7 @@ def test_a_captured_step_is_in_bfloat16_as_the_eager_one() -> None:
 
 @pytest.mark.parametrize("case", LEARNT[::4], ids=[case.name for case in LEARNT[::4]])
 def test_the_captured_function_is_one_trace_of_tensors_without_values(case: Case) -> None:
-    """What make_fx traces with fake tensors serves another batch, so no shape and no branch came
-    from a value."""
+    """What fake tensors trace serves another batch: no shape or branch came from a value."""
     learner, _ = with_graphs(case)
     traced, *others = batches_of(case, 3)
     module = learner._graphs._module

@@ -48,8 +48,7 @@ def values_of(task: Task, row: int, column: int, num_single: int) -> list[int]:
 
 
 class Told:
-    """What (task, row) pairs tell: the mean and the deviation of their labels, and the labels above
-    that of the rows that hold an id, by column and id."""
+    """Mean and deviation of labels, and the labels above that of the rows with each id."""
 
     def __init__(self, rows: Sequence[tuple[Task, int]], columns: int, num_single: int) -> None:
         labels = [task.label[row] for task, row in rows]

@@ -1,9 +1,7 @@
 """The container entry points as processes on several hosts: a service with TLS, tokens and client
 certificates, two training nodes, a cable that is pulled, and a node that comes later and goes.
-
 Nodes are forked with everything imported, but for the one that goes: Linux tells its ranks, which
-are children of its agent only there.
-"""
+are children of its agent only there."""
 
 import os
 import signal

@@ -1,7 +1,5 @@
-"""Runs a function on several gloo ranks, each a fresh process, and brings back the results.
-
-The processes are forked from one that has the imports ready: they cost seconds a rank.
-"""
+"""Runs a function on several gloo ranks, each a fresh process, and brings back the results. The
+processes are forked from one that has the imports ready: they cost seconds a rank."""
 
 import os
 import tempfile

@@ -1,6 +1,4 @@
-"""Training with batches in few shapes (run.shape_buckets) against training without, on one rank and
-on two.
-"""
+"""Training in few shapes (run.shape_buckets) against training without, on 1 rank and on 2."""
 
 import random
 from typing import Any, Literal

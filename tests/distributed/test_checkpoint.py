@@ -1,6 +1,5 @@
 """Checkpoints appear whole or not at all, beside training, say why when they cannot, and go on at
-any number of ranks.
-"""
+any number of ranks."""
 
 import copyreg
 import errno
@@ -305,8 +304,7 @@ def damages(data: bytes, rng: random.Random) -> list[bytes | None]:
 
 
 def damage_and_load(ranks: Ranks, folder: Path) -> dict[str, list[str]]:
-    """What loading, exporting and inspecting say of each damage; then of those of an index without
-    checksums."""
+    """What loading, exporting and inspecting say of each damage; then without checksums."""
     learner, sharded, optimizer = fresh(ranks)
     train_steps(ranks, learner, sharded, optimizer, range(1))
     with CheckpointWriter(folder, sharded, optimizer, CONFIG, ranks) as writer:
@@ -358,8 +356,7 @@ def test_no_wrong_bit_is_loaded_exported_or_inspected_in_silence(tmp_path: Path)
 
 
 def refuse_together(ranks: Ranks, folder: Path) -> list[str]:
-    """A file of rank 1 that it cannot read once it is written, an index that nothing of ours can
-    read, then a file with a flipped bit."""
+    """A file of rank 1 it cannot read, an index nothing of ours can read, a flipped bit."""
     learner, sharded, optimizer = fresh(ranks)
     train_steps(ranks, learner, sharded, optimizer, range(1))
     writer = CheckpointWriter(folder, sharded, optimizer, CONFIG, ranks)

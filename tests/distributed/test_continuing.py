@@ -1,8 +1,6 @@
 """A run goes on with the next increment of a stream, on any number of ranks, stopped or not.
-
 Mutants that these tests catch: rows reset or sums discounted again at a resume, gate tasks trained,
-the increment scored after its first step, or with what its own rows say of its items.
-"""
+the increment scored after its first step, or with what its own rows say of its items."""
 
 import json
 from dataclasses import replace

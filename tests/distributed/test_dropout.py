@@ -1,6 +1,4 @@
-"""A model of somebody's own with dropout: on in training, each rank and step with draws of its own,
-off wherever it is scored.
-"""
+"""A model of one's own with dropout: own draws by rank and step in training, off elsewhere."""
 
 import random
 from pathlib import Path

@@ -185,8 +185,7 @@ def wait_on_rank(ranks: Ranks, config: TrainConfig) -> str:
 
 
 def tell_on_rank(ranks: Ranks, path: str, service: str, folder: Path) -> list[str]:
-    """What open_feed says to checkpoints of the other source and to changed shards; and what
-    wait_on_rank hears."""
+    """What open_feed says to other sources and changed shards; what wait_on_rank hears."""
     dataset = open_dataset(path)
     own = leased(Path(path), service)
     waited = wait_on_rank(ranks, own)

@@ -1,7 +1,5 @@
-"""A run on leased shards goes on with twice the ranks: no episode is lost or trained twice.
-
-The split counts as too large for memory here, so each shard is a whole stored block.
-"""
+"""A run on leased shards goes on with twice the ranks: no episode is lost or trained twice. The
+split counts as too large for memory here, so each shard is a whole stored block."""
 
 import json
 from pathlib import Path

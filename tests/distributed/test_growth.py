@@ -1,10 +1,8 @@
 """A table that grows between two runs trains as if it had been large from the start, to the bit.
-
 Method: the same steps twice, once on tables of 101 rows that grow to 1,000, once on tables of 1,000
 from the start. Mutants that these tests catch: momentum of a reset row kept, a reset row left as it
 was, initial values that depend on the size of the table, sums not discounted, statistics of items
-left out or of a value that a row stood for before.
-"""
+left out or of a value that a row stood for before."""
 
 import random
 from dataclasses import replace

@@ -1,5 +1,4 @@
-"""Labels that the loss is not defined for end a run before their step, whichever block they are in
-and whoever called train()."""
+"""Labels that the loss is not defined for end a run before their step, wherever they are."""
 
 import re
 from collections.abc import Iterator

@@ -1,6 +1,4 @@
-"""Lanes and whole blocks through the trainer: each rank reads its own blocks, the steps are the
-same at any world size.
-"""
+"""Lanes and whole blocks in training: each rank reads its own, steps are alike at any size."""
 
 import json
 from dataclasses import replace

@@ -1,6 +1,4 @@
-"""Our exchange with its plain tables against TorchRec's with fbgemm's: weights, optimizer state,
-state dict, under every kind of plan that both have.
-"""
+"""Our exchange with plain tables against TorchRec's with fbgemm's, under every common plan."""
 
 import random
 from typing import Any

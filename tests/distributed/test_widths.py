@@ -1,6 +1,4 @@
-"""Tables of several widths: trained as plain tensors would be, and no value more travels or is
-held.
-"""
+"""Tables of several widths train as plain tensors would; no value more travels or is held."""
 
 from collections.abc import Iterator
 from typing import Any

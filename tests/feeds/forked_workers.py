@@ -1,7 +1,6 @@
 """Processes that make batches, forked with everything imported: a fresh interpreter takes a second
 to import torch. They run the same program on the same descriptors; nothing else differs, and one
-test starts fresh ones all the same.
-"""
+test starts fresh ones all the same."""
 
 import functools
 import os

@@ -1,6 +1,5 @@
 """Batches of leased shards that processes make beside a rank: those of the rank itself, to the bit,
-whatever the shares; and each task once, also where such a process was killed.
-"""
+whatever the shares; and each task once, also where such a process was killed."""
 
 import os
 import signal
@@ -76,8 +75,7 @@ class Asking(NamedTuple):
 
 @with_forked_workers
 def work_on_rank(ranks: Ranks, config: TrainConfig, rebuild: bool) -> tuple[Any, Any, Any]:
-    """What was asked for, the same made of those tasks by the rank itself, and the tasks of the
-    steps, by epoch."""
+    """What was asked for, the same made by the rank itself, and the steps' tasks, by epoch."""
     dataset, learner = build(config)
     sharded = shard_learner(learner, dataset.features, config, ranks)
     local = sharded.local

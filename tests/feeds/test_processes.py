@@ -1,6 +1,4 @@
-"""Batches that processes make beside a rank: those of the rank itself, to the bit; and how the
-processes end.
-"""
+"""Batches that processes make beside a rank: the rank's own, to the bit; how processes end."""
 
 import gc
 import json

@@ -1,6 +1,4 @@
-"""scikit-learn's metrics, imported by the test that asks for one first: each worker, which collects
-all tests, would spend two seconds on it.
-"""
+"""scikit-learn's metrics, imported by the test that asks for one first: it takes two seconds."""
 
 from importlib import import_module
 from typing import Any

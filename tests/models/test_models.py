@@ -1,6 +1,4 @@
-"""Every registered model: its shape, its independence of row order, its parts against plain
-arithmetic.
-"""
+"""Every registered model: its shape, independence of row order, its parts by arithmetic."""
 
 from dataclasses import replace
 

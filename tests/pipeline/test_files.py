@@ -1,6 +1,5 @@
 """Files that are late, empty, without rows, doubled, mended or archived: each is trained once or
-told, and none keeps a loop from the partitions that come after it.
-"""
+told, and none keeps a loop from the partitions that come after it."""
 
 import json
 import math

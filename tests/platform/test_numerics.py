@@ -1,6 +1,5 @@
 """bfloat16 products: close to float32 in loss and gradient, for every algorithm and model; threads
-for large steps only; memory that is kept.
-"""
+for large steps only; memory that is kept."""
 
 import ctypes
 import random
@@ -80,8 +79,7 @@ def test_tf32_on_a_cpu_is_refused() -> None:
 
 
 def faults_a_round(kept: int) -> float:
-    """Page faults of a round of blocks that are allocated, written and freed, in a new process that
-    keeps so many bytes."""
+    """Page faults of a round of allocated, written and freed blocks, in a new process."""
     with ProcessPoolExecutor(1, with_imports_ready()) as pool:
         return pool.submit(faults_here, kept).result()
 

@@ -116,6 +116,5 @@ def found(shown: dict[str, Any]) -> Reading:
 
 @pytest.fixture(scope="session")
 def runs(shown: dict[str, Any]) -> dict[str, Any]:
-    """Each run on the CPU and on the pretended GPU, one rank; under `ranks` UNEVEN on two, and with
-    the mutant."""
+    """Each run on the CPU and the pretended GPU, one rank; `ranks` UNEVEN on two; the mutant."""
     return dict(shown["runs"])

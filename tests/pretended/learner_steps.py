@@ -1,6 +1,4 @@
-"""The learner's step on the CPU and on the pretended GPU: losses, gradients, and what the GPU was
-asked for.
-"""
+"""The learner's step on the CPU and the pretended GPU: losses, gradients, what was asked for."""
 
 import random
 import traceback
@@ -274,8 +272,7 @@ def values_on_cpu(case: Case) -> list[Tensor]:
 
 
 def readings(numbers: list[int]) -> list[dict[str, Any]]:
-    """Compare the steps of these cases: how far the GPU's values are from the CPU's, relative to
-    their norm, and the counts."""
+    """How far the GPU's values are from the CPU's, relative to their norm, and the counts."""
     cases, found = list(all_cases()), []
     for number in numbers:
         case = cases[number]

@@ -1,7 +1,6 @@
 """A process with a pretended GPU, for tests and for benchmarks/gpu.py: the stand-in for CUDA's
 device guard is built and loaded, and functions are called there. Imports torch only inside: the
-guard comes before it.
-"""
+guard comes before it."""
 
 import ctypes
 import json
@@ -68,8 +67,7 @@ def built_guard(folder: Path) -> Path:
 
 
 def load_guard() -> None:
-    """Load the library that the environment names; before the first backward of the process, when
-    torch counts its devices."""
+    """Load the library before the process's first backward, when torch counts its devices."""
     ctypes.CDLL(os.environ[VARIABLE])
 
 

@@ -1,6 +1,5 @@
 """The learner's step on a GPU that only pretends: the CPU's losses and gradients, nothing mixed, no
-wait, one copy of the batch, launches within a budget.
-"""
+wait, one copy of the batch, launches within a budget."""
 
 import pytest
 

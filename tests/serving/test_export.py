@@ -130,8 +130,7 @@ def difference(ours: object, theirs: pa.ChunkedArray) -> float:
 
 @pytest.fixture(scope="module")
 def informed_run(tmp_path_factory: pytest.TempPathFactory, click_logs: Path) -> Path:
-    """Two ranks' run whose model sees statistics of support rows, which training draws anew, and
-    of training rows."""
+    """Two ranks' run with statistics of support rows, drawn anew in training, and of items."""
     folder = tmp_path_factory.mktemp("informed")
     config = write_config(folder / "train.toml", click_logs, folder / "run")
     keys = ("support_features.task=true", 'support_features.columns=["*"]', "outer.loss=mae")

@@ -21,9 +21,7 @@ def environment() -> dict[str, str]:
 def gmeta(
     *arguments: str | Path, cwd: Path | None = None, own_server: bool = False
 ) -> subprocess.CompletedProcess[str]:
-    """`gmeta ARGUMENTS`, waited for: it and what it starts are forked, see
-    tests/support/forked.py.
-    """
+    """`gmeta ARGUMENTS`, waited for: it and what it starts are forked (forked.py)."""
     return run_forked("gmeta", *arguments, env=environment(), cwd=cwd, own_server=own_server)
 
 

@@ -31,8 +31,7 @@ FEATURES = Features(
 
 
 def metaemb_rate(model: str) -> float:
-    """An inner rate at which one table's moving embeddings show in what a new model predicts:
-    through gates and towers they do so little."""
+    """An inner rate at which one table's moving embeddings show in what is predicted."""
     return {"mmoe": 300.0, "ple": 3000.0}.get(model, 3.0)
 
 

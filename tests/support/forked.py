@@ -1,7 +1,6 @@
 """`python -m PROGRAM` in processes that are forked with everything imported: so are the ranks that
 `gmeta` starts. A fresh interpreter imports for seconds, three of them a run of two ranks; nothing
-else differs, and some tests start a fresh one all the same.
-"""
+else differs, and some tests start a fresh one all the same."""
 
 import os
 import runpy
@@ -65,8 +64,7 @@ class Forked:
 
 
 class ForkedProcess(Forked):
-    """A program, with as much of Popen as tests and torchrun's agent ask of it; it and its ranks
-    write to the same two files."""
+    """A program with as much of Popen as is asked of it; its ranks write to the same files."""
 
     def __init__(self, task: Task) -> None:
         ready, sign = with_imports_ready().Pipe(duplex=False)

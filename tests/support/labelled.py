@@ -73,8 +73,7 @@ def write_log(path: Path, num_users: int = 80, seed: int = 0) -> Path:
 
 
 def prepare(folder: Path) -> Path:
-    """Write the log and its dataset into a folder; the path of the training config, whose run is
-    to be `run` there."""
+    """Write the log and its dataset; return the training config of a run in `run` there."""
     (folder / "schema.toml").write_text(SCHEMA)
     log = write_log(folder / "log.csv")
     done = gmeta("prepare", "--schema", folder / "schema.toml", log, folder / "data")

@@ -1,6 +1,4 @@
-"""Slow and obvious: every algorithm as a loop over tasks with explicit weights and tables; batches
-from plain lists.
-"""
+"""Slow and obvious: every algorithm as a loop over tasks with explicit weights and tables."""
 
 import random
 from collections.abc import Callable, Mapping, Sequence
@@ -46,8 +44,7 @@ def some_features(
     shared_table: bool = False,
     history: bool = False,
 ) -> Features:
-    """A table per feature of 3, 4, 5, ... rows, or one table for all; with `history`, m0 uses the
-    table of s0."""
+    """A table per feature of 3, 4, 5, ... rows, or one for all; `history`: m0 uses s0's."""
     names = [f"s{i}" for i in range(num_single)] + [f"m{i}" for i in range(num_multi)]
     tables_of = {name: "shared" if shared_table else name for name in names}
     if history:
@@ -135,8 +132,7 @@ def batch_of(tasks: Sequence[Task], features: Features) -> TaskBatch:
 
 
 def ids_twice(batch: TaskBatch) -> TaskBatch:
-    """The batch with every id standing twice, as where two blocks of a batch hold it: every other
-    task takes its rows from the second place."""
+    """The batch with every id twice: every other task takes its rows from the second place."""
     ids_B = batch.unique_ids_U.split(batch.unique_lengths_B.tolist())
     length_U = torch.repeat_interleave(batch.unique_lengths_B, batch.unique_lengths_B)
     table_U = torch.repeat_interleave(batch.unique_lengths_B)
@@ -195,8 +191,7 @@ def rows_inputs(
 
 
 def rates_by_name(learner: MetaLearner, features: Features) -> dict[str, Tensor]:
-    """The rates that a learner learns by name of weight and table, each shaped to multiply the
-    gradient of what it names; none if it learns none."""
+    """A learner's learned rates by name, each shaped to multiply its gradient; or none."""
     if not isinstance(learner.rates, nn.Module):
         return {}
     rates = dict(learner.rates.named_parameters())
@@ -217,8 +212,7 @@ def rates_by_name(learner: MetaLearner, features: Features) -> dict[str, Tensor]
 def start_of(
     model: nn.Module, tables: dict[str, Tensor], features: Features, task: Task
 ) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """The weights, gated where the model has gates (and without what makes these), and the tables
-    that a task starts from."""
+    """The weights, gated where the model has gates, and the tables that a task starts from."""
     weights = dict(model.named_parameters())
     if isinstance(model, GatedModel):
         weights = {name: value for name, value in weights.items() if name[:5] != "gate."}
@@ -289,8 +283,7 @@ def solved(
     losses: Tensor,
     algorithm: AlgorithmConfig,
 ) -> dict[str, Tensor]:
-    """The weights of these layers behind one step of ridge regression, with as many unknowns as
-    there are weights."""
+    """The layers' weights behind one step of ridge regression with as many unknowns."""
     names = [name for name in weights if name.rpartition(".")[0] in layers]
     moving = [weights[name] for name in names]
     rows = [torch.autograd.grad(one, moving, create_graph=True) for one in output]

@@ -1,5 +1,4 @@
-"""The calls of a training loop over one stream: the same answers, the same refusals, and every
-request judged by itself for as long as the stream stays open."""
+"""Calls of a training loop over one stream: the same answers, each request judged by itself."""
 
 import asyncio
 import logging

@@ -319,8 +319,7 @@ def test_readings_come_with_the_next_heartbeat_and_the_last_ones_with_the_end(
 def test_a_reading_of_many_scores_takes_no_lease_away(
     server: ShardServer, address: str, client: ShardClient
 ) -> None:
-    """Five metrics of four labels on five validation splits are more values than a reading of the
-    service holds; a heartbeat that is refused renews nothing."""
+    """More values than a reading of the service holds: a refused heartbeat renews nothing."""
     scores = {f"valid/auc-{number}": number / 1000 for number in range(150)}
     client.report_metrics(7, scores)
     client.report_metrics(8, {"x" * 129: 0.5, "loss": 0.25})

@@ -35,8 +35,7 @@ WINDOW_S = 0.05
 
 
 class FakeJob:
-    """Four workers that lease, complete and report to a real service; rank3 is four times slower
-    from the sixth window on."""
+    """Four workers of a real service; rank3 is four times slower from the sixth window on."""
 
     def __init__(self, server: ShardServer) -> None:
         self.server = server

@@ -219,8 +219,7 @@ def mutated(mutant: Mutant) -> str:
 
 
 def make_copy(folder: Path, mutant: Mutant | None) -> None:
-    """The package and its tests, with the mutation in place; what is compiled already is copied,
-    too, as far as it is still the same code."""
+    """The package and its tests with the mutation; what is compiled already is copied too."""
     for name in COPIED:
         source, target = ROOT / name, folder / name
         target.parent.mkdir(parents=True, exist_ok=True)

@@ -1,8 +1,6 @@
 """Method: a TCP proxy between client and service that cuts, delays and black-holes connections.
-
-gRPC runs over TCP, so a lost or doubled *message* shows as a broken connection and a client
-retry; doubled and lost calls themselves are in the simulation.
-"""
+gRPC runs over TCP, so a lost or doubled *message* shows as a broken connection and a client retry;
+doubled and lost calls themselves are in the simulation."""
 
 import random
 import socket
@@ -21,8 +19,7 @@ from tests.support.waiting import PATIENCE_S, wait_until
 
 
 class Proxy:
-    """Forwards bytes to `port`; can delay each chunk, cut all connections, or swallow what comes
-    back."""
+    """Forwards bytes to `port`; can delay chunks, cut all connections, or swallow replies."""
 
     def __init__(self, port: int) -> None:
         self.target = port

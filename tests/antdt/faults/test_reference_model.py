@@ -1,8 +1,6 @@
-"""Method: hypothesis walks the ledger and the reference model side by side; every answer and
-every count must agree.
-
-Restarts go through the store, so what is compared after one is what recovery made of the log.
-"""
+"""Method: hypothesis walks the ledger and the reference model side by side; every answer and every
+count must agree. Restarts go through the store, so what is compared after one is what recovery made
+of the log."""
 
 import itertools
 from typing import Any

@@ -1,9 +1,6 @@
-"""Method: real torchrun with kill -9 of ranks and of the service, and another world size after
-it.
-
-The weights of the toy job count how often each unit was trained; in the last checkpoint every
-count is one.
-"""
+"""Method: real torchrun with kill -9 of ranks and of the service, and another world size after it.
+The weights of the toy job count how often each unit was trained; in the last checkpoint every count
+is one."""
 
 import itertools
 import os

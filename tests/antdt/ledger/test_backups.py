@@ -1,5 +1,4 @@
-"""Second leases of a speculative dataset's last shards: who gets one, who wins, and what becomes of
-the other in every way in which a lease can end."""
+"""Second leases of a speculative dataset's last shards: who gets one, who wins, how each ends."""
 
 import hashlib
 import json

@@ -1,5 +1,4 @@
-"""EmbeddedService: it lives while its owner does, is started again when it is killed, and says why
-it cannot start."""
+"""EmbeddedService lives while its owner does, comes back when killed, and says why it cannot."""
 
 import os
 import signal

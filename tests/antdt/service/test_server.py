@@ -1,5 +1,4 @@
-"""The edge over real sockets: what a wrong, huge or foreign call gets, and how the process
-starts and ends."""
+"""The edge over real sockets: wrong, huge and foreign calls; how the process starts and ends."""
 
 import json
 import math

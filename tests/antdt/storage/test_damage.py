@@ -1,5 +1,4 @@
-"""What becomes of a store whose bytes were altered or lost, one of an older version, and one that
-many commands went through: it serves all that was acknowledged, or says why it does not."""
+"""Altered, lost, old and long-used stores: all that was acknowledged is served, or why not."""
 
 import json
 import random
@@ -55,8 +54,7 @@ def copied(source: Path, target: Path) -> Path:
 
 
 def content(folder: Path) -> tuple[dict[str, Any], dict[str, bytes]]:
-    """All that a service serves that starts on the folder, but for its service epoch. Raises
-    StoreError."""
+    """All that a service on the folder serves, but its service epoch. Raises StoreError."""
     store = SqliteStore(folder / "s.db")
     try:
         state = Committer(store, FakeClock()).ledger.state

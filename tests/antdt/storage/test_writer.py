@@ -82,8 +82,7 @@ def test_grants_leave_at_once_and_completions_wait_for_the_disk(harness: Harness
 
 
 def test_end_is_not_told_before_the_last_completion_is_on_the_disk(harness: Harness) -> None:
-    """A power cut in between would leave a worker that was told END and a shard that is not
-    done."""
+    """After a power cut a worker would know END while a shard is not done."""
     grants = harness.ask(cmd.LeaseShards(caller("a"), 1, "d", 0, 2)).grants
     harness.disk_free.clear()
     harness.send(cmd.Complete(caller("a"), 2, tuple(grant.token for grant in grants)))
@@ -113,8 +112,7 @@ def test_a_defect_of_the_writer_leaves_no_call_without_an_answer(
 
 
 def test_a_failed_fsync_ends_the_service_and_acknowledges_nothing(harness: Harness) -> None:
-    """Also what came behind the call that could not be synced is refused, and at once: the end of
-    the service waits for all of it."""
+    """What came behind the failed call is refused at once: the service's end waits for it."""
     first = harness.ask(cmd.LeaseShards(caller("a"), 1, "d", 0, 1))
     num_batches = len(harness.store.disk.log)
     harness.disk_free.clear()

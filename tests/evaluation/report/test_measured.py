@@ -48,8 +48,7 @@ def test_one_draw_is_the_metric_itself() -> None:
 
 @pytest.mark.parametrize(("between", "within"), [(1.0, 0.0), (0.0, 1.0), (0.6, 1.2)])
 def test_an_interval_over_draws_covers_tasks_and_draws(between: float, within: float) -> None:
-    """Against the spread of the estimate itself, over many data sets made alike: its variance is
-    (between^2 + within^2 / draws) / tasks."""
+    """The estimate's variance over many data sets is (between^2 + within^2 / draws) / tasks."""
     draws, tasks = 4, 300
     expected = math.sqrt((between**2 + within**2 / draws) / tasks)
     widths = []

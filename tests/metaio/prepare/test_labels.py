@@ -29,8 +29,7 @@ LABELS = {
 
 
 def labelled(num_rows: int = 300) -> pa.Table:
-    """Return raw rows with purchases, which mean something where a row was clicked, ratings of
-    which a third is null, and weights."""
+    """Return raw rows with purchases (known where clicked), ratings with nulls, and weights."""
     rng, raw = np.random.default_rng(5), raw_table(num_rows)
     stars = pa.array(rng.integers(1, 6, num_rows), mask=rng.random(num_rows) < 0.3)
     bought = pa.array(rng.random(num_rows) < 0.5, mask=raw["clicked"].to_numpy() == 0)

@@ -43,8 +43,7 @@ SCHEMA: dict[str, Any] = {
 
 
 def log(num_rows: int = 900, clicks: float = 1.0) -> pa.Table:
-    """Clicks on 60 items whose brand, tags and price follow from the item; what is not the item's
-    says which row it is."""
+    """Clicks on 60 items; brand, tags and price follow from the item, the rest from the row."""
     rng = np.random.default_rng(0)
     item = np.minimum(rng.geometric(0.06, num_rows) - 1, 59)
     return pa.table(

@@ -191,8 +191,7 @@ def test_windows_begin_at_the_row_of_their_rank(seed: int) -> None:
 
 
 def sided(table: pa.Table) -> pa.Table:
-    """The log with a side for each row: of user 0 none is support, of user 1 none is query, and
-    those above 20 are left to [episodes]."""
+    """A side for each row: user 0 has no support, 1 no query, those above 20 no side at all."""
 
     def side(row: Row) -> str | None:
         if row["user"] > 20:

@@ -25,8 +25,7 @@ Sides = dict[tuple[str, int], list[list[float]]]
 
 
 def numbered(num_rows: int = 600) -> pa.Table:
-    """A raw table with a number of its own for each row, which is its label, too: so that an
-    episode tells which rows it holds."""
+    """A raw table whose label is each row's own number: an episode tells which rows it holds."""
     table = raw_table(num_rows)
     label = table.schema.get_field_index("clicked")
     numbers = np.random.default_rng(4).permutation(num_rows)

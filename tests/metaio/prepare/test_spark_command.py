@@ -1,5 +1,4 @@
-"""`gmeta prepare --spark` as a process, on threads and on a standalone cluster of two workers: the
-files of one machine, to the byte."""
+"""`gmeta prepare --spark` on threads and on a cluster: the files of one machine, to the byte."""
 
 import importlib.util
 import re

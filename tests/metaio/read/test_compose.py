@@ -1,5 +1,4 @@
-"""Batches of chosen episodes against the rows that were written, of blocks with and without
-bundles."""
+"""Batches of chosen episodes against the rows written, of blocks with and without bundles."""
 
 import numpy as np
 import pytest

@@ -1,6 +1,4 @@
-"""The reader against the rows that were written, at any batch size, order, rank count and thread
-count.
-"""
+"""The reader against the rows written, at any batch size, order, number of ranks and threads."""
 
 import dataclasses
 import itertools

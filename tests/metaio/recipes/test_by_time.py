@@ -1,6 +1,4 @@
-"""Amazon and MovieLens-100k by time: small copies against loops over their lines, and the counts of
-the whole files.
-"""
+"""Amazon and MovieLens-100k by time: small copies against loops, and the counts of the whole."""
 
 from collections import defaultdict
 from pathlib import Path

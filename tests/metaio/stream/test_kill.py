@@ -1,6 +1,5 @@
 """Killed at any point, an extension leaves the stream with or without its increment, and the next
-one does the rest. METAIO_STREAM_KILLS=2000 tries so many points.
-"""
+one does the rest. METAIO_STREAM_KILLS=2000 tries so many points."""
 
 import os
 import random

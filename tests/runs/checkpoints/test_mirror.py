@@ -280,8 +280,7 @@ def test_a_machine_that_lost_its_disk_trains_the_same_run(tmp_path: Path, click_
 
 
 def never_reached(ranks: Ranks, root: Path, data: Path) -> list[tuple[str, list[str]]]:
-    """What a run says whose mirror is away from its first checkpoint on, and what is left of it:
-    with checkpoints in the background and without."""
+    """What a run says whose mirror is away, and what is left: in the background and without."""
     told = []
     for in_background in (True, False):
         folder = root / str(in_background)

@@ -1,6 +1,5 @@
 """W&B and MLflow. Modules in their place note what is called; the last tests run the packages
-themselves, offline, where they are installed: pip install 'gmeta[wandb,mlflow]'.
-"""
+themselves, offline, where they are installed: pip install 'gmeta[wandb,mlflow]'."""
 
 import json
 import os

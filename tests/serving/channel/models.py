@@ -1,5 +1,4 @@
-"""Versions of a small model for the tests of delivery: tables, vocabularies and layers that change
-as a training run changes them."""
+"""Versions of a small model whose tables, vocabularies and layers change as by training."""
 
 from dataclasses import dataclass, field, replace
 from pathlib import Path

@@ -1,5 +1,4 @@
-"""A channel at a URL: whoever reads it has the version before or the new one, wherever the one who
-publishes was stopped."""
+"""A channel at a URL: readers have the version before or the new one, wherever it stopped."""
 
 import errno
 import json
@@ -112,8 +111,7 @@ def test_what_the_channel_removes_goes_too(channel: Channel, url: str, tmp_path:
 
 
 def broken(monkeypatch: pytest.MonkeyPatch, url: str, last: int) -> None:
-    """Let the file system fail at every write behind number `last`; of a folder on a disk that is
-    the rename which gives it its name."""
+    """Let the file system fail at every write behind `last`, the rename of a folder included."""
     kind, count = type(store_of(url)[0]), 0
 
     def failing(original: Callable[..., Any]) -> Callable[..., Any]:

@@ -1,6 +1,4 @@
-"""The Triton repository: its config as Triton's own message, its model on a stand-in of the backend
-that has what the backend's documentation says.
-"""
+"""The Triton repository: its config as Triton's message, its model on a stand-in backend."""
 
 import json
 import subprocess

@@ -1,5 +1,4 @@
-"""`gmeta adapt`: the same states whatever the order of the rows and the number of processes; whole
-files or none."""
+"""`gmeta adapt`: the same states in any order of rows and processes; whole files or none."""
 
 import multiprocessing as mp
 import os

@@ -1,7 +1,5 @@
 """Requests that are wrong in random ways: each is refused in a line, the server stays as it was.
-
-GMETA_FUZZ_REQUESTS=5000 sends more of them.
-"""
+GMETA_FUZZ_REQUESTS=5000 sends more of them."""
 
 import copy
 import json

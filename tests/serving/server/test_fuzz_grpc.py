@@ -1,6 +1,5 @@
 """Messages of gRPC that are wrong in random ways: each is refused in a line, the server stays as it
-was. GMETA_FUZZ_REQUESTS=5000 sends more of them.
-"""
+was. GMETA_FUZZ_REQUESTS=5000 sends more of them."""
 
 import random
 from collections.abc import Callable, Iterator

@@ -1,5 +1,4 @@
-"""The protocol over HTTP: a server answers what the model predicts, and tells in one line what is
-wrong with a request."""
+"""The protocol over HTTP: the model's predictions, and a line on what is wrong in a request."""
 
 import asyncio
 import json

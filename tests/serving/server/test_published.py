@@ -1,7 +1,6 @@
 """The server against the protocol as github.com/kserve/open-inference-protocol publishes it:
 specification/protocol/, its .proto of commit 29ca333 and its OpenAPI schema of 18d5991. Names,
-numbers and types are the protocol's, told here in our own form.
-"""
+numbers and types are the protocol's, told here in our own form."""
 
 from typing import Any
 
