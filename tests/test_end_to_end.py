@@ -19,9 +19,9 @@ from tests.support.commands import (
     SMALL_MODEL,
     environment,
     evaluate,
-    gmeta,
     losses,
     metrics,
+    succeed,
     write_config,
 )
 from tests.support.forked import ForkedProcess, Task, forked, run_forked
@@ -36,8 +36,7 @@ def config(tmp_path: Path, click_logs: Path) -> Path:
 def train(config: Path, *arguments: str) -> Path:
     """Train to the end; the run folder."""
     run = next((Path(a[8:]) for a in arguments if a.startswith("run.dir=")), config.parent / "run")
-    result = gmeta("train", config, *SMALL_MODEL, *arguments)
-    assert result.returncode == 0, result.stderr
+    succeed("train", config, *SMALL_MODEL, *arguments)
     return run
 
 

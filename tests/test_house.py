@@ -172,7 +172,8 @@ FRESH_IMPORTS: dict[str, list[tuple[str, tuple[str, ...]]]] = {
         ("metaio.format.inspection", ("gmeta", "gmeta_models", "torch", "matplotlib")),
     ],
     "gmeta": [
-        ("gmeta.antdt", ("torch", "metaio", "gmeta_models")),
+        ("gmeta.antdt.service.shard_server", ("numpy", "torch", "metaio", "gmeta_models")),
+        ("gmeta.antdt.client.client", ("numpy", "torch", "metaio", "gmeta_models")),
         ("gmeta.feeds.service", ("torch", "metaio")),
         ("gmeta.cli.main", NO_DATA),
         ("gmeta.cli.commands.train", NO_DATA),

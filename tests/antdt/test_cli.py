@@ -10,7 +10,7 @@ from typer.testing import CliRunner
 from gmeta.access.errors import AntdtError
 from gmeta.antdt import DatasetSpec, ShardClient
 from gmeta.antdt.errors import ManifestError, ServiceUnavailableError
-from gmeta.antdt.manifests.audit import audit_manifest, check_descends
+from gmeta.antdt.manifests.audit import check_descends
 from gmeta.antdt.manifests.shard_manifest import load_manifest
 from gmeta.antdt.rpc import operator_views as views
 from gmeta.antdt.service.shard_server import ServiceConfig, ShardServer
@@ -194,32 +194,8 @@ def test_audit_tells_a_checkpoint_of_another_lineage(client: ShardClient, tmp_pa
     )
 
 
-@pytest.mark.parametrize(
-    ("content", "message"),
-    [
-        ("{", "is no shard manifest (JSONDecodeError("),
-        ("[]", "is no shard manifest ("),
-    ],
-)
-def test_a_damaged_manifest_is_explained(tmp_path: Path, content: str, message: str) -> None:
-    (tmp_path / "shards.json").write_text(content)
-    assert message in catch_message(ManifestError, load_manifest, tmp_path)
-
-
 def test_a_checkpoint_without_manifest_is_explained(tmp_path: Path) -> None:
     assert catch_message(ManifestError, load_manifest, tmp_path) == (
         f"{tmp_path / 'shards.json'} does not exist: a checkpoint tied to the shard service holds "
         "a file shards.json. Name the checkpoint folder, or a run trained with the data service."
-    )
-
-
-def test_a_finished_epoch_is_said_to_be_finished(client: ShardClient, tmp_path: Path) -> None:
-    for _ in client.shards("train"):
-        pass
-    report = audit_manifest(load_manifest(checkpoint(client, tmp_path, "end")))
-    assert report.ok
-    assert report.lines[-3:] == (
-        "  10 units in the model exactly once (3 whole shards, 0 in part)",
-        "  epoch finished",
-        "OK: no unit is in the model twice",
     )

@@ -25,7 +25,7 @@ from gmeta.runs.checkpoints.progress_file import (
     read_progress,
 )
 from gmeta.runs.run_folder import RunFolder, create_run_folder, list_checkpoints
-from tests.support.commands import SMALL_MODEL, gmeta, write_config
+from tests.support.commands import SMALL_MODEL, gmeta, succeed, write_config
 from tests.support.refusals import catch_message
 
 
@@ -34,8 +34,7 @@ def trained_once(tmp_path_factory: pytest.TempPathFactory, click_logs: Path) -> 
     """A run of 8 steps with checkpoints of steps 4 and 8."""
     folder = tmp_path_factory.mktemp("inspect-run")
     config = write_config(folder / "train.toml", click_logs, folder / "run")
-    trained = gmeta("train", config, *SMALL_MODEL, "run.checkpoint_every_steps=4")
-    assert trained.returncode == 0, trained.stderr
+    succeed("train", config, *SMALL_MODEL, "run.checkpoint_every_steps=4")
     return folder / "run"
 
 
@@ -68,8 +67,7 @@ def test_a_run_that_has_no_checkpoint_yet_is_a_run(tmp_path: Path) -> None:
 
 
 def test_a_run_and_its_checkpoints_are_described_a_cut_file_told(run: Path, tmp_path: Path) -> None:
-    of_run = gmeta("inspect", run)
-    assert of_run.returncode == 0, of_run.stderr
+    of_run = succeed("inspect", run)
     rows = [line.split() for line in of_run.stdout.splitlines()]
     # step, epoch, ranks, config, size
     assert [row[:6] for row in rows if row[-1:] == ["complete"]] == [
@@ -194,8 +192,7 @@ def test_a_resumed_run_reads_past_a_half_written_line(tmp_path: Path, click_logs
         file.write('{"step": 9, "epo')  # as far as the disk had room
     assert RunFolder(run).read_metrics() == lines
     (run / "metrics.jsonl").unlink()
-    resumed = gmeta("train", config, *SMALL_MODEL, "run.max_steps=2", "--resume")
-    assert resumed.returncode == 0, resumed.stderr
+    resumed = succeed("train", config, *SMALL_MODEL, "run.max_steps=2", "--resume")
     assert "speed" not in resumed.stderr.rpartition("trained: ")[2]
 
 

@@ -12,7 +12,7 @@ import pytest
 from metaio.prepare.job import PrepareOptions
 from metaio.prepare.local import prepare
 from metaio.prepare.schema.schema_file import parse_schema
-from tests.support.commands import SMALL_MODEL, evaluate, gmeta, write_config
+from tests.support.commands import SMALL_MODEL, evaluate, gmeta, succeed, write_config
 
 SCHEMA: dict[str, Any] = {
     "task": {"column": "user"},
@@ -53,8 +53,7 @@ def prepared(folder: Path, **parts: Any) -> Path:
 def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("draws")
     config = write_config(folder / "train.toml", prepared(folder), folder / "run")
-    result = gmeta("train", config, *SMALL_MODEL, "run.max_steps=2")
-    assert result.returncode == 0, result.stderr
+    succeed("train", config, *SMALL_MODEL, "run.max_steps=2")
     return folder / "run"
 
 

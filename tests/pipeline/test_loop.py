@@ -32,7 +32,7 @@ from tests.pipeline.days import write_day, write_loop
 from tests.pipeline.following import loop_of, run_stage, stages_of
 from tests.serving.channel.models import Model, content
 from tests.serving.channel.test_channel import SIZES
-from tests.support.commands import environment
+from tests.support.commands import environment, succeed
 from tests.support.commands import gmeta as run_gmeta
 from tests.support.forked import ForkedProcess, Task, forked
 from tests.support.refusals import catch_message
@@ -94,8 +94,7 @@ def test_runs_are_promoted_and_exported_as_what_changed(
         ["promote", out, channel.root],
         ["promote", runs / "000002" / "run", channel.root],  # of the same checkpoint: it serves
     ):
-        done = run_gmeta(*arguments)
-        assert done.returncode == 0, done.stderr
+        done = succeed(*arguments)
         told += done.stderr
     # Of so small a model a delta is more than half.
     assert "; whole, since the deltas over version 1 are half of it)" in told

@@ -35,7 +35,7 @@ from gmeta_models.dlrm import DLRM
 from metaio import FormatError, open_dataset
 from metaio.prepare.local import prepare
 from metaio.prepare.schema.schema_file import parse_schema
-from tests.support.commands import SMALL_MODEL, evaluate, write_config
+from tests.support.commands import SMALL_MODEL, evaluate, succeed, write_config
 from tests.support.commands import gmeta as run_gmeta
 from tests.support.exported import evaluated, rows_of_split
 from tests.support.refusals import catch_message
@@ -103,8 +103,7 @@ def raw_run(tmp_path_factory: pytest.TempPathFactory, raw_rows: pa.Table) -> Pat
 
 
 def _trained(config: Path, *arguments: str) -> Path:
-    result = run_gmeta("train", config, *SMALL_MODEL, *arguments)
-    assert result.returncode == 0, result.stderr
+    succeed("train", config, *SMALL_MODEL, *arguments)
     return config.parent / "run"
 
 
@@ -207,13 +206,8 @@ def test_raw_columns_are_encoded_as_prepare_did(
     assert exported.exit_code == 0, exported.exception
     sizes = {path.name: path.stat().st_size for path in (tmp_path / "model").rglob("*.*")}
     of_tables = sum(size for name, size in sizes.items() if name.startswith("table-"))
-    trained = (
-        4
-        * 4
-        * sum(
-            table.num_rows for table in open_dataset(str(raw_run.parent / "data")).features.tables
-        )
-    )
+    tables = open_dataset(str(raw_run.parent / "data")).features.tables
+    trained = 4 * 4 * sum(table.num_rows for table in tables)
     assert exported.stderr == (
         f"exported: {tmp_path}/model  (step 3, {size_text(sum(sizes.values()))}; tables float32, "
         f"{size_text(of_tables)}, {of_tables / trained:.2f} of what was trained)\n"

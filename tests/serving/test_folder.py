@@ -102,23 +102,10 @@ DAMAGE: dict[str, tuple[Callable[[Path], object], str]] = {
         "{model}/config.json is not what an export writes (ValueError('its support_features have "
         f"no label_prior')). {COPY}",
     ),
-    "statistics of a column that is not there": (
-        lambda model: edit_config(
-            model, support_features={"columns": ["genre"], "label_prior": [0.5, 0.5]}
-        ),
-        "{model} cannot be built (support_features.columns: 'genre' matches no sparse column; this "
-        'dataset has item, city, tags, seen. Name some of them, "*" for all, or none at all: '
-        "[]). Load it with the release that wrote it",
-    ),
     "another version": (
         lambda model: edit_config(model, version=2),
         "{model}/config.json has format version 2: this release reads version 1. "
         "Export the run again with this release, or load it with the one that wrote it",
-    ),
-    "another format": (
-        lambda model: edit_config(model, format="onnx"),
-        "{model}/config.json is not of format gmeta-model: {model} is no exported model. "
-        "Give a folder that `gmeta export` wrote",
     ),
     "no config": (
         lambda model: (model / "config.json").unlink(),
@@ -129,11 +116,6 @@ DAMAGE: dict[str, tuple[Callable[[Path], object], str]] = {
         unknown_option,
         "{model}/config.json asks for what this release does not have (algorithm.inner_lrr is "
         "unknown; did you mean algorithm.inner_lr?). Load it with the release that wrote it",
-    ),
-    "an unknown table format": (
-        lambda model: edit_config(model, table_format="int2"),
-        "{model}/config.json asks for what this release does not have (table_format 'int2' is "
-        "unknown). Load it with the release that wrote it",
     ),
     "an unknown model": (
         unknown_model,

@@ -8,7 +8,6 @@ import pyarrow as pa
 import pytest
 import torch
 
-import gmeta
 from gmeta.adaptation.algorithms.registry import ALGORITHMS
 from gmeta.adaptation.plain_update import LowRankUpdate, MaterialisedUpdate
 from gmeta.config.algorithm import AlgorithmConfig, InnerPath
@@ -16,22 +15,11 @@ from gmeta.config.inputs import SupportFeaturesConfig
 from gmeta.serving.encoded_rows import join_rows, split_rows
 from gmeta.serving.served_model import ServedModel
 from gmeta.serving.task_states import AdaptedTensors, TaskState, split_tasks, stack_tasks
-from gmeta_models import MODELS, ModelConfig
-from tests.support.exported import metaemb_rate, random_rows, write_random_model
+from gmeta_models import MODELS
+from tests.serving.test_state_bytes import served
+from tests.support.exported import metaemb_rate, random_rows
 
 SIZES = (5, 0, 1, 9, 3)  # support rows of each task
-
-
-def served(
-    folder: Path,
-    algorithm: AlgorithmConfig,
-    model: str = "dlrm",
-    statistics: SupportFeaturesConfig | None = None,
-) -> ServedModel:
-    history = "seen" if model == "din" else ""
-    config = ModelConfig(name=model, embedding_dim=4, hidden=(16,), bottom=(8,), history=history)
-    write_random_model(folder, algorithm=algorithm, model=config, support_features=statistics)
-    return gmeta.load(folder)
 
 
 def cut(rows: pa.Table, sizes: tuple[int, ...]) -> list[pa.Table]:

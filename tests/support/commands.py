@@ -25,6 +25,13 @@ def gmeta(
     return run_forked("gmeta", *arguments, env=environment(), cwd=cwd, own_server=own_server)
 
 
+def succeed(*arguments: str | Path, cwd: Path | None = None) -> subprocess.CompletedProcess[str]:
+    """`gmeta ARGUMENTS`, which must end well."""
+    done = gmeta(*arguments, cwd=cwd)
+    assert done.returncode == 0, done.stderr
+    return done
+
+
 def evaluate(*arguments: str | Path, cwd: Path | None = None) -> subprocess.CompletedProcess[str]:
     """`gmeta evaluate ARGUMENTS` with empty pictures, where a test does not look at them: to draw
     takes longer than to score the few tasks of one."""

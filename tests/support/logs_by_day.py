@@ -4,7 +4,7 @@ import csv
 import random
 from pathlib import Path
 
-from tests.support.commands import gmeta
+from tests.support.commands import succeed
 
 SCHEMA = """
 [task]
@@ -39,8 +39,7 @@ def write_stream(stream: Path, days: int) -> Path:
         log = stream.parent / f"day{day}.csv"
         write_day(log, day)
         arguments = ["--schema", schema] if day == 0 else []
-        result = gmeta("prepare", *arguments, "--extend", stream, log)
-        assert result.returncode == 0, result.stderr
+        succeed("prepare", *arguments, "--extend", stream, log)
     return stream
 
 

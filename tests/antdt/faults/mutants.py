@@ -29,6 +29,7 @@ COPIED = (
     "benchmarks/_socket_paths.py",
     "tests/antdt",
     "tests/support/processes.py",
+    "tests/support/refusals.py",
     "tests/support/waiting.py",
 )
 

@@ -7,12 +7,10 @@ from typing import NamedTuple
 
 import pytest
 
-from gmeta.access.errors import RefusedError
 from gmeta.antdt.ledger import commands as cmd
 from gmeta.antdt.manifests.shard_manifest import parse_manifest
 from gmeta.antdt.model import DatasetSpec, Grant, Outcome
 from tests.antdt.driver import TTL_S, Process, Service, counts
-from tests.support.refusals import catch_message
 
 ACCEPTED, ALREADY, FENCED, INVALID = Outcome.ACCEPTED, Outcome.ALREADY, Outcome.FENCED, 4
 
@@ -366,12 +364,3 @@ def test_the_flag_is_part_of_what_a_manifest_says_about_its_data() -> None:
     text = plain.worker("a").prepare("c").manifest_json
     assert "speculative" not in text
     assert parse_manifest(text).to_json() == text
-
-
-def test_the_flag_may_not_change_under_a_datasets_name() -> None:
-    service = speculative()
-    assert catch_message(RefusedError, service.register_dataset, num_units=4) == (
-        "dataset 'd' is registered with {'speculative': True}, the call says {'speculative': "
-        "False}; a name stands for one dataset. Register the other data under another name, or "
-        "start a service with an empty store."
-    )

@@ -22,7 +22,7 @@ from typer.testing import CliRunner
 from gmeta.access.address import AddressError
 from gmeta.access.errors import RefusedError
 from gmeta.antdt.client.client import ShardClient
-from gmeta.antdt.errors import FencedError, StoreTakenError
+from gmeta.antdt.errors import StoreTakenError
 from gmeta.antdt.ledger import commands as cmd
 from gmeta.antdt.model import Caller, DatasetSpec
 from gmeta.antdt.rpc import operator_views as views
@@ -354,10 +354,6 @@ def test_a_service_that_still_reads_its_store_asks_for_a_moment() -> None:
     ("arguments", "message"),
     [
         (
-            ["--store", "sqlite:///{folder}"],
-            "the store {folder} is a folder; it must be a file. Add a file's name to --store.",
-        ),
-        (
             ["--store", "sqlite:////proc/x/s.db"],
             "the store /proc/x/s.db cannot be created: No such file or directory. Name a file in a "
             "writable folder with --store.",
@@ -375,18 +371,6 @@ def test_a_wrong_option_is_told_at_once(tmp_path: Path, arguments: list[str], me
     with pytest.raises(UserError) as wrong:
         CliRunner().invoke(app, [*command, *given], catch_exceptions=False)
     assert str(wrong.value) == message.format(folder=tmp_path)
-
-
-def test_a_newer_process_of_the_worker_fences_the_old_one_at_once(server: ShardServer) -> None:
-    with ShardClient(server.address, "a") as old, ShardClient(server.address, "a") as new:
-        old_incarnation, new_incarnation = old.incarnation, new.incarnation
-        with pytest.raises(FencedError) as fenced:
-            old.register_dataset(DatasetSpec("d", 8, 4)) and old.lease("d", 0)
-        assert fenced.value.reason == "FENCED_INCARNATION"
-        assert str(fenced.value) == (
-            f"process '{old_incarnation}' of worker 'a' was replaced by '{new_incarnation}'; one "
-            "process speaks for a worker. Stop this process, or give it a worker id of its own."
-        )
 
 
 def test_sigterm_drains_and_the_next_start_finds_everything(tmp_path: Path) -> None:

@@ -5,8 +5,6 @@ import hashlib
 import json
 import os
 import sqlite3
-import subprocess
-import sys
 from collections.abc import Callable
 from contextlib import closing
 from dataclasses import replace
@@ -190,22 +188,6 @@ def test_a_damaged_snapshot_is_told_as_one(tmp_path: Path, document: str) -> Non
         Committer(SqliteStore(path), FakeClock())
 
 
-def test_a_snapshot_whose_pages_are_of_another_dataset_is_told_as_damage(tmp_path: Path) -> None:
-    path = tmp_path / "s.db"
-    store = SqliteStore(path)
-    committer = Committer(store, FakeClock())
-    committer.commit([cmd.RegisterDataset(DatasetSpec("d", 40, 4))])
-    committer.snapshot()
-    store.close()
-    with closing(sqlite3.connect(path)) as db, db:
-        # A state that none is: 10 shards, of which 9 are counted.
-        db.execute("INSERT OR REPLACE INTO pages VALUES ('d', 0, ?)", (bytes([9]) + bytes(9),))
-    assert catch_message(StoreFailedError, Committer, SqliteStore(path), FakeClock()) == (
-        "the pages of dataset 'd' do not describe its 10 shards: the store is damaged. Restore it "
-        "from a backup, or delete it: the manifest in a checkpoint rebuilds the service."
-    )
-
-
 def test_an_altered_record_is_found_before_it_is_believed(tmp_path: Path) -> None:
     path = tmp_path / "s.db"
     store = SqliteStore(path)
@@ -311,13 +293,3 @@ def test_a_missing_record_is_found_before_anything_is_replayed(tmp_path: Path) -
         "the ledger's hash chain is broken: event 1 is missing. The store was damaged or edited: "
         "restore it from a backup, or delete it: the manifest in a checkpoint rebuilds the service."
     )
-
-
-def test_importing_the_service_does_not_load_torch() -> None:
-    code = (
-        "import sys; from gmeta.antdt.service.shard_server import ShardServer; from "
-        "gmeta.antdt.client.client import ShardClient; import gmeta.cli.commands.shards; "
-        "print({'torch', 'metaio', 'gmeta_models', 'numpy'} & set(sys.modules))"
-    )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout.strip() == "set()"

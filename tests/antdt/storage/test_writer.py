@@ -140,15 +140,11 @@ def test_stop_answers_what_is_queued(harness: Harness) -> None:
     assert all(future.done() for future in futures)
 
 
-def test_a_view_that_raises_fails_its_own_call_and_nothing_else(
-    harness: Harness, caplog: pytest.LogCaptureFixture
-) -> None:
-    def broken(ledger: Ledger, now_s: float) -> None:
-        raise ZeroDivisionError("a defect")
-
+def assert_fails_alone(harness: Harness, request: cmd.Command | LedgerView) -> None:
+    """Between two leases of one group, which are granted."""
     harness.disk_free.clear()
     first = harness.send(cmd.LeaseShards(caller("a"), 1, "d", 0, 1))
-    asking = harness.send(LedgerView(broken))
+    asking = harness.send(request)
     last = harness.send(cmd.LeaseShards(caller("b"), 1, "d", 0, 1))
     harness.disk_free.set()
     refused = asking.result(PATIENCE_S)
@@ -158,6 +154,15 @@ def test_a_view_that_raises_fails_its_own_call_and_nothing_else(
         "service, which goes on; report it with the traceback from its log."
     )
     assert all(isinstance(each.result(PATIENCE_S), cmd.GrantReply) for each in (first, last))
+
+
+def test_a_view_that_raises_fails_its_own_call_and_nothing_else(
+    harness: Harness, caplog: pytest.LogCaptureFixture
+) -> None:
+    def broken(ledger: Ledger, now_s: float) -> None:
+        raise ZeroDivisionError("a defect")
+
+    assert_fails_alone(harness, LedgerView(broken))
     (logged,) = [record for record in caplog.records if record.message == "view_failed"]
     assert "test_writer.py" in JsonFormatter().format(logged)
     assert harness.ask(LedgerView(lambda ledger, now_s: len(ledger.state.leases))) == 2
@@ -177,18 +182,7 @@ def test_a_command_that_raises_fails_its_own_call_and_leaves_nothing_behind(
             raise ZeroDivisionError("a defect")
 
     monkeypatch.setattr(LedgerState, "evolve", broken)
-    harness.disk_free.clear()
-    first = harness.send(cmd.LeaseShards(caller("a"), 1, "d", 0, 1))
-    asking = harness.send(cmd.Drain("r", "", undo=False))
-    last = harness.send(cmd.LeaseShards(caller("b"), 1, "d", 0, 1))
-    harness.disk_free.set()
-    refused = asking.result(PATIENCE_S)
-    assert (refused.code, refused.reason) == ("INTERNAL", "INTERNAL")
-    assert str(refused) == (
-        "the service could not answer: ZeroDivisionError: a defect. That is a defect of the "
-        "service, which goes on; report it with the traceback from its log."
-    )
-    assert all(isinstance(each.result(PATIENCE_S), cmd.GrantReply) for each in (first, last))
+    assert_fails_alone(harness, cmd.Drain("r", "", undo=False))
     (logged,) = [record for record in caplog.records if record.message == "command_failed"]
     assert "test_writer.py" in JsonFormatter().format(logged)
     assert harness.ask(LedgerView(lambda ledger, now_s: ledger.state.draining)) is False

@@ -9,7 +9,7 @@ from gmeta.config.train_config import config_from_dict
 from gmeta.errors import ConfigError
 from gmeta.runs.early_stop import EarlyStop, make_early_stop
 from gmeta.runs.run_progress import RunProgress
-from tests.support.commands import SMALL_MODEL, evaluate, gmeta, metrics, write_config
+from tests.support.commands import SMALL_MODEL, evaluate, gmeta, metrics, succeed, write_config
 from tests.support.refusals import catch_message
 
 
@@ -99,11 +99,9 @@ def test_a_run_that_gets_no_better_stops_and_keeps_its_best_also_after_a_resume(
         "outer.dense_lr=0",  # every validation scores the same: the first is the best
         "outer.sparse_lr=0",
     ]
-    first = gmeta("train", config, *options, "run.max_steps=5")
-    assert first.returncode == 0, first.stderr
+    first = succeed("train", config, *options, "run.max_steps=5")
     # The run stopped at its limit, which scored as well: one more and it is over.
-    rest = gmeta("train", config, *options, "run.max_steps=20", "--resume", "--nproc-per-node=2")
-    assert rest.returncode == 0, rest.stderr
+    rest = succeed("train", config, *options, "run.max_steps=20", "--resume", "--nproc-per-node=2")
     assert [line["step"] for line in metrics(run) if "valid" in line] == [2, 4, 5, 6]
     assert max(line["step"] for line in metrics(run)) == 6
     assert "stopped early: after step 2 with auc 0." in rest.stderr
@@ -125,13 +123,11 @@ def test_of_several_validation_splits_the_mean_decides(tmp_path: Path, click_log
     splits = ("valid", "user-cold")
     config = write_config(tmp_path / "train.toml", click_logs, tmp_path / "both")
     common = (*SMALL_MODEL, "run.max_steps=4", "run.valid_every_steps=2")
-    trained = gmeta("train", config, *common, f"data.valid_split={json.dumps(splits)}")
-    assert trained.returncode == 0, trained.stderr
+    succeed("train", config, *common, f"data.valid_split={json.dumps(splits)}")
     alone = {}
     for split in splits:
         dir_ = tmp_path / split
-        done = gmeta("train", config, *common, f"data.valid_split={split}", f"run.dir={dir_}")
-        assert done.returncode == 0, done.stderr
+        succeed("train", config, *common, f"data.valid_split={split}", f"run.dir={dir_}")
         alone[split] = [line["valid"] for line in metrics(dir_) if "valid" in line]
     both = [line["valid"] for line in metrics(tmp_path / "both") if "valid" in line]
     assert len(both) == 2
@@ -178,6 +174,5 @@ def test_where_the_best_is_not_kept_every_command_says_which_checkpoint_it_takes
     for command in (trained, scored, exported):
         assert command.returncode == 0, command.stderr
         assert told in command.stderr.splitlines()
-    named = gmeta("export", run, tmp_path / "named", "--step=6")
-    assert named.returncode == 0
+    named = succeed("export", run, tmp_path / "named", "--step=6")
     assert told not in named.stderr

@@ -28,7 +28,7 @@ from gmeta.runs.early_stop import make_early_stop
 from metaio import Dataset, open_dataset
 from metaio.prepare.local import prepare
 from metaio.prepare.schema.schema_file import parse_schema
-from tests.support.commands import SMALL_MODEL, evaluate, gmeta, write_config
+from tests.support.commands import SMALL_MODEL, evaluate, succeed, write_config
 from tests.support.refusals import catch_message
 
 FILMS = 25
@@ -236,8 +236,7 @@ def test_a_candidate_that_is_no_number_stands_above() -> None:
 @pytest.mark.distributed
 def test_evaluate_ranks_candidates_alike_on_one_rank_and_two(data: Path, tmp_path: Path) -> None:
     config = write_config(tmp_path / "train.toml", data, tmp_path / "run")
-    result = gmeta("train", config, *SMALL_MODEL, "run.max_steps=2")
-    assert result.returncode == 0, result.stderr
+    succeed("train", config, *SMALL_MODEL, "run.max_steps=2")
     asked = ("evaluation.candidates=7", 'evaluation.metrics=["auc","hr@3","mrr"]', "--no-trees")
     found, tables = [], []
     for name, ranks in (("one", "1"), ("two", "2")):

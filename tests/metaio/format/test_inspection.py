@@ -16,7 +16,7 @@ from gmeta.cli.main import app, load_command
 from metaio import open_dataset
 from metaio.format.inspection import find_damage, summarise
 from tests.metaio.conftest import FEATURES, WriteFn, make_rows
-from tests.support.commands import gmeta
+from tests.support.commands import gmeta, succeed
 
 
 def test_summary_counts_tasks_sizes_and_uses(write: WriteFn) -> None:
@@ -165,8 +165,7 @@ def test_prepare_tells_of_what_a_killed_one_left_and_starts_over(tmp_path: Path)
     (left / "train").mkdir(parents=True)
     (left / "train" / "00000.dense.parquet").write_text("half")
     sizes = ("--tasks", "30", "--items", "40")
-    result = gmeta("prepare", "--recipe", "synthetic", *sizes, out)
-    assert result.returncode == 0, result.stderr
+    result = succeed("prepare", "--recipe", "synthetic", *sizes, out)
     assert result.stderr.splitlines()[0] == (
         f"an earlier prepare of {out} was interrupted: starting over, without {left}"
     )

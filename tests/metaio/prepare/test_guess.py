@@ -17,7 +17,7 @@ from metaio.format.dataset import open_dataset
 from metaio.prepare.source.infer_roles import InferredRoles, infer_roles
 from metaio.prepare.source.profile import LogSample, profile_column, read_log_sample
 from metaio.prepare.source.schema_template import format_schema, propose_episodes
-from tests.support.commands import gmeta
+from tests.support.commands import gmeta, succeed
 from tests.support.refusals import catch_message
 
 ROWS = 4_000
@@ -148,8 +148,7 @@ def test_what_init_writes_prepares_and_fits(tmp_path: Path, suffix: str) -> None
         pyarrow.csv.write_csv(log().drop_columns("tags"), path)
     else:
         pq.write_table(log(), path)
-    made = gmeta("init", path.name, "--out", "made", cwd=tmp_path)
-    assert made.returncode == 0, made.stderr
+    made = succeed("init", path.name, "--out", "made", cwd=tmp_path)
     assert "left out: note: a text of its own in every row says nothing" in made.stdout
     assert f"gmeta prepare --schema made/schema.toml 'my log.{suffix}' made/data" in made.stdout
     again = gmeta("init", path.name, "--out", "made", cwd=tmp_path)
@@ -158,13 +157,9 @@ def test_what_init_writes_prepares_and_fits(tmp_path: Path, suffix: str) -> None
         "error: made/schema.toml is there: it would be lost. Give another folder (--out), or add "
         "--overwrite\n",
     )
-    prepared = gmeta(
-        "prepare", "--schema", "made/schema.toml", path.name, "made/data", cwd=tmp_path
-    )
-    assert prepared.returncode == 0, prepared.stderr
+    succeed("prepare", "--schema", "made/schema.toml", path.name, "made/data", cwd=tmp_path)
     assert open_dataset(str(tmp_path / "made" / "data")).splits["train"].num_episodes > 50
-    checked = gmeta("config", "made/train.toml", "--check", cwd=tmp_path)
-    assert checked.returncode == 0, checked.stderr
+    checked = succeed("config", "made/train.toml", "--check", cwd=tmp_path)
     assert checked.stdout == (
         "made/train.toml is right: maml with melu on made/data, into made/runs/maml\n"
     )
@@ -203,8 +198,7 @@ def test_a_log_that_cannot_be_read_gets_one_line(tmp_path: Path) -> None:
 def test_commands_for_unusual_places_are_those_of_a_shell(tmp_path: Path) -> None:
     (tmp_path / "my logs").mkdir()
     pq.write_table(log(), tmp_path / "my logs" / "$1.parquet")
-    made = gmeta("init", "my logs/$1.parquet", "--out", "my logs/made", cwd=tmp_path)
-    assert made.returncode == 0, made.stderr
+    made = succeed("init", "my logs/$1.parquet", "--out", "my logs/made", cwd=tmp_path)
     assert (
         "gmeta prepare --schema 'my logs/made/schema.toml' 'my logs/$1.parquet' "
         "'my logs/made/data'\n"
@@ -229,8 +223,7 @@ def test_lists_of_numbers_are_vectors_where_all_are_as_long(tmp_path: Path) -> N
         {"column": "text", "width": 8},
         {"column": "picture", "width": 2},
     ]
-    made = gmeta("prepare", "--schema", schema, tmp_path / "log.parquet", tmp_path / "data")
-    assert made.returncode == 0, made.stderr
+    succeed("prepare", "--schema", schema, tmp_path / "log.parquet", tmp_path / "data")
 
 
 def row_of(found: InferredRoles, **roles: str) -> None:
@@ -273,8 +266,7 @@ def test_a_log_of_positives_alone_gets_negatives(tmp_path: Path) -> None:
     rows = log().set_column(9, "click", pa.array(np.ones(ROWS, np.int64))).drop_columns("tags")
     rows = rows.append_column("brand", pa.array([f"b{n % 7}" for n in rows["item"].to_pylist()]))
     pyarrow.csv.write_csv(rows, tmp_path / "log.csv")
-    made = gmeta("init", "log.csv", "--label", "click", cwd=tmp_path)
-    assert made.returncode == 0, made.stderr
+    succeed("init", "log.csv", "--label", "click", cwd=tmp_path)
     schema = tomllib.loads((tmp_path / "schema.toml").read_text())
     assert schema["negatives"] == {
         "item": "item",
@@ -284,8 +276,7 @@ def test_a_log_of_positives_alone_gets_negatives(tmp_path: Path) -> None:
     }
     config = tomllib.loads((tmp_path / "train.toml").read_text())
     assert config["model"]["output_bias"] == pytest.approx(-1.39, abs=0.01)  # a fifth are clicks
-    prepared = gmeta("prepare", "--schema", "schema.toml", "log.csv", "data", cwd=tmp_path)
-    assert prepared.returncode == 0, prepared.stderr
+    succeed("prepare", "--schema", "schema.toml", "log.csv", "data", cwd=tmp_path)
     assert "0.200" in gmeta("inspect", "data", cwd=tmp_path).stdout
 
 
@@ -347,10 +338,8 @@ def test_unusual_logs_prepare_as_pasted(tmp_path: Path, name: str) -> None:
     }[name]
     text = "\n".join((header, *lines)) + "\n"
     (tmp_path / "log.csv").write_bytes(text.encode("utf-16" if name == "utf-16" else "latin-1"))
-    made = gmeta("init", "log.csv", cwd=tmp_path)
-    assert made.returncode == 0, made.stderr
-    prepared = gmeta("prepare", "--schema", "schema.toml", "log.csv", "data", cwd=tmp_path)
-    assert prepared.returncode == 0, prepared.stderr
+    succeed("init", "log.csv", cwd=tmp_path)
+    succeed("prepare", "--schema", "schema.toml", "log.csv", "data", cwd=tmp_path)
     schema = tomllib.loads((tmp_path / "schema.toml").read_text())
     if name == "numbers":  # a model needs a table: one row of all tasks
         assert schema["single"] == [{"column": "uid", "hash": 2}]
@@ -362,8 +351,7 @@ def test_unusual_logs_prepare_as_pasted(tmp_path: Path, name: str) -> None:
     if name == "names":
         assert [one["column"] for one in schema["single"]] == ['a\n"b"']
         assert [one["column"] for one in schema["dense"]] == ["\\x"]
-    checked = gmeta("config", "train.toml", "--check", cwd=tmp_path)
-    assert checked.returncode == 0, checked.stderr
+    succeed("config", "train.toml", "--check", cwd=tmp_path)
 
 
 def test_labels_that_are_no_stars_are_good_from_their_median_on(tmp_path: Path) -> None:
@@ -374,8 +362,7 @@ def test_labels_that_are_no_stars_are_good_from_their_median_on(tmp_path: Path) 
     ):
         pq.write_table(rows, tmp_path / f"{name}.parquet")
         words = ("init", f"{name}.parquet", "--label", "score", "--out", name)
-        made = gmeta(*words, cwd=tmp_path)
-        assert made.returncode == 0, made.stderr
+        succeed(*words, cwd=tmp_path)
     found = tomllib.loads((tmp_path / "minutes" / "train.toml").read_text())
     assert found["evaluation"] == {"positive_rating": 50.0, "unit": "of score"}
     assert found["model"]["output_bias"] == pytest.approx(50, abs=1)

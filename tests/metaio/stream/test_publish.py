@@ -14,7 +14,7 @@ from metaio.format.inspection import find_damage
 from metaio.stream.chain import list_increment_numbers, open_stream
 from metaio.stream.publish import publish_stream
 from tests.metaio.stream.logs import append, log, schema
-from tests.support.commands import gmeta
+from tests.support.commands import succeed
 from tests.support.refusals import catch_message
 
 
@@ -91,9 +91,7 @@ def test_another_stream_is_refused(tmp_path: Path, url: str) -> None:
 def test_the_command_copies_a_stream_to_a_disk_too(tmp_path: Path) -> None:
     stream, url = tmp_path / "s", f"file://{tmp_path}/copy"
     append(stream, log(0, rows=150), schema=schema())
-    done = gmeta("publish", stream, url)
-    assert done.returncode == 0, done.stderr
+    done = succeed("publish", stream, url)
     assert done.stderr == f"published: increment 1 of {stream} at {url}  (1 increment copied)\n"
     assert open_stream(url).records == open_stream(str(stream)).records
-    done = gmeta("inspect", url)
-    assert done.returncode == 0, done.stderr
+    succeed("inspect", url)

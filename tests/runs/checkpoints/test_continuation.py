@@ -11,7 +11,7 @@ from gmeta.errors import ConfigError, UserError
 from gmeta.runs.checkpoints.continuation import find_continued_checkpoint
 from gmeta.runs.run_folder import RunFolder, list_checkpoints, write_json
 from metaio import open_dataset
-from tests.support.commands import gmeta
+from tests.support.commands import gmeta, succeed
 from tests.support.increments import write_increments
 from tests.support.refusals import catch_message
 
@@ -31,8 +31,7 @@ def trained(stream: list[Path]) -> Path:
         '[model]\nname = "melu"\nhidden = [4]\nembedding_dim = 4\n'
         f'[run]\ndir = "{run}"\ndevice = "cpu"\n'
     )
-    result = gmeta("train", config)
-    assert result.returncode == 0, result.stderr
+    succeed("train", config)
     return run
 
 
@@ -134,8 +133,7 @@ def test_the_command_line_goes_on_and_refuses_in_one_line(
         f"error: run.start_from = '{trained}' and run.continue_from = '{trained}': a run begins "
         "with one of them. Leave one empty\n"
     )
-    went_on = gmeta("train", config, path, run, f"run.continue_from={trained}")
-    assert went_on.returncode == 0, went_on.stderr
+    went_on = succeed("train", config, path, run, f"run.continue_from={trained}")
     assert f"goes on from {trained}/checkpoints/step-00000003\n" in went_on.stderr
     assert "before training, gate: auc 0." in went_on.stderr
     doubled = gmeta("train", config, path, run + "-3", f"run.continue_from={tmp_path / 'two'}")

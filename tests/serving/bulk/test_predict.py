@@ -13,7 +13,6 @@ import pytest
 from pyarrow import csv
 from typer.testing import CliRunner
 
-import gmeta
 from gmeta.cli.main import app
 from gmeta.errors import UserError
 from gmeta.serving.bulk import predict_files as predict
@@ -27,18 +26,6 @@ from tests.support.exported import FEATURES, random_rows, write_random_model
 OUTPUT = ["prediction", "prediction_before", "support_rows"]
 
 NUM_TASKS = 60
-
-
-@pytest.fixture(scope="module")
-def exported(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("bulk") / "model"
-    write_random_model(folder)
-    return folder
-
-
-@pytest.fixture(scope="module")
-def served(exported: Path) -> ServedModel:
-    return gmeta.load(exported)
 
 
 @pytest.fixture
@@ -233,23 +220,6 @@ def test_files_that_cannot_be_read_as_one_are_told(
     none = tmp_path / "query" / "*.csv"
     told = str(invoked(exported, support, none, "--out", out).exception)
     assert told == f"no file matches {none}. Check the path"
-    (tmp_path / "nothing").mkdir()
-    told = str(invoked(exported, support, tmp_path / "nothing", "--out", out).exception)
-    assert told == f"folder {tmp_path}/nothing holds no file. Check the path"
-    told = str(invoked(exported, support, "no-such://bucket/query", "--out", out).exception)
-    assert told == (
-        "no-such://bucket/query cannot be opened: Protocol not known: no-such. Give a path, or a "
-        "URL of a kind that an installed package of fsspec reads"
-    )
     both = f"{tmp_path}/query/part-0.parquet,{tmp_path}/query/part-1.parquet"
     assert invoked(exported, support, both, "--out", out).exit_code == 0
     assert pq.read_table(out).num_rows == 600
-    mine = tmp_path / "query" / "part-0.parquet"
-    before = mine.read_bytes()
-    result = invoked(
-        exported, support, tmp_path / "query" / "part-[01]*", "--out", mine, "--overwrite"
-    )
-    assert str(result.exception) == (
-        f"--out = {str(mine)!r} is QUERY, whose rows would be replaced. Name another file"
-    )
-    assert mine.read_bytes() == before

@@ -16,7 +16,7 @@ from gmeta.serving.channel.gate_predictions import GatePredictions, predict_gate
 from gmeta.serving.model_loader import load
 from metaio.format.dataset import open_dataset
 from tests.serving.channel.models import Model
-from tests.support.commands import gmeta
+from tests.support.commands import gmeta, succeed
 from tests.support.increments import write_increments
 
 CLICKS = _Comparison(Scoring("bce"), "logloss", None)
@@ -161,11 +161,9 @@ def test_the_command_says_and_keeps_why_it_refuses(tmp_path: Path) -> None:
         "Pass --force to promote it all the same"
     )
     assert channel.require_current().number == 1
-    done = gmeta("promote", tmp_path / "bad", channel.root, "--verdict", verdict, "--force")
-    assert done.returncode == 0, done.stderr
+    done = succeed("promote", tmp_path / "bad", channel.root, "--verdict", verdict, "--force")
     assert channel.promotions()[-1]["verdict"]["verdict"] == "refuse"
     assert f"against its verdict: {kept['verdict']['reasons'][0]}" in done.stderr
     assert "refused, promoted by hand: auc " in gmeta("inspect", channel.root).stdout
-    done = gmeta("rollback", channel.root)
-    assert done.returncode == 0, done.stderr
+    succeed("rollback", channel.root)
     assert channel.require_current().number == 1

@@ -29,6 +29,7 @@ from tests.serving.channel.models import Model, content
 from tests.serving.channel.test_follow import QUERY, ROWS
 from tests.serving.server.serving import post, request_of, service_of, values
 from tests.support.commands import gmeta as gmeta_command
+from tests.support.commands import succeed
 from tests.support.full_disk import files_of_at_most
 from tests.support.refusals import catch_message
 
@@ -360,8 +361,7 @@ def test_a_version_is_removed_before_the_new_one_only_where_files_would_stay(
 
 def test_the_command_publishes_and_refuses_no_channel(channel: Channel, tmp_path: Path) -> None:
     url = f"file://{tmp_path}/store"
-    done = gmeta_command("publish", channel.root, url, "--json")
-    assert done.returncode == 0, done.stderr
+    done = succeed("publish", channel.root, url, "--json")
     assert json.loads(done.stdout)["copied"] == [1, 2, 3]
     name = f"3-{channel.require_current().checksum[:12]}"
     assert done.stderr == (
@@ -369,8 +369,7 @@ def test_the_command_publishes_and_refuses_no_channel(channel: Channel, tmp_path
     )
     channel.rollback(2)
     publish(channel, url)
-    done = gmeta_command("inspect", url, "--verify", "--json")
-    assert done.returncode == 0, done.stderr
+    done = succeed("inspect", url, "--verify", "--json")
     found = json.loads(done.stdout)
     assert (found["kind"], found["path"], found["serves"]) == ("channel", url, 2)
     assert (found["versions"], found["decisions"]) == ([1, 2], channel.promotions())
@@ -380,16 +379,6 @@ def test_the_command_publishes_and_refuses_no_channel(channel: Channel, tmp_path
             ("publish", empty, url),
             f"{empty} is no channel and no stream: there is neither current.json nor stream.json. "
             "Give a folder that `gmeta promote` or `gmeta prepare --extend` wrote",
-        ),
-        (
-            ("publish", channel.root, "nil://x"),
-            "nil://x cannot be opened: Protocol not known: nil. "
-            "Give a path, or a URL of a kind that an installed package of fsspec reads",
-        ),
-        (
-            ("publish", "s3://bucket/clicks", url),
-            "CHANNEL|STREAM = 's3://bucket/clicks' is a URL: a path of this machine is needed, "
-            "where nothing is left half-written. Write to a path, then copy",
         ),
         (
             ("serve", f"{url}/none", "--insecure"),
