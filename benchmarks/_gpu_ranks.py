@@ -26,7 +26,7 @@ RUNS: dict[str, list[str]] = {
     "embeddings adapt, graphs": ["algorithm.adapt_embeddings=true", "run.cuda_graphs=on"],
     "clipped, micro-batches": ["outer.clip_norm=0.1", "outer.accumulate_steps=2"],
     "adam on tables, graphs": ["outer.sparse_optimizer=adam", "run.cuda_graphs=on"],
-    "bf16 on the wire": ["sharding.wire_dtype=bfloat16", "sharding.dense_wire_dtype=bfloat16"],
+    "bf16 on the wire": ["sharding.wire_dtype=bfloat16"],
     "bf16, graphs": ["run.precision=bf16", "run.cuda_graphs=on"],
 }
 

@@ -125,7 +125,7 @@ PROTOCOLS = (
             "metaemb": (
                 "algorithm.name=metaemb",
                 'algorithm.adapt_embeddings=["item"]',
-                'algorithm.content=["title", "year", "genre"]',
+                'algorithm.options.content=["title", "year", "genre"]',
                 "algorithm.inner_lr=0.1",
                 "algorithm.inner_steps=3",
                 "algorithm.support_prior=5.0",

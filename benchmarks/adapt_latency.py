@@ -57,7 +57,7 @@ def write(folder: Path, schema: Schema, table_format: TableFormat, inner_steps: 
     words = pa.array(sorted(f"word {i}" for i in range(VOCABULARY_VALUES)))
     sizes = {f"word{i}": VOCABULARY_VALUES for i in range(VOCABULARIES)}
     config = ExportedConfig(
-        model=ModelConfig(embedding_dim=WIDTH, hidden=(256, 128), bottom=(64,)),
+        model=ModelConfig(embedding_dim=WIDTH, hidden=(256, 128), options={"bottom": (64,)}),
         algorithm=AlgorithmConfig(inner_steps=inner_steps),
         loss="bce",
         features=make_features(schema, sizes),

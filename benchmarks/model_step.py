@@ -89,7 +89,9 @@ def step_of(case: Case, variant: str, batch: TaskBatch, inner_steps: int) -> Ste
         adapt_layers=(case.layers,),
         adapt_embeddings=case.embeddings,
     )
-    config = ModelConfig(name=case.model, embedding_dim=WIDTH, hidden=(64, 64), history="history")
+    config = ModelConfig(
+        name=case.model, embedding_dim=WIDTH, hidden=(64, 64), options={"history": "history"}
+    )
     # Each variant begins with the same weights.
     torch.manual_seed(0)
     learner = build_learner(features(case.num_dense), config, algorithm, "bce")

@@ -22,14 +22,7 @@ from typing import Any
 import adapt_latency
 import numpy as np
 import torch
-from _common import (
-    environment,
-    finish,
-    interleaved,
-    make_parser,
-    positive_int,
-    print_table,
-)
+from _common import environment, finish, interleaved, make_parser, positive_int, print_table
 from _http_load import Answers, Connection, closed_loop, for_seconds, run
 from _latency import Latencies, latencies, latency_figures
 from _servers import Server, locked, serving
@@ -66,7 +59,7 @@ class Workload:
 def write_demo(folder: Path, lr: float) -> None:
     """The demo's model with random values."""
     config = ExportedConfig(
-        model=ModelConfig(embedding_dim=16, hidden=(128, 64), bottom=(64,)),
+        model=ModelConfig(embedding_dim=16, hidden=(128, 64), options={"bottom": (64,)}),
         algorithm=AlgorithmConfig(inner_steps=1, inner_lr=lr, adapt_embeddings=True),
         loss="bce",
         features=features(SyntheticConfig()),

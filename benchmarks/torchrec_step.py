@@ -43,7 +43,9 @@ def step_seconds(rank: int, world_size: int, folder: str, sizes: list[int], roun
     torch.set_num_threads(1)
     ranks = start_ranks("cpu", 300, store=dist.FileStore(os.path.join(folder, "store"), world_size))
     features = single_id_features(NUM_FEATURES, ROWS_PER_TABLE)
-    model = ModelConfig(name="dlrm", embedding_dim=WIDTH, hidden=(256, 128), interaction="cat")
+    model = ModelConfig(
+        name="dlrm", embedding_dim=WIDTH, hidden=(256, 128), options={"interaction": "cat"}
+    )
     config = TrainConfig(
         model=model,
         algorithm=AlgorithmConfig(name="fomaml", adapt_embeddings=False),

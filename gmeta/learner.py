@@ -29,7 +29,7 @@ from gmeta.adaptation.layout.padded_layout import PaddedTasks, kind_of_device
 from gmeta.adaptation.layout.ragged import RowLayout
 from gmeta.adaptation.layout.sides import Side, Sides, TaskGroups, WorkingRows
 from gmeta.adaptation.learned_parts import NOTHING_LEARNED
-from gmeta.config.algorithm import AlgorithmConfig
+from gmeta.config.algorithm import ALGORITHM_OPTIONS, AlgorithmConfig
 from gmeta.data.collate import CollateOptions
 from gmeta.data.cuda_graphs import Capture, LossGraphs
 from gmeta.data.episodes import Episodes, collate_support_query
@@ -90,6 +90,8 @@ class MetaLearner(nn.Module):
         objectives = Objectives.of(loss) if isinstance(loss, str) else loss
         self.objectives = objectives
         self._algorithm = find_algorithm(config.name)
+        if config.name not in ALGORITHM_OPTIONS:
+            config = config.with_options_of(self._algorithm.options)
         self._config = self._algorithm.preset(model, config)
         algorithm = self._algorithm
         if algorithm.solves:
@@ -102,7 +104,8 @@ class MetaLearner(nn.Module):
         if not self._config.train_base:
             if self._parts == NOTHING_LEARNED:
                 raise ValueError(
-                    f'algorithm.train_base = false with algorithm.name = "{config.name}": nothing '
+                    "algorithm.options.train_base = false with algorithm.name = "
+                    f'"{config.name}": nothing '
                     "would learn. Set it to true, or choose encoder or metaemb, which learn a part "
                     "of their own"
                 )
@@ -272,7 +275,7 @@ class MetaLearner(nn.Module):
         """
         if not isinstance(episodes.rows, Sides):
             raise ValueError(
-                "episodes arranged for training have no sides of all tasks: use arrange_to_predict"
+                "episodes arranged for training have no sides of all tasks: use collate_to_predict"
             )
         inner, (support, query) = self.general_loop, episodes.rows
         started_UD = self.starting_rows_UD(rows_UD.detach(), episodes.rows_of_tables)

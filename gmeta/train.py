@@ -25,6 +25,7 @@ from gmeta.distributed.steps import StepTotals, batch_without_tasks, iterate_ste
 from gmeta.distributed.stopping import Stop, StoppedError, stop_on_sigterm
 from gmeta.evaluation.predictions import EvalContext
 from gmeta.evaluation.validation import score_before_training, score_validation
+from gmeta.feeds.batch_request import BatchSettings
 from gmeta.feeds.open_source import open_batch_source
 from gmeta.feeds.step_agent import iterate_batches, open_agent
 from gmeta.feeds.training_sums import read_item_statistics
@@ -34,12 +35,11 @@ from gmeta.runs.build import build, find_all_plugins
 from gmeta.runs.checkpoints.beginning import beginning_of
 from gmeta.runs.checkpoints.checkpoint_writer import CheckpointWriter
 from gmeta.runs.checkpoints.progress_file import restore_replaced
-from gmeta.runs.checkpoints.run_mirror import fetch_run
-from gmeta.runs.checkpoints.settled import passed_over, settled_by_first
 from gmeta.runs.early_stop import make_early_stop
 from gmeta.runs.environment import describe_environment
 from gmeta.runs.guards import StepGuard
 from gmeta.runs.logging.run_hooks import RunHooks
+from gmeta.runs.resolve import passed_over, resolve_on_first
 from gmeta.runs.run_folder import (
     RunFolder,
     create_run_folder,
@@ -56,14 +56,13 @@ from gmeta.runs.step_profiler import StepProfiler
 def train(config: TrainConfig, ranks: Ranks) -> RunFolder:
     """Train as `config` says, from the run folder's newest checkpoint if there is one. Raises
     StoppedError: SIGTERM asked a rank to stop; a checkpoint holds every step that was done."""
-    run_on_first(lambda: fetch_run(config.run.mirror, Path(config.run.dir)), ranks)
-    is_resumed, config = config, settled_by_first(config, ranks)
+    is_resumed, config = config, resolve_on_first(config, ranks)
     if config.run.deterministic:
         make_deterministic()
     choose_products(config.run.precision, ranks.device)
     with ExitStack() as resources:
         resources.callback(torch.set_num_threads, torch.get_num_threads())  # steps choose their own
-        run = TrainingRun(config, ranks, resources, passed_over(is_resumed, config))
+        run = TrainingRun(config, ranks, resources, passed_over(is_resumed.data, config.data))
         # Closed from right to left: the feed hears of the last checkpoint before it closes.
         with run.hooks, run.feed, run.writer, run.profiler, stop_on_sigterm() as stop:
             run.work(stop)
@@ -85,7 +84,8 @@ class TrainingRun:
         self._dataset, self._learner = build(config)
         check_alike({"the fingerprint of data.path": self._dataset.fingerprint}, ranks)
         # By one rank for all: what it reads is not its own part of the data.
-        run_on_first(lambda: check_first_labels(config, self._dataset), ranks)
+        self._batches = batches = BatchSettings.of(config, self._dataset)
+        run_on_first(lambda: check_first_labels(batches.split, batches.kinds, self._dataset), ranks)
         self._sharded = shard_learner(self._learner, self._dataset.features, config, ranks)
         self._scored = EvalContext(config, self._dataset, self._sharded, ranks)
         plan = describe_sharding(self._sharded, ranks)
@@ -96,8 +96,8 @@ class TrainingRun:
         run_on_first(lambda: restore_replaced(self.folder.checkpoints), ranks)
         newest = next(reversed(list_checkpoints(self.folder.checkpoints)), None)
         self._beginning = beginning_of(self.folder, newest, config, self._dataset)
-        self.feed = open_batch_source(config, self._dataset, ranks, newest)
-        self._progress = self._beginning.load(config, self._sharded, self._optimizer, ranks)
+        self.feed = open_batch_source(batches, self._dataset, ranks, newest)
+        self._progress = self._beginning.load(config.outer, self._sharded, self._optimizer, ranks)
         self._start_messages += self._beginning.told
         self._forecasts = self._beginning.how == "continued" and config.run.prequential
         # Of this dataset, whatever weights the run begins with; a forecast may not know its labels.
@@ -125,7 +125,7 @@ class TrainingRun:
         self.profiler = StepProfiler(self.folder.profile, config.run.profile_steps, ranks)
 
     def _take_item_statistics(self) -> list[str]:
-        return read_item_statistics(self._learner.items, self._config, self._dataset, self._ranks)
+        return read_item_statistics(self._learner.items, self._batches, self._dataset, self._ranks)
 
     def _describe_run(self, plan: dict[str, Any]) -> None:
         """Make the run folder, or bring it to where the checkpoint stands."""
@@ -144,7 +144,7 @@ class TrainingRun:
         if self._forecasts:
             self._forecast()
             self.hooks.show_lines(self._take_item_statistics())
-        self._agent = open_agent(self._config, self.feed, self._sharded, self._ranks, stop)
+        self._agent = open_agent(self._batches, self.feed, self._sharded, self._ranks, stop)
         while self._progress.epoch < self._config.run.epochs and not self._is_run_over():
             self._take_steps(stop)
             if stop.is_agreed:
@@ -168,7 +168,7 @@ class TrainingRun:
         """
         for episodes, totals in iterate_steps(
             iterate_batches(
-                self._config,
+                self._batches,
                 self._dataset,
                 self.feed,
                 self._agent,

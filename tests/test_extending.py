@@ -138,7 +138,7 @@ def test_cold_and_warm():
         model = ModelConfig(name="melu", embedding_dim=4, hidden=(5, 3))
         learner = build_learner(features, model, config, "bce").double()
         rows_UD = drawn_UD.clone().requires_grad_()
-        loss = learner(rows_UD, learner.arrange(batch), weight=1.0)
+        loss = learner(rows_UD, learner.collate(batch), weight=1.0)
         return [loss, *torch.autograd.grad(loss, [rows_UD, *learner.parameters()])]
 
     both, cold, warm = found("cold_and_warm", 0.3), found("maml", 0.0), found("maml", 0.3)

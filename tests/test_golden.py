@@ -61,7 +61,7 @@ def algorithm_config(case: str, algorithm: str) -> AlgorithmConfig:
         name=KINDS[kind],
         inner_steps=int(steps),
         inner_lr=RATES[case[2:]][0],
-        learned_rates="weight",
+        options={"learned_rates": "weight"},
         adapt_layers=("*",) if adapts_all else golden.DECISION[case[0]],
         adapt_embeddings=adapts_all,
     )

@@ -150,8 +150,8 @@ def test_options_are_those_of_the_model(package: Path) -> None:
     )
     assert refusal(name, depth=0).startswith("model.options.depth = 0 is too small")
     assert "model.options.depth = 'x' is not of the type" in refusal(name, depth="x")
-    assert refusal("dlrm", depth=1) == (
-        "model.options.depth is given, but model.name = 'dlrm' has no options. Remove it"
+    assert refusal("melu", depth=1) == (
+        "model.options.depth is given, but model.name = 'melu' has no options. Remove it"
     )
 
 

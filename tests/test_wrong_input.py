@@ -12,7 +12,7 @@ from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 from subprocess import CompletedProcess
 from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 import pytest
@@ -24,10 +24,8 @@ from gmeta.cli.commands.error_messages import format_error, write_error
 from gmeta.cli.commands.evaluate import evaluate
 from gmeta.cli.commands.export import export, predict
 from gmeta.config.train_config import config_from_dict, load_config
-from gmeta.distributed.ranks import Ranks
 from gmeta.errors import UserError
 from gmeta.evaluation.evaluate import choose_splits
-from gmeta.feeds.static import StaticBatchSource
 from gmeta.runs.build import check_on_data
 from gmeta.runs.environment import describe_environment
 from gmeta.runs.run_folder import create_run_folder
@@ -256,7 +254,7 @@ def test_a_split_that_holds_nothing_to_score_is_named(tmp_path: Path) -> None:
     config = write_config(tmp_path / "train.toml", Path(data), tmp_path / "run")
     for asked in ([], ["support", "none"]):
         with pytest.raises(UserError) as caught:
-            choose_splits(load_config(config, []), open_dataset(data), asked)
+            choose_splits(load_config(config, []).data, open_dataset(data), asked)
         assert str(caught.value) == (
             f"split 'none' of {data} has 0 episodes: there is nothing to score. "
             "Name other splits with --split"
@@ -265,19 +263,6 @@ def test_a_split_that_holds_nothing_to_score_is_named(tmp_path: Path) -> None:
     assert refused(2, "evaluate", tmp_path / "run", "--split", "support") == (
         f"error: split 'support' of {data} has 0 query rows: there is nothing to score. "
         "Name other splits with --split"
-    )
-
-
-def test_an_epoch_without_a_step_is_refused(config: Path, click_logs: Path) -> None:
-    options = ["data.tasks_per_step=100000", "data.drop_last=true"]
-    alone = Ranks(0, 1, cast(Any, None), cast(Any, None), cast(Any, None), cast(Any, None))
-    with pytest.raises(UserError) as caught:
-        StaticBatchSource(
-            load_config(config, options), open_dataset(str(click_logs)), alone, is_fresh=False
-        )
-    assert str(caught.value) == (
-        "an epoch of split 'train' has 0 steps: its 200 episodes in 1 blocks do not fill one. "
-        "Lower data.tasks_per_step or data.blocks_per_step, or set data.drop_last = false"
     )
 
 

@@ -189,7 +189,7 @@ def resolve_paths(config: AlgorithmConfig, layers: Sequence[str]) -> dict[str, I
     Raises:
         ValueError: an entry of `layer_paths` matches none of them, or names no path.
     """
-    paths = dict.fromkeys(layers, config.inner_path)
+    paths: dict[str, InnerPath] = dict.fromkeys(layers, "auto")
     for entry in config.layer_paths:
         pattern, _, path = entry.partition("=")
         if path not in get_args(InnerPath):
@@ -198,7 +198,7 @@ def resolve_paths(config: AlgorithmConfig, layers: Sequence[str]) -> dict[str, I
                 f"{', '.join(get_args(InnerPath))}"
             )
         matched = [name for name in layers if fnmatchcase(name, pattern)]
-        if not matched:
+        if not matched and pattern != "*":
             raise ValueError(
                 f"algorithm.layer_paths: {pattern!r} matches no layer that adapts; those are "
                 f"{', '.join(layers) or 'none'}. Name one of them, or remove the entry"

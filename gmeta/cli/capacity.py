@@ -15,9 +15,9 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from gmeta.config.labels import LabelsConfig
-from gmeta.config.sharding import check_sharding
+from gmeta.config.sharding import ShardingConfig, check_sharding
 from gmeta.config.table_widths import WIDTH_MULTIPLE, widths_of_tables
-from gmeta.config.train_config import TrainConfig
+from gmeta.config.train_config import DataConfig, TrainConfig
 from gmeta.data.features.support_statistics import NO_STATISTICS
 from gmeta.data.reader import open_reader
 from gmeta.distributed.cluster_spec import CapacityOverrides, Cluster, Speeds
@@ -28,7 +28,7 @@ from gmeta.distributed.unsharded import make_unsharded_tables
 from gmeta.errors import ConfigError, UserError
 from gmeta.learner import MetaLearner
 from gmeta.runs.build import build, build_learner
-from gmeta.runs.checkpoints.settled import settled
+from gmeta.runs.resolve import resolve
 from gmeta_models.internals import ONEDNN_LINEAR
 from metaio.format.dataset import Dataset
 from metaio.format.features import Features, FeatureSpec, TableSpec
@@ -54,25 +54,28 @@ def plan_capacity(
     the config does not fit its dataset or the cluster, or the tables do not fit into the memory;
     the message says what would."""
     features, learner, dataset = _build_model(config, overrides)
-    step = _describe_step(config, overrides, features, learner, dataset, cluster.world_size)
+    width, seed = config.model.embedding_dim, config.run.seed
+    step = _describe_step(
+        config.data, seed, width, overrides, features, learner, dataset, cluster.world_size
+    )
     widths = widths_of_tables(features, config.model)
     sizes = {table.name: (table.num_rows, widths[table.name]) for table in features.tables}
 
-    def estimate_for(chosen: TrainConfig) -> ShardingEstimate:
-        tables = make_unsharded_tables(features, chosen)
-        sharded_tables = plan_on(tables, chosen.sharding, chosen.data.tasks_per_step, cluster)
+    def estimate_for(chosen: ShardingConfig) -> ShardingEstimate:
+        tables = make_unsharded_tables(features, config.model, config.outer)
+        sharded_tables = plan_on(tables, chosen, config.data.tasks_per_step, cluster)
         plan = merge_plans(sharded_tables)
-        check_clipping(plan, chosen.outer.clip_norm)
+        check_clipping(plan, config.outer.clip_norm)
         description = describe_plan(plan, cluster.world_size)
-        return estimate(description, sizes, chosen.sharding, chosen.outer, step, cluster, speeds)
+        return estimate(description, sizes, chosen, config.outer, step, cluster, speeds)
 
     misfit = ""
     try:
-        found = estimate_for(config)
+        found = estimate_for(config.sharding)
     except NoPlaceError:
         misfit = "TorchRec's planner finds no place for the tables"
         by_rows = replace(config.sharding, default="row_wise", tables=(), placement="device")
-        found = estimate_for(replace(config, sharding=replace(by_rows, placements=())))
+        found = estimate_for(replace(by_rows, placements=()))
     device, host = found.device_bytes_W.max(), found.host_bytes_W.max()
     usable = cluster.device_bytes * (1 - RESERVED)
     if not misfit and device > usable:
@@ -101,7 +104,7 @@ def _build_model(
     """Return the columns with the stated numbers of rows, and a model of them."""
     dataset, statistics = None, NO_STATISTICS
     if Path(config.data.path).exists() or "://" in config.data.path:
-        dataset, built = build(settled(config))
+        dataset, built = build(resolve(config))
         features, statistics = _with_table_rows(dataset.features, overrides.rows), built.statistics
     elif overrides.rows and overrides.rows_per_task:
         features = Features(
@@ -146,7 +149,9 @@ def _with_table_rows(features: Features, rows: Mapping[str, int]) -> Features:
 
 
 def _describe_step(
-    config: TrainConfig,
+    data: DataConfig,
+    seed: int,
+    width: int,
     overrides: CapacityOverrides,
     features: Features,
     learner: MetaLearner,
@@ -154,12 +159,12 @@ def _describe_step(
     world_size: int,
 ) -> StepWork:
     """Return what one rank has to do in a step."""
-    tasks: float = -(-config.data.tasks_per_step // world_size)
+    tasks: float = -(-data.tasks_per_step // world_size)
     ids: dict[str, float] = {}
     measured: dict[str, float] = {}
     support = query = overrides.rows_per_task / 2
     if dataset is not None:
-        tasks, support, query, measured = _measure_step(config, dataset, world_size)
+        tasks, support, query, measured = _measure_step(data, seed, dataset, world_size)
         ids = measured
         if overrides.rows_per_task:
             scale = overrides.rows_per_task / (support + query)
@@ -176,19 +181,19 @@ def _describe_step(
     most = {t.name: max(float(t.num_rows), measured.get(t.name, 0.0)) for t in features.tables}
     ids = {name: min(ids[name], most[name]) for name in most}
     sides = max(round(support), 1), max(round(query), 1)
-    flops = count_flops(learner, features, config.model.embedding_dim, *sides)
+    flops = count_flops(learner, features, width, *sides)
     num_weights = sum(weight.numel() for weight in learner.parameters())
     return StepWork(tasks, rows, ids, flops * rows / sum(sides), num_weights)
 
 
 def _measure_step(
-    config: TrainConfig, dataset: Dataset, world_size: int
+    data: DataConfig, seed: int, dataset: Dataset, world_size: int
 ) -> tuple[float, float, float, dict[str, float]]:
     """Return a rank's tasks in a step, their support and query rows each, and the ids of each table
     that it asks for, as the first batches have them: an id of several bundles or blocks counts in
     each of them, as it travels."""
     names = [table.name for table in dataset.features.tables]
-    split, data = config.data.train_split, config.data
+    split = data.train_split
     tasks = -(-data.tasks_per_step // world_size)
     if not data.blocks_per_step:
         # Of a split that is smaller than a step: as many ranks as it has tasks for.
@@ -196,8 +201,7 @@ def _measure_step(
         data = replace(data, tasks_per_step=tasks * world_size)
     support = rows = num_tasks = 0
     id_counts: list[list[int]] = []
-    config, last = replace(config, data=data), world_size - 1
-    with open_reader(config, dataset, split, last, world_size) as reader:
+    with open_reader(data, seed, dataset, split, world_size - 1, world_size) as reader:
         # Not an epoch's last step, which is smaller.
         for batch in itertools.islice(
             reader.batches(0), min(MEASURED_BATCHES, max(1, reader.num_steps() - 1))

@@ -1,12 +1,15 @@
 """What can be chosen about the inner loop; the [algorithm] section of a training config."""
 
-from dataclasses import dataclass
-from typing import Literal
+from dataclasses import asdict, dataclass, replace
+from typing import Any, Literal, TypeVar
 
-from gmeta_keys import key
+from gmeta.config.settings import WORDING
+from gmeta_keys import key, parse
+from gmeta_keys.options import names_of, parse_options
 
 InnerPath = Literal["auto", "low_rank", "materialised"]
 LearnedRates = Literal["layer", "output", "weight"]
+Options = TypeVar("Options")
 PLAIN = "none"  # trained without an inner loop; evaluation still fine-tunes on the support set
 
 
@@ -34,11 +37,6 @@ class AlgorithmConfig:
         "error is corrected sooner than its rows are told apart",
         min=0.0,
     )
-    learned_rates: LearnedRates = key(
-        "output",
-        "metasgd: one rate for each layer (and table), each of its outputs "
-        "(and the table's columns), or each of its weights",
-    )
     support_prior: float = key(
         0.0,
         "n support rows scale a task's inner step, and what an encoder makes of their mean, by "
@@ -55,16 +53,83 @@ class AlgorithmConfig:
         "whether a task also adapts its own copy of the embedding rows it uses; a list of tables: "
         "only of their rows; anil: never",
     )
-    inner_path: InnerPath = key(
-        "auto",
-        "how a layer's adaptation is held: as factors (low_rank), or as a matrix a "
-        "task (materialised); auto: whichever needs fewer multiply-adds",
-    )
     layer_paths: tuple[str, ...] = key(
         (),
-        'exceptions to inner_path, e.g. ["top.*=low_rank", "top.0=materialised"]; of '
-        "two that match a layer the later counts",
+        "how layers' adaptation is held: as factors (low_rank), or as a matrix a task "
+        '(materialised), e.g. ["*=low_rank", "top.0=materialised"]; of two that match a layer the '
+        "later counts, others have whichever needs fewer multiply-adds",
     )
+    plain_epochs: int = key(
+        0,
+        "first epochs of a run that are plain training, on every row; the algorithm goes on from "
+        "there. none: without meaning",
+        min=0,
+    )
+    options: dict[str, Any] = key(
+        dict,
+        "keys of one algorithm alone, as [algorithm.options]; those of another one have no effect, "
+        "those of your own are its `options` (docs/extending.md)",
+    )
+
+    @property
+    def train_base(self) -> bool:
+        """Return whether model and tables learn too; False: only a part of the algorithm's own."""
+        return bool(self.options.get("train_base", True))
+
+    def with_options_of(self, kind: type | None) -> "AlgorithmConfig":
+        """Return the config with every option of `kind`, a dataclass, or with none.
+
+        Raises:
+            ConfigError: an option is unknown, of a wrong type, or outside its bounds.
+        """
+        owner = f"algorithm.name = {self.name!r}"
+        options = parse_options(
+            kind, self.options, ALGORITHM_OPTIONS, WORDING, "algorithm.options.", owner
+        )
+        # One of somebody's own may be made of parts of ours, which read theirs.
+        kept = {} if self.name in ALGORITHM_OPTIONS else self.options
+        return replace(self, options={**kept, **({} if options is None else asdict(options))})
+
+    def options_of(self, kind: type[Options]) -> Options:
+        """Return those of the config's options that are of the dataclass `kind`."""
+        own = names_of(kind)
+        given = {name: value for name, value in self.options.items() if name in own}
+        return parse(kind, given, WORDING, "algorithm.options.")
+
+
+@dataclass(frozen=True)
+class MetaSgdOptions:
+    """Those of Meta-SGD."""
+
+    learned_rates: LearnedRates = key(
+        "output",
+        "metasgd: one rate for each layer (and table), each of its outputs "
+        "(and the table's columns), or each of its weights",
+    )
+
+
+@dataclass(frozen=True)
+class LearnedPartOptions:
+    """Those of algorithms that learn a part beside the model."""
+
+    cold_weight: float = key(
+        0.1,
+        "encoder, metaemb: share that the loss before adaptation has in the outer loss "
+        "(metaemb's alpha)",
+        min=0.0,
+        max=1.0,
+    )
+    train_base: bool = key(
+        True,
+        "encoder, metaemb: whether model and tables learn too; false: they stay as run.start_from "
+        "gives them",
+    )
+
+
+@dataclass(frozen=True)
+class EncoderOptions(LearnedPartOptions):
+    """Those of the encoder."""
+
     encoder_hidden: tuple[int, ...] = key(
         (64, 32),
         "encoder: widths of what reads a support row; the last is the task vector's",
@@ -76,24 +141,21 @@ class AlgorithmConfig:
     encoder_modulation: Literal["film", "gate"] = key(
         "film", "encoder: film scales and shifts a layer's outputs, gate only scales them"
     )
-    cold_weight: float = key(
-        0.1,
-        "encoder, metaemb: share that the loss before adaptation has in the outer loss "
-        "(metaemb's alpha)",
-        min=0.0,
-        max=1.0,
-    )
-    plain_epochs: int = key(
-        0,
-        "first epochs of a run that are plain training, on every row; the algorithm goes on from "
-        "there. none: without meaning",
-        min=0,
-    )
+
+
+@dataclass(frozen=True)
+class MetaEmbOptions(LearnedPartOptions):
+    """Those of Meta-Embedding."""
+
     content: tuple[str, ...] = key(
         (), "metaemb: columns that describe an id, such as an item's genre; never its own column"
     )
-    train_base: bool = key(
-        True,
-        "encoder, metaemb: whether model and tables learn too; false: they stay as run.start_from "
-        "gives them",
-    )
+
+
+ALGORITHM_OPTIONS: dict[str, type | None] = {
+    **dict.fromkeys((PLAIN, "maml", "fomaml", "anil", "reptile", "ridge")),
+    "metasgd": MetaSgdOptions,
+    "encoder": EncoderOptions,
+    "encoder_maml": EncoderOptions,
+    "metaemb": MetaEmbOptions,
+}

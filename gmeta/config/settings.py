@@ -20,13 +20,22 @@ def describe_settings(kind: Any) -> list[tuple[str, str, str]]:
     """Return (section.key, default as JSON, help) of every key of a dataclass of sections, in
     order."""
     return [
-        (
-            f"{section}.{item.name}",
-            json.dumps(_default(item)),
-            _with_allowed(item.metadata, get_type_hints(fields)[item.name]),
-        )
+        line
         for section, fields in get_type_hints(kind).items()
-        for item in dataclasses.fields(fields)
+        for line in describe_keys(fields, section)
+    ]
+
+
+def describe_keys(kind: Any, prefix: str) -> list[tuple[str, str, str]]:
+    """Return (prefix.key, default as JSON, help) of every key of a dataclass, in order."""
+    hints = get_type_hints(kind)
+    return [
+        (
+            f"{prefix}.{item.name}",
+            json.dumps(_default(item)),
+            _with_allowed(item.metadata, hints[item.name]),
+        )
+        for item in dataclasses.fields(kind)
     ]
 
 

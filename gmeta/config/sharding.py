@@ -48,9 +48,6 @@ class ShardingConfig:
     wire_dtype: WireDtype = key(
         "float32", "precision of embedding rows and their gradients between ranks"
     )
-    dense_wire_dtype: Literal["float32", "bfloat16"] = key(
-        "float32", "precision of the layers' gradients between ranks"
-    )
 
 
 def kinds_of_tables(config: ShardingConfig, tables: list[str]) -> dict[str, Kind | None]:

@@ -9,20 +9,24 @@ import hashlib
 import json
 import tomllib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal, cast, get_args, get_origin, get_type_hints
 
-from gmeta.config.algorithm import AlgorithmConfig
+from gmeta.config.algorithm import ALGORITHM_OPTIONS, AlgorithmConfig
 from gmeta.config.evaluation import EvaluationConfig
+from gmeta.config.former_keys import MOVED, with_current_keys
 from gmeta.config.inputs import AugmentConfig, ItemFeaturesConfig, SupportFeaturesConfig
 from gmeta.config.labels import LabelsConfig, Loss
-from gmeta.config.settings import describe_settings, settings_from_dict
+from gmeta.config.settings import WORDING, describe_keys, describe_settings, settings_from_dict
 from gmeta.config.sharding import ShardingConfig
 from gmeta.errors import ConfigError
 from gmeta.platform.files.local_paths import check_local
 from gmeta_keys import key, read_toml
 from gmeta_models.model_config import ModelConfig
+from gmeta_models.options import MODEL_OPTIONS, with_all_options
+
+OPTIONS = {"model.options": MODEL_OPTIONS, "algorithm.options": ALGORITHM_OPTIONS}
 
 
 @dataclass(frozen=True)
@@ -49,16 +53,9 @@ class DataConfig:
         128, "episodes per outer step, all ranks together", min=1, max=2**31 - 1
     )
     shuffle: bool = key(True, "shuffle episodes anew every epoch, from the seed")
-    lanes: int = key(
-        1, "streams a step draws from; a multiple of the ranks lets each read its own", min=1
-    )
-    window_blocks: int = key(
-        0, "blocks a lane shuffles episodes within; 0: all of a small split, else 8", min=0
-    )
     blocks_per_step: int = key(
         0, "above 0: a step is so many stored blocks, shuffled whole: the fastest", min=0
     )
-    drop_last: bool = key(False, "drop an epoch's last, smaller step")
     threads: int = key(
         1,
         "threads per rank that decode, and as many that arrange for a GPU; where data.processes do "
@@ -83,12 +80,6 @@ class DataConfig:
         "",
         "HOST:PORT of `gmeta shard-service`; empty: $GMETA_SHARD_SERVICE, else the job "
         "starts its own",
-    )
-    tasks_per_shard: int = key(
-        0,
-        "service: episodes of a leased shard; 0: up to 16 of a split that fits in memory, "
-        "else a block's worth, of a split in bundles whole ones",
-        min=0,
     )
 
     @property
@@ -148,7 +139,6 @@ class OuterConfig:
         min=0.0,
         max=1.0,
     )
-    adagrad_floor: float = key(0.0, "adagrad_decay lowers no sum below it", min=0.0)
     embedding_init_std: float = key(
         0.05, "standard deviation of the tables' initial values", min=0.0
     )
@@ -236,7 +226,6 @@ class RunConfig:
     early_stop_metric: str = key(
         "", "metric that must improve, any of evaluation.metrics' names; empty: the headline"
     )
-    early_stop_min_delta: float = key(0.0, "smallest improvement that counts", min=0.0)
     # A larger one overflows what torch counts timeouts in.
     collective_timeout_s: int = key(
         300, "a collective that waits longer ends the run with an error", min=1, max=10**9
@@ -286,9 +275,8 @@ class TrainConfig:
         return value
 
     def by_key(self) -> dict[str, Any]:
-        """Return every value, as JSON has it, by its section.key."""
-        saved = self.to_json()
-        return {f"{part}.{key}": value for part in saved for key, value in saved[part].items()}
+        """Return every value, as JSON has it, by its section.key, or section.options.key."""
+        return flat(self.to_json())
 
 
 def load_config(path: str | Path, overrides: Sequence[str] = ()) -> TrainConfig:
@@ -298,7 +286,7 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> TrainConfig:
     Raises:
         ConfigError: no such file, no TOML, an unknown key, a bad value, a required key left empty.
     """
-    raw = read_toml("config", Path(path), ConfigError)
+    raw = with_current_keys(read_toml("config", Path(path), ConfigError))
     for override in overrides:
         _override(raw, override)
     config = config_from_dict(raw)
@@ -330,6 +318,16 @@ def overridden(config: TrainConfig, overrides: Sequence[str]) -> TrainConfig:
     return config_from_dict(raw)
 
 
+def flat(sections: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
+    """Return the values of a config's sections by section.key, or section.options.key."""
+    found: dict[str, Any] = {}
+    for part, keys in sections.items():
+        found |= {f"{part}.{name}": value for name, value in keys.items() if name != "options"}
+        options = keys.get("options", {})
+        found |= {f"{part}.options.{name}": value for name, value in options.items()}
+    return found
+
+
 def digest_of(config: Mapping[str, Any]) -> str:
     """Return twelve hexadecimal digits that change with any value of a resolved config."""
     # Sorted: in which order a file has its keys says nothing.
@@ -337,44 +335,66 @@ def digest_of(config: Mapping[str, Any]) -> str:
     return hashlib.sha256(text.encode()).hexdigest()[:12]
 
 
-def config_from_dict(raw: Mapping[str, Any]) -> TrainConfig:
-    """Return a config from nested dicts, as TOML or JSON gives them."""
-    return settings_from_dict(TrainConfig, _without_removed(raw))
-
-
-def _without_removed(raw: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return the dicts without the keys that are no more, if they have their defaults.
+def config_from_dict(raw: Mapping[str, Any], is_saved: bool = False) -> TrainConfig:
+    """Return a config from nested dicts, as TOML or JSON gives them; `is_saved`: see
+    with_current_keys.
 
     Raises:
-        ConfigError: one has another value.
+        ConfigError: an unknown key, a wrong type, or a value outside its bounds.
     """
-    for target, (default, reason) in REMOVED.items():
-        section, name = target.split(".")
-        keys = raw.get(section)
-        if isinstance(keys, Mapping) and name in keys:
-            if keys[name] != default:
-                raise ConfigError(f"{target} is no more: {reason}. Leave it out")
-            raw = {**raw, section: {key: keys[key] for key in keys if key != name}}
-    return raw
+    return with_every_option(settings_from_dict(TrainConfig, with_current_keys(raw, is_saved)))
+
+
+def with_every_option(config: TrainConfig) -> TrainConfig:
+    """Return the config with every option of its model and its algorithm, and those of no other;
+    where one is somebody's own, with those that are there.
+
+    Raises:
+        ConfigError: an option is unknown, of a wrong type, or outside its bounds.
+    """
+    algorithm = config.algorithm
+    if algorithm.name in ALGORITHM_OPTIONS:
+        algorithm = algorithm.with_options_of(ALGORITHM_OPTIONS[algorithm.name])
+    return replace(config, model=with_all_options(config.model, WORDING), algorithm=algorithm)
 
 
 def describe_config() -> list[tuple[str, str, str]]:
-    """Return (key, default, help) of every key, in order."""
-    return describe_settings(TrainConfig)
+    """Return (key, default, help) of every key, in order, the options of our own models and
+    algorithms behind their sections.
+    """
+    described = {}
+    for line in describe_settings(TrainConfig):
+        described[line[0]] = line
+        for kind in OPTIONS.get(line[0], {}).values():
+            described |= {own[0]: own for own in describe_keys(kind, line[0])} if kind else {}
+    return list(described.values())
+
+
+def types_of_keys() -> dict[str, Any]:
+    """Return the type of every key, and of every option of our own models and algorithms."""
+    found = {
+        f"{section}.{name}": hint
+        for section, fields in get_type_hints(TrainConfig).items()
+        for name, hint in get_type_hints(fields).items()
+    }
+    for section, kinds in OPTIONS.items():
+        for kind in filter(None, kinds.values()):
+            found |= {f"{section}.{name}": hint for name, hint in get_type_hints(kind).items()}
+    return found
 
 
 def _text_keys() -> dict[str, tuple[type, ...]]:
     """Return the keys whose values are text, or a list of texts, and their types in TOML."""
     return {
-        f"{section}.{name}": (str,) if hint is str else (str, list)
-        for section, fields in get_type_hints(TrainConfig).items()
-        for name, hint in get_type_hints(fields).items()
+        key: (str,) if hint is str else (str, list)
+        for key, hint in types_of_keys().items()
         if hint is str or (str in get_args(hint) and get_origin(hint) is not dict)
     }
 
 
 def _override(raw: dict[str, Any], override: str) -> None:
     target, equals, text = override.partition("=")
+    target = MOVED.get(target, target)
     section, dot, name = target.partition(".")
     if not (equals and dot and section and name):
         raise ConfigError(

@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from gmeta.config.train_config import TrainConfig
+from gmeta.config.labels import LabelsConfig
 from gmeta.errors import ConfigError
 from gmeta.losses.row_losses import defined_labels_N
 from gmeta.metrics.scored_label import ScoredLabel
@@ -19,33 +19,28 @@ from metaio.format.dataset import Dataset
 from metaio.read.batch import TaskBatch
 
 
-def scored_labels(config: TrainConfig, dataset: Dataset) -> list[ScoredLabel]:
+def scored_labels(config: LabelsConfig, dataset: Dataset) -> list[ScoredLabel]:
     """Return what predictions are scored by: all labels in the dataset's order, then those of the
     entire space, each given the label that it takes place among."""
     names = dataset.features.labels
-    headline = config.labels.judged_index(names)
+    headline = config.judged_index(names)
     labels = [ScoredLabel(name, at == headline, at) for at, name in enumerate(names or ("",))]
     conditional = [
         ScoredLabel(f"{name}|{among}", False, names.index(name), names.index(among))
-        for name, among in config.labels.entire_space.items()
+        for name, among in config.entire_space.items()
     ]
     return labels + conditional
 
 
-def kinds_of(config: TrainConfig, dataset: Dataset) -> tuple[str, ...]:
-    """Return the loss of each label."""
-    return config.labels.loss_kinds(config.outer.loss, dataset.features.labels)
-
-
-def check_first_labels(config: TrainConfig, dataset: Dataset) -> None:
-    """Check the first block of the training split: what is wrong with all labels is told before any
-    rank starts or any folder is made. A launcher looks before it starts the job's own service,
-    whose store lies in the run folder; rank 0 again, as nothing looked for torchrun's ranks, nor
+def check_first_labels(split: str, kinds: Sequence[str], dataset: Dataset) -> None:
+    """Check the first block of a training split, whose labels have the losses `kinds`: what is
+    wrong with all labels is told before any
+    rank starts or any folder is made. A launcher looks
+    before it starts the job's own service, whose store lies in the run folder; rank 0 again, as
+    nothing looked for torchrun's ranks, nor
     for a caller of train(). What only a later block shows is for `check_labels`. Raises
     ConfigError: a label is none that the loss takes."""
-    split = config.data.train_split
     label_N = dataset.read_block(split, 0).label_N
-    kinds = kinds_of(config, dataset)
     defined_NL = _defined_NL(kinds, label_N, dataset)
     for at, loss in enumerate(kinds):
         wrong_N = label_N.reshape(defined_NL.shape)[~defined_NL[:, at], at]

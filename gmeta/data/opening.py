@@ -9,7 +9,7 @@ from metaio.stream.chain import is_stream, open_stream
 
 
 def open_data(data: DataConfig) -> Dataset:
-    """Open the dataset that a config with a settled increment means. Raises ConfigError:
+    """Open the dataset that a resolved config means. Raises ConfigError:
     data.increment is no number."""
     if not data.increment:
         return open_dataset(data.path)

@@ -8,17 +8,17 @@ from gmeta.errors import ConfigError
 from metaio.read.reader import BatchReader
 
 if TYPE_CHECKING:
-    from gmeta.config.train_config import TrainConfig
+    from gmeta.config.train_config import DataConfig
     from metaio.format.dataset import Dataset
 
 
 def open_reader(
-    config: TrainConfig, dataset: Dataset, split: str, rank: int, world_size: int
+    data: DataConfig, seed: int, dataset: Dataset, split: str, rank: int, world_size: int
 ) -> BatchReader:
     """Return the reader of a rank's share of a split: the training split in the config's order,
     others as stored. Raises ConfigError: the order contradicts itself, or does not suit the number
     of ranks."""
-    data, training = config.data, split == config.data.train_split
+    training = split == data.train_split
     try:
         return BatchReader(
             dataset,
@@ -26,11 +26,8 @@ def open_reader(
             tasks_per_step=data.tasks_per_step,
             rank=rank,
             world_size=world_size,
-            seed=config.run.seed,
+            seed=seed,
             shuffle=training and data.shuffle,
-            lanes=data.lanes,
-            window_blocks=data.window_blocks or None,
-            drop_last=training and data.drop_last,
             blocks_per_step=data.blocks_per_step if training else 0,
             threads=data.threads,
         )

@@ -124,7 +124,7 @@ def estimate(
     hbm_bytes = float(moved_W.max()) * FLOAT_BYTES
     pcie_bytes = float(from_host_W.max()) * num_ranks * FLOAT_BYTES
     near, far = _busiest(sent_W * wire_bytes, cluster.ranks_per_host)
-    dense = step.num_weights * (2 if sharding.dense_wire_dtype == "bfloat16" else 4)
+    dense = step.num_weights * FLOAT_BYTES
     reduced = 2 * (dense + copied_values * FLOAT_BYTES) * (num_ranks - 1) / num_ranks
     link = speeds.nvlink if num_ranks <= cluster.ranks_per_host else speeds.network
     states = DENSE_STATES[outer.dense_optimizer] + (outer.momentum > 0)

@@ -9,8 +9,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed import GradBucket  # type: ignore[attr-defined]
-from torch.nn.parallel import DistributedDataParallel
 from torchrec.distributed.embedding import EmbeddingCollectionSharder
 from torchrec.distributed.fbgemm_qcomm_codec import (
     CommType,
@@ -22,7 +20,7 @@ from torchrec.distributed.types import ShardingEnv, ShardingPlan
 
 from gmeta.config.sharding import WireDtype
 from gmeta.config.table_names import module_name
-from gmeta.config.train_config import TrainConfig
+from gmeta.config.train_config import RunConfig, TrainConfig
 from gmeta.data.cuda_graphs import CudaCapture
 from gmeta.distributed.averaging import LayerAverage
 from gmeta.distributed.exchange.torchrec import TorchRecExchange
@@ -78,7 +76,7 @@ def shard_learner(
     is_ours = config.sharding.exchange == "host"
     if not is_ours:
         check_sparse_optimizer(outer.sparse_optimizer, ranks.device)
-    tables = make_unsharded_tables(features, config)
+    tables = make_unsharded_tables(features, config.model, outer)
     # In the order of the features: the exchange knows a table by its number.
     modules = [module_name(table.name) for table in features.tables]
     plans = make_plan(tables, config.sharding, config.data.tasks_per_step, ranks)
@@ -89,10 +87,8 @@ def shard_learner(
     # DistributedDataParallel lays out its messages anew after a process's first step, and with the
     # place of a gradient changes the order in which gloo adds those of three ranks or more: the
     # first step after a resume would not be that of an unbroken run.
-    is_average_ours = (
-        is_ours and ranks.device.type == "cpu" and config.sharding.dense_wire_dtype == "float32"
-    )
-    _choose_shapes(learner, config, ranks.device, ranks.rank)
+    is_average_ours = is_ours and ranks.device.type == "cpu"
+    _choose_shapes(learner, config.run, ranks)
     with keep_tables_in(PlainTables) if is_ours else nullcontext():
         sharded = DistributedLearner(
             ShardedLearner(tables, learner.to(ranks.device), config.run.precision),
@@ -107,8 +103,6 @@ def shard_learner(
         )
     if is_average_ours and ranks.world_size > 1:
         LayerAverage(learner.parameters(), ranks)
-    elif config.sharding.dense_wire_dtype == "bfloat16" and ranks.world_size > 1:
-        _data_parallel(sharded).register_comm_hook(None, _bfloat16_allreduce)
     inner = sharded.local
     if is_ours:
         inner.exchange = WireExchange(inner.tables, plan, config.sharding.wire_dtype, ranks)
@@ -118,37 +112,18 @@ def shard_learner(
     return sharded
 
 
-def _choose_shapes(
-    learner: "MetaLearner", config: TrainConfig, device: torch.device, rank: int
-) -> None:
+def _choose_shapes(learner: "MetaLearner", run: RunConfig, ranks: Ranks) -> None:
     """Have the learner arrange batches in few shapes, and take them as graphs, as the config says;
     if graphs were asked for, tell why there are none."""
-    buckets, on_cuda = config.run.shape_buckets, device.type == "cuda"
+    buckets, on_cuda = run.shape_buckets, ranks.device.type == "cuda"
     learner.in_buckets = buckets == "on" or (buckets == "auto" and on_cuda)
-    if config.run.cuda_graphs == "off":
+    if run.cuda_graphs == "off":
         return
     why_not = learner.use_graphs(CudaCapture()) if on_cuda else "this run computes on the CPU"
-    if why_not and rank == 0:
-        wants_graphs = config.run.cuda_graphs == "on"
+    if why_not and ranks.rank == 0:
+        wants_graphs = run.cuda_graphs == "on"
         level = logging.WARNING if wants_graphs else logging.DEBUG
         _log.log(level, "run.cuda_graphs: steps are taken eagerly, as %s", why_not)
-
-
-def _data_parallel(sharded: DistributedLearner) -> DistributedDataParallel:
-    """Return the wrapper that averages the layers' gradients."""
-    (wrapper,) = (m for m in sharded.modules() if isinstance(m, DistributedDataParallel))
-    return wrapper
-
-
-def _bfloat16_allreduce(_: None, bucket: GradBucket) -> torch.futures.Future[Tensor]:
-    """Average gradients in bfloat16. torch's own hook for it is refused without NCCL."""
-    gradient = bucket.buffer()
-    half = gradient.div(dist.get_world_size()).bfloat16()
-    work = dist.all_reduce(half, async_op=True)
-    averaged: torch.futures.Future[Tensor] = work.get_future().then(
-        lambda done: gradient.copy_(done.value()[0])
-    )
-    return averaged
 
 
 def _sharder(wire_dtype: WireDtype, device: torch.device) -> EmbeddingCollectionSharder:

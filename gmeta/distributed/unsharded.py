@@ -7,7 +7,7 @@ from torchrec import EmbeddingCollection, EmbeddingConfig
 
 from gmeta.config.table_names import module_name
 from gmeta.config.table_widths import collections_of_tables, widths_of_tables
-from gmeta.config.train_config import TrainConfig
+from gmeta.config.train_config import OuterConfig
 from gmeta.platform.internals import update_in_backward
 from gmeta_models.model_config import ModelConfig
 from metaio.format.features import Features
@@ -23,14 +23,13 @@ SPARSE_OPTIMIZERS: dict[str, type[torch.optim.Optimizer]] = {
 ADAGRAD_EPSILON = 1e-8
 
 
-def make_unsharded_tables(features: Features, config: TrainConfig) -> nn.Module:
+def make_unsharded_tables(features: Features, model: ModelConfig, outer: OuterConfig) -> nn.Module:
     """Return the tables in a collection of TorchRec's, or in one for each width that they have,
     with `outer.sparse_optimizer` fused into their backward.
 
     They have no values yet: each rank makes those of its own shards, see initialise_tables.
     """
-    outer = config.outer
-    tables = _collections(features, config.model)
+    tables = _collections(features, model)
     epsilon = {} if outer.sparse_optimizer == "sgd" else {"eps": ADAGRAD_EPSILON}
     settings = {"lr": outer.sparse_lr, **epsilon}
     update_in_backward(tables, SPARSE_OPTIMIZERS[outer.sparse_optimizer], settings)

@@ -13,8 +13,9 @@ import pyarrow as pa
 
 from gmeta.config.algorithm import PLAIN, AlgorithmConfig
 from gmeta.config.evaluation import EvaluationConfig
+from gmeta.config.labels import LabelsConfig
 from gmeta.config.sharding import ShardingConfig
-from gmeta.config.train_config import TrainConfig
+from gmeta.config.train_config import DataConfig
 from gmeta.data.label_checks import scored_labels
 from gmeta.data.opening import data_config_for, open_by_name
 from gmeta.data.support_views import EvalProtocol, SupportView
@@ -86,7 +87,7 @@ def evaluate_run(
     )
     is_as_trained, adapting = adapting is None, adapting or saved_adaptation or run_algorithm
     dataset, learner = build(replace(config, algorithm=adapting))
-    config = with_judged_label(label, config, dataset)
+    config = replace(config, labels=with_judged_label(label, config.labels, dataset))
     folder.check_dataset(dataset.url, dataset.fingerprint)
     # Nothing is trained from here: the tables need no state of an optimizer, nor the plan of the
     # ranks that trained, which may have had GPUs.
@@ -99,9 +100,17 @@ def evaluate_run(
         dataset = translate_dataset(open_by_name(on), trained_on)
         config = replace(config, data=data_config_for(config.data, dataset))
     protocol, _ = limit_to_one_draw(protocol, dataset)
-    chosen = choose_splits(config, dataset, splits)
-    judging_splits = choose_judging_splits(config, dataset, chosen) if is_as_trained else []
-    is_few = is_as_trained and has_tunable_rates(config) and has_too_few_tasks(config, dataset)
+    chosen = choose_splits(config.data, dataset, splits)
+    judging_splits = (
+        choose_judging_splits(config.algorithm, config.data, dataset, chosen)
+        if is_as_trained
+        else []
+    )
+    is_few = (
+        is_as_trained
+        and has_tunable_rates(config.algorithm)
+        and has_too_few_tasks(config.data, dataset)
+    )
     # A meta-learned run adapts the same way whichever label is asked about.
     tuning_context = EvalContext(
         config if run_algorithm.name == PLAIN else own_config, dataset, sharded, ranks
@@ -112,7 +121,7 @@ def evaluate_run(
     tables, limited = predict_views(context, chosen, tunings, protocol, candidates, advance)
     if ranks.rank != 0:
         return None
-    labels = scored_labels(config, dataset)
+    labels = scored_labels(config.labels, dataset)
     return EvaluatedRun(
         name=name,
         algorithm=config.algorithm.name,
@@ -182,23 +191,23 @@ def predict_views(
     return tables_by_draw, limited
 
 
-def with_judged_label(label: str, config: TrainConfig, dataset: Dataset) -> TrainConfig:
-    """Return the config with `label` as the judged one, if that is not "" and the dataset's labels
+def with_judged_label(label: str, labels: LabelsConfig, dataset: Dataset) -> LabelsConfig:
+    """Return the section with `label` as the judged one, if that is not "" and the dataset's labels
     have names."""
     names = dataset.features.labels
     if not label or not names:
-        return config
+        return labels
     if label not in names:
         raise UserError(
             f"label {label!r} is not in {dataset.url}: it has {', '.join(names)}. Name one of them "
             "with --label"
         )
-    return replace(config, labels=replace(config.labels, judged=label))
+    return replace(labels, judged=label)
 
 
 def checkpoint_of(run: RunFolder) -> Path:
     """Return the checkpoint that stands for a run. Raises UserError: it has none yet."""
-    checkpoint = checkpoint_to_use(run.checkpoints, run.read_config())
+    checkpoint = checkpoint_to_use(run.checkpoints, run.read_config().run)
     if checkpoint is None:
         raise UserError(
             f"run {run.root} has 0 checkpoints: there is nothing to evaluate yet. "
@@ -219,25 +228,25 @@ def limit_to_one_draw(protocol: EvalProtocol, dataset: Dataset) -> tuple[EvalPro
     )
 
 
-def choose_splits(config: TrainConfig, dataset: Dataset, requested: Sequence[str]) -> list[str]:
+def choose_splits(data: DataConfig, dataset: Dataset, requested: Sequence[str]) -> list[str]:
     """Return the splits asked for, else those of the config, else all but those that training and
     validation used, what these were carved out of, and what else was carved out of that. Raises
     UserError: a split is unknown or has no episodes, or none is left."""
-    chosen = list(requested or config.data.eval_splits)
+    chosen = list(requested or data.eval_splits)
     for split in chosen:
         if split not in dataset.splits:
             raise UserError(
-                f"split {split!r} is not in {config.data.path}: "
+                f"split {split!r} is not in {data.path}: "
                 f"it has {', '.join(dataset.splits)}. Name one of them"
             )
     # A split that decided when to stop is no measure of what came out.
-    used = {config.data.train_split, *config.data.valid_splits}
+    used = {data.train_split, *data.valid_splits}
     for _ in range(2):  # of `fit`: `train`, then all that was carved out of it
         used = {shared for split in used for shared in find_overlapping_splits(split, dataset)}
     chosen = chosen or [split for split in dataset.splits if split not in used]
     if not chosen:
         raise UserError(
-            f"{config.data.path} has no split but {' and '.join(dataset.splits)}, which the run "
+            f"{data.path} has no split but {' and '.join(dataset.splits)}, which the run "
             "was trained or chosen by: there is nothing to score. Name one with --split, or train "
             "on data with one split more"
         )
@@ -245,7 +254,7 @@ def choose_splits(config: TrainConfig, dataset: Dataset, requested: Sequence[str
     for split in chosen:
         if not dataset.splits[split].num_episodes:
             raise UserError(
-                f"split {split!r} of {config.data.path} has 0 episodes: there is nothing to score. "
+                f"split {split!r} of {data.path} has 0 episodes: there is nothing to score. "
                 "Name other splits with --split"
             )
     return chosen

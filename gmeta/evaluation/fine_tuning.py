@@ -12,8 +12,8 @@ import pyarrow as pa
 from gmeta.adaptation.algorithms.algorithm import fixed_rates
 from gmeta.adaptation.algorithms.registry import find_algorithm
 from gmeta.config.algorithm import PLAIN, AlgorithmConfig
-from gmeta.config.train_config import TrainConfig
-from gmeta.data.label_checks import check_labels, kinds_of
+from gmeta.config.train_config import DataConfig
+from gmeta.data.label_checks import check_labels
 from gmeta.data.support_views import SupportView
 from gmeta.distributed.collective_errors import run_on_all
 from gmeta.distributed.ranks import broadcast_value
@@ -42,30 +42,30 @@ from metaio.read.reader import EpisodeRange, RangeReader
 FEWEST_TASKS = 20
 
 
-def has_tunable_rates(config: TrainConfig) -> bool:
+def has_tunable_rates(config: AlgorithmConfig) -> bool:
     """Tell whether there are a rate and steps to choose."""
-    algorithm = find_algorithm(config.algorithm.name)
+    algorithm = find_algorithm(config.name)
     return algorithm.takes_steps and algorithm.rates is fixed_rates
 
 
-def has_too_few_tasks(config: TrainConfig, dataset: Dataset) -> bool:
+def has_too_few_tasks(data: DataConfig, dataset: Dataset) -> bool:
     """Tell whether the validation splits have too few tasks to choose by, or there are none."""
-    splits = config.data.valid_splits
+    splits = data.valid_splits
     return sum(dataset.splits[split].num_episodes for split in splits) < FEWEST_TASKS
 
 
 def choose_judging_splits(
-    config: TrainConfig, dataset: Dataset, splits: Sequence[str]
+    algorithm: AlgorithmConfig, data: DataConfig, dataset: Dataset, splits: Sequence[str]
 ) -> list[tuple[str, ...]]:
     """Return the splits that choose rate and steps together: the validation splits, for all splits
     that are scored. Where these are too few, each half of the tasks of a scored split judges for
     the other, but only for a plain run, which never saw an inner step; training tasks cannot, whose
     labels the model has seen (docs/evaluation.md). None where there is nothing to choose."""
-    if not has_tunable_rates(config):
+    if not has_tunable_rates(algorithm):
         return []
-    if not has_too_few_tasks(config, dataset):
-        return [config.data.valid_splits]
-    return [(split,) for split in splits] if config.algorithm.name == PLAIN else []
+    if not has_too_few_tasks(data, dataset):
+        return [data.valid_splits]
+    return [(split,) for split in splits] if algorithm.name == PLAIN else []
 
 
 def adapt_with(algorithm: AlgorithmConfig, sharded: DistributedLearner) -> None:
@@ -95,7 +95,7 @@ def choose_fine_tuning(context: EvalContext, splits: Sequence[str]) -> FineTunin
     config, ranks = context.config, context.ranks
     # Not AUC: it does not notice outputs that run away, as they do where the rate is too high.
     metric = loss_metric(config.loss_of())
-    is_halved = has_too_few_tasks(config, context.dataset)
+    is_halved = has_too_few_tasks(config.data, context.dataset)
     most = config.evaluation.tuning_tasks * (1 + is_halved)
     batches_by_split = [read_tuning_batches(context, split, most) for split in splits]
     errors: dict[tuple[float, int], list[float]] = {}  # of all tasks, then of each half
@@ -155,7 +155,7 @@ def read_tuning_batches(context: EvalContext, split: str, most: int) -> tuple[in
 
     def read_groups() -> None:
         with RangeReader(dataset, threads=config.data.threads) as reader:
-            stored = check_labels(reader.batches(groups), kinds_of(config, dataset), dataset, split)
+            stored = check_labels(reader.batches(groups), context.kinds, dataset, split)
             batches.extend(stored)
 
     run_on_all(read_groups, ranks)

@@ -11,7 +11,7 @@ import torch
 
 from gmeta.config.train_config import TrainConfig
 from gmeta.data.episodes import Episodes, with_query_items, with_sampled
-from gmeta.data.label_checks import check_labels, kinds_of, scored_labels
+from gmeta.data.label_checks import check_labels, scored_labels
 from gmeta.data.reader import open_reader
 from gmeta.data.support_views import STORED, SupportView
 from gmeta.distributed.collective_errors import raise_first_problem
@@ -46,6 +46,11 @@ class EvalContext:
     sharded: DistributedLearner
     ranks: Ranks
 
+    @property
+    def kinds(self) -> tuple[str, ...]:
+        """Return the loss of each label."""
+        return self.config.labels.loss_kinds(self.config.outer.loss, self.dataset.features.labels)
+
 
 def predict_split(
     context: EvalContext,
@@ -64,9 +69,10 @@ def predict_split(
     batch that is read.
     """
     config, dataset, ranks = context.config, context.dataset, context.ranks
-    with open_reader(config, dataset, split, ranks.rank, ranks.world_size) as reader:
+    reads = config.data, config.run.seed, dataset, split
+    with open_reader(*reads, ranks.rank, ranks.world_size) as reader:
         stop = Stop()
-        stored = check_labels(reader.batches(0), kinds_of(config, dataset), dataset, split)
+        stored = check_labels(reader.batches(0), context.kinds, dataset, split)
         batches = map(view.of, _count_tasks(stop_on_error(stored, dataset.features, stop), advance))
         if candidates is None:
             none = np.zeros(0, np.bool_)
@@ -100,7 +106,10 @@ def predict_at_steps(
 ) -> list[list[Columns]]:
     """Return, for each of these ascending numbers of inner steps, the columns of each of this
     rank's batches. Collective."""
-    learner, labels = context.sharded.local, scored_labels(context.config, context.dataset)
+    learner, labels = (
+        context.sharded.local,
+        scored_labels(context.config.labels, context.dataset),
+    )
     collate = learner.learner.collate_to_predict
     idle = collate(batch_without_tasks(context.dataset.features))
     prepared_steps = iterate_steps(
@@ -130,7 +139,7 @@ def _predict_batches(
 
     idle = collate((batch_without_tasks(dataset.features), np.zeros(0, np.bool_)))
     steps = iterate_steps(map(collate, batches), idle, context.ranks, stop, context.sharded)
-    labels = scored_labels(context.config, dataset)
+    labels = scored_labels(context.config.labels, dataset)
     return [
         _make_columns(learner.predict(episodes), context, episodes, labels) for episodes, _ in steps
     ]

@@ -48,7 +48,7 @@ def score_predictions(
     """Return the metrics after adaptation of a split's predicted rows."""
     found = SplitScores({}, len(table["task"].unique()), [])
     stops_by, label_of_stop = label_of(make_early_stop(config).metric)
-    for label in scored_labels(config, dataset):
+    for label in scored_labels(config.labels, dataset):
         rows, name_of_label = drop_unknown_rows(table, label.suffix), label.suffix[1:]
         scoring = make_scoring(config, name_of_label)
         # What decides when to stop need not be what is reported.

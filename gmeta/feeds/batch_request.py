@@ -9,11 +9,13 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from gmeta.config.train_config import TrainConfig
+from gmeta.config.inputs import AugmentConfig
+from gmeta.config.train_config import DataConfig, RunConfig, TrainConfig
 from gmeta.data.accumulate import MicroBatches
 from gmeta.data.collate import collate_in_parts
 from gmeta.data.episodes import Episodes
 from gmeta.distributed.exchange.planning import Planner
+from metaio.format.dataset import Dataset
 from metaio.read.batch import TaskBatch
 
 if TYPE_CHECKING:
@@ -49,10 +51,32 @@ def places_from(place: Place, num_steps: int, epochs: int) -> Iterator[Place]:
 
 
 @dataclass(frozen=True)
+class BatchSettings:
+    """What a run's batches are made from, and in which order."""
+
+    data: DataConfig
+    augment: AugmentConfig
+    run: RunConfig
+    kinds: tuple[str, ...]  # the loss of each label
+    num_parts: int  # that a step is worked through in
+
+    @classmethod
+    def of(cls, config: TrainConfig, dataset: Dataset) -> BatchSettings:
+        """Return those of a config."""
+        kinds = config.labels.loss_kinds(config.outer.loss, dataset.features.labels)
+        return cls(config.data, config.augment, config.run, kinds, config.outer.accumulate_steps)
+
+    @property
+    def split(self) -> str:
+        """Return the split to train on."""
+        return self.data.train_split
+
+
+@dataclass(frozen=True)
 class BatchWork:
     """How a process makes batches."""
 
-    config: TrainConfig
+    settings: BatchSettings
     collate_options: CollateOptions
     planner: Planner
     rank: int

@@ -27,13 +27,18 @@ from typing import TYPE_CHECKING, final
 
 import torch
 
-from gmeta.config.train_config import TrainConfig
 from gmeta.data.accumulate import MicroBatches
 from gmeta.data.episodes import Episodes
 from gmeta.data.shared_batch import BlockDescription, read_from_block
 from gmeta.distributed.ranks import Ranks
 from gmeta.errors import GMetaError
-from gmeta.feeds.batch_request import BatchReply, BatchRequest, BatchWork, places_from
+from gmeta.feeds.batch_request import (
+    BatchReply,
+    BatchRequest,
+    BatchSettings,
+    BatchWork,
+    places_from,
+)
 from gmeta.feeds.shared_block import SharedBlock
 from metaio.format.dataset import Dataset
 
@@ -114,9 +119,9 @@ class _BatchWorker:
 class BatchWorkers:
     """Processes that make the batches of a rank in turns."""
 
-    def __init__(self, number: int, config: TrainConfig, ranks: Ranks) -> None:
+    def __init__(self, number: int, settings: BatchSettings, ranks: Ranks) -> None:
         """Start `number` processes; `made` tells them what to do."""
-        self._config, self._ranks = config, ranks
+        self._settings, self._ranks = settings, ranks
         self._workers = [_BatchWorker.start() for _ in range(number)]
         self._turns = cycle(self._workers)
         self.number = number
@@ -140,8 +145,8 @@ class BatchWorkers:
         whose share is fixed. Epochs follow one another: those behind the first are under way before
         anybody asks."""
         if self._shares is None:
-            places = places_from((epoch, first_step), num_steps, self._config.run.epochs)
-            num_parts = self._config.outer.accumulate_steps
+            places = places_from((epoch, first_step), num_steps, self._settings.run.epochs)
+            num_parts = self._settings.num_parts
             requests = (BatchRequest(place, None, num_parts) for place in places)
             self._shares = self.make_batches(local, requests, BLOCKS * self.number)
         return islice(self._shares, num_steps - first_step)
@@ -184,7 +189,7 @@ class BatchWorkers:
     def _send_work(self, local: "ShardedLearner") -> None:
         """Tell the processes how batches are made."""
         self._has_work = True
-        options = self._config, local.learner.collate_options(), local.exchange.planner
+        options = self._settings, local.learner.collate_options(), local.exchange.planner
         work = BatchWork(*options, self._ranks.rank, self._ranks.world_size, self.number)
         for worker in self._workers:
             self._send(worker, work)
@@ -253,10 +258,10 @@ class BatchWorkers:
         self._close()
 
 
-def start_workers(config: TrainConfig, dataset: Dataset, ranks: Ranks) -> BatchWorkers | None:
+def start_workers(settings: BatchSettings, dataset: Dataset, ranks: Ranks) -> BatchWorkers | None:
     """Return the processes that make a rank's batches; None: its threads do."""
-    number = resolve_num_processes(config.data.processes, ranks.device, dataset.is_local)
-    return BatchWorkers(number, config, ranks) if number else None
+    number = resolve_num_processes(settings.data.processes, ranks.device, dataset.is_local)
+    return BatchWorkers(number, settings, ranks) if number else None
 
 
 def _end_workers(workers: list[_BatchWorker], receiver: ThreadPoolExecutor) -> None:

@@ -19,13 +19,12 @@ from gmeta.antdt.client.client import ShardClient
 from gmeta.antdt.client.stream import UnitRange, UnitStream
 from gmeta.antdt.manifests.shard_manifest import MANIFEST_FILE_NAME, ShardManifest, load_manifest
 from gmeta.antdt.model import MAX_EPOCHS, MAX_SHARDS_PER_LEASE_CALL, DatasetSpec
-from gmeta.config.train_config import TrainConfig
 from gmeta.data.accumulate import MicroBatches
 from gmeta.data.episodes import Episodes
 from gmeta.distributed.collective_errors import run_on_all, run_on_first
 from gmeta.distributed.ranks import Ranks, barrier, broadcast_value
 from gmeta.errors import UserError
-from gmeta.feeds.batch_request import BatchRequest
+from gmeta.feeds.batch_request import BatchRequest, BatchSettings
 from gmeta.feeds.batch_source import BatchSource
 from gmeta.feeds.batch_workers import start_workers
 from gmeta.feeds.service import connect, service_address, start_embedded_service
@@ -53,17 +52,15 @@ Batch = TypeVar("Batch", TaskBatch, Episodes | MicroBatches)
 _BatchMaker = Callable[[Iterator[list[UnitRange]], int], Generator[Batch]]
 
 
-def tasks_per_shard(config: TrainConfig, dataset: Dataset) -> int:
-    """Return `data.tasks_per_shard`, or a size that depends on the data alone: any run may go on
-    with it.
+def tasks_per_shard(split_name: str, dataset: Dataset) -> int:
+    """Return how many tasks a shard has, which depends on the data alone: any run may go on with
+    it.
 
     Small where a reader holds the whole split decoded. Elsewhere one block's worth: a smaller shard
     would decode the same block again and again, a larger one mixes tasks less. For a split in
     bundles it is a number of whole bundles.
     """
-    split = dataset.split(config.data.train_split)
-    if config.data.tasks_per_shard:
-        return config.data.tasks_per_shard
+    split = dataset.split(split_name)
     if int(dataset.block_bytes(split.name).sum()) <= DEFAULT_CACHE_BYTES:
         size = max(1, min(SMALL_SHARD_TASKS, split.num_episodes // MIN_SHARDS))
     else:
@@ -94,10 +91,11 @@ class LeasedBatchSource(BatchSource):
     """
 
     def __init__(
-        self, config: TrainConfig, dataset: Dataset, ranks: Ranks, checkpoint: Path | None
+        self, settings: BatchSettings, dataset: Dataset, ranks: Ranks, checkpoint: Path | None
     ) -> None:
         """Roll the service back to the checkpoint on rank 0, then let the other ranks join."""
-        data, split = config.data, dataset.split(config.data.train_split)
+        data, run = settings.data, settings.run
+        split = dataset.split(data.train_split)
         self._ranks = ranks
         self._split = split.name
         self.num_steps = -(-split.num_episodes // data.tasks_per_step)
@@ -107,15 +105,15 @@ class LeasedBatchSource(BatchSource):
                 "ranks: each needs a task a step to lease shards. Raise it, or start fewer ranks"
             )
         self.share = _share_of(data.tasks_per_step, ranks.rank, ranks.world_size)
-        self._num_parts = config.outer.accumulate_steps
+        self._num_parts = settings.num_parts
         self._replan = False
-        units_per_shard = tasks_per_shard(config, dataset)
+        units_per_shard = tasks_per_shard(split.name, dataset)
         self._units_per_shard = units_per_shard
         spec = DatasetSpec(
             split.name,
             split.num_episodes,
             units_per_shard,
-            config.run.seed,
+            run.seed,
             MAX_EPOCHS,  # the run decides when to stop, and may be resumed for more
             dataset.fingerprint,
             data.shuffle,
@@ -137,15 +135,15 @@ class LeasedBatchSource(BatchSource):
 
             def begin() -> None:
                 nonlocal address
-                address = service_address(config) or self._start_service(config, ranks, undo)
+                address = service_address(data) or self._start_service(run.dir, ranks, undo)
                 join()
-                self._restore(spec, checkpoint, config)
+                self._restore(spec, checkpoint, run.dir)
 
             run_on_first(begin, ranks)
             # Behind the roll-back: who registers before it is of the generation that it ends.
             address = broadcast_value(address, ranks)
             run_on_all(join if ranks.rank else lambda: None, ranks)
-            self.workers = start_workers(config, dataset, ranks)
+            self.workers = start_workers(settings, dataset, ranks)
             self.loggers = {"the data-shard service": LivePageLogger(self.client)}
             self._closing = undo.pop_all()
         self._made_by = self.workers or self._reader
@@ -154,16 +152,16 @@ class LeasedBatchSource(BatchSource):
             self.batches_ahead = PREFETCH_BATCHES * self.workers.number
 
     @staticmethod
-    def _start_service(config: TrainConfig, ranks: Ranks, undo: ExitStack) -> str:
+    def _start_service(run_dir: str, ranks: Ranks, undo: ExitStack) -> str:
         if int(os.environ.get("LOCAL_WORLD_SIZE", "1")) != ranks.world_size:
             raise UserError(
                 f"the {ranks.world_size} ranks are on several machines, and none of them was named "
                 "to run the data-shard service. Start `gmeta shard-service` where all reach it and "
                 "set data.service = HOST:PORT"
             )
-        return undo.enter_context(start_embedded_service(config)).address
+        return undo.enter_context(start_embedded_service(run_dir)).address
 
-    def _restore(self, spec: DatasetSpec, checkpoint: Path | None, config: TrainConfig) -> None:
+    def _restore(self, spec: DatasetSpec, checkpoint: Path | None, run_dir: str) -> None:
         manifest = None if checkpoint is None else load_manifest(checkpoint)
         try:
             # First, so that other data under this name are refused before anything is rolled back.
@@ -173,9 +171,9 @@ class LeasedBatchSource(BatchSource):
             if error.reason != "SPEC_CONFLICT":
                 raise
             raise UserError(
-                f"run {config.run.dir} was begun with other data or other shards: {error} "
-                "To go on, set data.path, data.train_split, data.tasks_per_shard, data.shuffle and "
-                "run.seed as they were"
+                f"run {run_dir} was begun with other data or other shards: {error} "
+                "To go on, set data.path, data.train_split, data.shuffle and run.seed as "
+                "they were"
             ) from error
 
     def batches(self, epoch: int, first_step: int) -> Iterator[TaskBatch]:

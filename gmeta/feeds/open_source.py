@@ -3,9 +3,9 @@
 from pathlib import Path
 
 from gmeta.antdt.manifests.shard_manifest import MANIFEST_FILE_NAME
-from gmeta.config.train_config import TrainConfig
 from gmeta.distributed.ranks import Ranks
 from gmeta.errors import UserError
+from gmeta.feeds.batch_request import BatchSettings
 from gmeta.feeds.batch_source import BatchSource
 from gmeta.feeds.leased import LeasedBatchSource
 from gmeta.feeds.static import StaticBatchSource
@@ -13,17 +13,17 @@ from metaio.format.dataset import Dataset
 
 
 def open_batch_source(
-    config: TrainConfig, dataset: Dataset, ranks: Ranks, checkpoint: Path | None
+    settings: BatchSettings, dataset: Dataset, ranks: Ranks, checkpoint: Path | None
 ) -> BatchSource:
     """Return the feed that `data.source` names, at the place in the data where `checkpoint` stands.
     Raises UserError: the checkpoint was trained with the other source, or from other data."""
-    leased = config.data.source == "service"
+    leased = settings.data.source == "service"
     if checkpoint is not None and (checkpoint / MANIFEST_FILE_NAME).exists() != leased:
         raise UserError(
-            f'data.source = "{config.data.source}", but checkpoint {checkpoint} was trained with '
+            f'data.source = "{settings.data.source}", but checkpoint {checkpoint} was trained with '
             f'data.source = "{"static" if leased else "service"}": what it has seen of its epoch '
             "means nothing to the other. Set data.source as it was, or choose another run.dir"
         )
     if leased:
-        return LeasedBatchSource(config, dataset, ranks, checkpoint)
-    return StaticBatchSource(config, dataset, ranks, is_fresh=checkpoint is None)
+        return LeasedBatchSource(settings, dataset, ranks, checkpoint)
+    return StaticBatchSource(settings, dataset, ranks, is_fresh=checkpoint is None)

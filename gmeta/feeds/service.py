@@ -5,7 +5,7 @@ from pathlib import Path
 
 from gmeta.antdt.client.client import ShardClient
 from gmeta.antdt.service.embedded import EmbeddedService
-from gmeta.config.train_config import TrainConfig
+from gmeta.config.train_config import DataConfig
 
 # The same that `gmeta shards` reads.
 SERVICE_VARIABLE = "GMETA_SHARD_SERVICE"
@@ -13,20 +13,20 @@ SERVICE_VARIABLE = "GMETA_SHARD_SERVICE"
 SHARDS_FOLDER = "shards"  # in the run folder: store, log and address of the job's own service
 
 
-def service_address(config: TrainConfig) -> str:
+def service_address(data: DataConfig) -> str:
     """Return HOST:PORT of the service that was named for the job; "" if it is to start its own."""
-    return config.data.service or os.environ.get(SERVICE_VARIABLE, "")
+    return data.service or os.environ.get(SERVICE_VARIABLE, "")
 
 
-def needs_own_service(config: TrainConfig) -> bool:
+def needs_own_service(data: DataConfig) -> bool:
     """Return whether the job must start a data-shard service for itself."""
-    return config.data.source == "service" and not service_address(config)
+    return data.source == "service" and not service_address(data)
 
 
-def start_embedded_service(config: TrainConfig) -> EmbeddedService:
+def start_embedded_service(run_dir: str) -> EmbeddedService:
     """Return the job's service, its store in the run folder; it ends with this process at the
     latest."""
-    return EmbeddedService(Path(config.run.dir) / SHARDS_FOLDER)
+    return EmbeddedService(Path(run_dir) / SHARDS_FOLDER)
 
 
 def connect(address: str, rank: int) -> ShardClient:

@@ -3,12 +3,11 @@
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, final
 
-from gmeta.config.train_config import TrainConfig
 from gmeta.data.accumulate import MicroBatches
 from gmeta.data.episodes import Episodes
 from gmeta.data.reader import open_reader
 from gmeta.distributed.ranks import Ranks
-from gmeta.errors import UserError
+from gmeta.feeds.batch_request import BatchSettings
 from gmeta.feeds.batch_source import BatchSource
 from gmeta.feeds.batch_workers import start_workers
 from metaio.format.dataset import Dataset
@@ -23,22 +22,16 @@ class StaticBatchSource(BatchSource):
     """Every rank its share of every step, worked out from the seed alone."""
 
     def __init__(
-        self, config: TrainConfig, dataset: Dataset, ranks: Ranks, *, is_fresh: bool
+        self, settings: BatchSettings, dataset: Dataset, ranks: Ranks, *, is_fresh: bool
     ) -> None:
+        data, run = settings.data, settings.run
         self._reader = open_reader(
-            config, dataset, config.data.train_split, ranks.rank, ranks.world_size
+            data, run.seed, dataset, data.train_split, ranks.rank, ranks.world_size
         )
-        self._num_epochs = config.run.epochs
+        self._num_epochs = run.epochs
         self.num_steps = self._reader.num_steps()
-        if not self.num_steps:
-            split = dataset.split(config.data.train_split)
-            raise UserError(
-                f"an epoch of split {split.name!r} has 0 steps: its {split.num_episodes:,} "
-                f"episodes in {split.num_blocks:,} blocks do not fill one. Lower "
-                "data.tasks_per_step or data.blocks_per_step, or set data.drop_last = false"
-            )
         # Both while the model and the run folder are made ready.
-        self.workers = start_workers(config, dataset, ranks)
+        self.workers = start_workers(settings, dataset, ranks)
         if is_fresh and self.workers is None:
             self._reader.prefetch(epoch=0)
 

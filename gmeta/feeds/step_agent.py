@@ -18,7 +18,6 @@ import torch
 from torch import Tensor
 
 from gmeta.antdt.client.agent import BatchPlan, WorkerAgent
-from gmeta.config.train_config import TrainConfig
 from gmeta.data.accumulate import MicroBatches
 from gmeta.data.augment import augment_batches
 from gmeta.data.collate import collate_in_parts
@@ -33,6 +32,7 @@ from gmeta.distributed.sharded_learner import DistributedLearner, ShardedLearner
 from gmeta.distributed.steps import batch_without_tasks, idle_on_error, stop_on_error
 from gmeta.distributed.stopping import Stop
 from gmeta.distributed.transport.transport import Swap
+from gmeta.feeds.batch_request import BatchSettings
 from gmeta.feeds.batch_source import BatchSource
 from gmeta.feeds.leased import LeasedBatchSource
 from gmeta.feeds.local_time import LocalClock, ReadOverlap, ReadTime
@@ -112,7 +112,7 @@ class StaticStepAgent(StepAgent):
 
 
 def open_agent(
-    config: TrainConfig,
+    settings: BatchSettings,
     feed: BatchSource,
     sharded: DistributedLearner,
     ranks: Ranks,
@@ -122,13 +122,13 @@ def open_agent(
     of a step."""
     if not isinstance(feed, LeasedBatchSource):
         # Cores that compute have no time to arrange beside it.
-        threads = config.data.threads if ranks.device.type == "cuda" else 0
-        return StaticStepAgent(sharded, config.outer.accumulate_steps, threads, ranks.enter_thread)
-    return LeasedStepAgent(config, feed, sharded, ranks, stop)
+        threads = settings.data.threads if ranks.device.type == "cuda" else 0
+        return StaticStepAgent(sharded, settings.num_parts, threads, ranks.enter_thread)
+    return LeasedStepAgent(settings.num_parts, feed, sharded, ranks, stop)
 
 
 def iterate_batches(
-    config: TrainConfig,
+    settings: BatchSettings,
     dataset: Dataset,
     feed: BatchSource,
     agent: StepAgent,
@@ -143,11 +143,10 @@ def iterate_batches(
     worker_batches = feed.episodes(local, epoch, step)
     if worker_batches is not None:
         return idle_on_error(worker_batches, collate(batch_without_tasks(features)), stop)
-    split = config.data.train_split
-    kinds = local.learner.objectives.kinds
-    batches = check_labels(feed.batches(epoch, step), kinds, dataset, split)
-    if config.augment.resplit_support or config.augment.oov_dropout:
-        batches = augment_batches(batches, config.augment, features, config.run.seed, epoch, step)
+    split, seed = settings.split, settings.run.seed
+    batches = check_labels(feed.batches(epoch, step), settings.kinds, dataset, split)
+    if settings.augment.resplit_support or settings.augment.oov_dropout:
+        batches = augment_batches(batches, settings.augment, features, seed, epoch, step)
     return agent.collate_batches(stop_on_error(batches, features, stop), collate)
 
 
@@ -157,7 +156,7 @@ class LeasedStepAgent(StepAgent):
 
     def __init__(
         self,
-        config: TrainConfig,
+        num_parts: int,
         feed: LeasedBatchSource,
         sharded: DistributedLearner,
         ranks: Ranks,
@@ -168,9 +167,7 @@ class LeasedStepAgent(StepAgent):
         self._stop = stop
         # A rank whose service refuses every lease would answer SIGTERM only when its patience ends.
         feed.client.stop_when(lambda: stop.is_requested)
-        self._worker = WorkerAgent(
-            feed.client, feed.share, self._end_for_restart, config.outer.accumulate_steps
-        )
+        self._worker = WorkerAgent(feed.client, feed.share, self._end_for_restart, num_parts)
         self._clock = LocalClock()
         sharded.local.clock = self._clock
         self._probe = LinkProbe(ranks)

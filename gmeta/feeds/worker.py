@@ -19,7 +19,7 @@ from typing import final
 import torch
 
 from gmeta.data.augment import augment_batches
-from gmeta.data.label_checks import check_labels, kinds_of
+from gmeta.data.label_checks import check_labels
 from gmeta.data.opening import open_data
 from gmeta.data.reader import open_reader
 from gmeta.data.shared_batch import BlockDescription, write_to_block
@@ -46,31 +46,32 @@ class TrainingSplit:
 
     @cached_property
     def _dataset(self) -> Dataset:
-        return open_data(self._work.config.data)
+        return open_data(self._work.settings.data)
 
     @cached_property
     def _share_reader(self) -> BatchReader:
-        work, split = self._work, self._work.config.data.train_split
-        reader = open_reader(work.config, self._dataset, split, work.rank, work.world_size)
+        work, data = self._work, self._work.settings.data
+        seed, split = work.settings.run.seed, data.train_split
+        reader = open_reader(data, seed, self._dataset, split, work.rank, work.world_size)
         return self._held.enter_context(reader)
 
     @cached_property
     def _range_reader(self) -> RangeReader:
-        threads = self._work.config.data.threads
+        threads = self._work.settings.data.threads
         return self._held.enter_context(RangeReader(self._dataset, threads=threads))
 
     def begin(self, request: BatchRequest) -> Iterator[TaskBatch]:
         """Return what yields the batch that was asked for, checked and augmented; it is read in the
         background until then."""
-        config, dataset = self._work.config, self._dataset
-        split, seed = config.data.train_split, config.run.seed
+        settings, dataset = self._work.settings, self._dataset
+        split, seed = settings.split, settings.run.seed
         if request.ranges is None:
             stored: Iterator[TaskBatch] = map(self._share_of, [request.place])
         else:
             group = [EpisodeRange(split, *part) for part in request.ranges.tolist()]
             stored = self._range_reader.begin(group)
-        checked = check_labels(stored, kinds_of(config, dataset), dataset, split)
-        return augment_batches(checked, config.augment, dataset.features, seed, *request.place)
+        checked = check_labels(stored, settings.kinds, dataset, split)
+        return augment_batches(checked, settings.augment, dataset.features, seed, *request.place)
 
     def _share_of(self, place: Place) -> TaskBatch:
         """Return the rank's share of a step. Those that this process will be asked for are read
@@ -78,7 +79,7 @@ class TrainingSplit:
         found = next(self._share, None)
         if found is None:  # the first, or behind one that could not be read
             work, reader = self._work, self._share_reader
-            to_come = places_from(place, reader.num_steps(), work.config.run.epochs)
+            to_come = places_from(place, reader.num_steps(), work.settings.run.epochs)
             places, planned = tee(islice(to_come, 0, None, work.num_processes))
             self._share = zip(places, reader.batches_of_steps(planned), strict=False)
             found = next(self._share)

@@ -72,7 +72,7 @@ def render_page(
         refresh_s=refresh_s,
         palette=PALETTE,
         told_time=_format_time,
-        format_duration=format_duration,
+        duration=format_duration,
     )
 
 

@@ -5,7 +5,6 @@ model that nobody asked for, or wait for each other for ever.
 from collections.abc import Mapping
 from typing import Any
 
-from gmeta.config.train_config import TrainConfig
 from gmeta.distributed.ranks import Ranks, broadcast_value, gather_values
 from gmeta.errors import UserError
 
@@ -13,9 +12,9 @@ from gmeta.errors import UserError
 OF_ONE_MACHINE = ("data.path", "data.service", "data.threads", "data.processes")
 
 
-def settings_of_all(config: TrainConfig) -> dict[str, Any]:
-    """Return the config's values by section.key, without those that are a machine's own."""
-    return {key: value for key, value in config.by_key().items() if key not in OF_ONE_MACHINE}
+def settings_of_all(by_key: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a config's values by section.key without those that are a machine's own."""
+    return {key: value for key, value in by_key.items() if key not in OF_ONE_MACHINE}
 
 
 def check_alike(told: Mapping[str, Any], ranks: Ranks) -> None:
@@ -26,9 +25,9 @@ def check_alike(told: Mapping[str, Any], ranks: Ranks) -> None:
     for rank, other in enumerate(everyone):
         if other != everyone[0] and not problem:
             differing = ", ".join(
-                f"{key} = {other.get(key)!r} (rank 0: {value!r})"
-                for key, value in everyone[0].items()
-                if other.get(key) != value
+                f"{key} = {other.get(key)!r} (rank 0: {everyone[0].get(key)!r})"
+                for key in {**everyone[0], **other}
+                if other.get(key) != everyone[0].get(key)
             )
             problem = (
                 f"rank {rank} has {differing}: all ranks of a run need the same. Start every rank "

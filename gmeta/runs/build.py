@@ -15,13 +15,9 @@ from torch import nn
 from gmeta.adaptation.algorithms.algorithm import TableSizes
 from gmeta.adaptation.algorithms.registry import NAMED_ALGORITHMS
 from gmeta.config.algorithm import PLAIN, AlgorithmConfig
-from gmeta.config.inputs import (
-    NO_PRIOR,
-    ItemFeaturesConfig,
-    LabelPrior,
-    SupportFeaturesConfig,
-)
-from gmeta.config.labels import LabelsConfig
+from gmeta.config.evaluation import EvaluationConfig
+from gmeta.config.inputs import NO_PRIOR, ItemFeaturesConfig, LabelPrior, SupportFeaturesConfig
+from gmeta.config.labels import LabelsConfig, Loss
 from gmeta.config.sharding import check_sharding
 from gmeta.config.table_names import module_name
 from gmeta.config.table_widths import widths_of_tables
@@ -80,7 +76,7 @@ def build(config: TrainConfig) -> tuple[Dataset, MetaLearner]:
                 "split once"
             )
     check_source(config.data)
-    _check_early_stop_label(config, dataset)
+    _check_early_stop_label(config.run.early_stop_metric, config.labels, config.data, dataset)
     if config.augment.resplit_support and dataset.manifest.support_is_past:
         raise ConfigError(
             f"augment.resplit_support is true, but the support rows of {config.data.path} are the "
@@ -93,10 +89,11 @@ def build(config: TrainConfig) -> tuple[Dataset, MetaLearner]:
         )
     if not (config.algorithm.train_base or config.run.start_from or config.run.continue_from):
         raise ConfigError(
-            "algorithm.train_base = false and run.start_from is empty: model and tables would stay "
+            "algorithm.options.train_base = false and run.start_from is empty: model and tables "
+            "would stay "
             "as they are drawn. Name the run to begin with in run.start_from, or set it to true"
         )
-    _check_plain_epochs(config)
+    _check_plain_epochs(config.algorithm, config.run.epochs)
     tables = [table.name for table in dataset.features.tables]
     check_sharding(config.sharding, tables, config.outer.sparse_optimizer)
     # Right before the model is built: all ranks must begin with equal layers.
@@ -109,7 +106,13 @@ def build(config: TrainConfig) -> tuple[Dataset, MetaLearner]:
             config.algorithm,
             config.outer.loss,
             config.outer.huber_delta,
-            _resolve_statistics(config, dataset),
+            _resolve_statistics(
+                config.support_features,
+                config.item_features,
+                config.data.train_split,
+                config.outer.loss,
+                dataset,
+            ),
             config.item_features,
             config.labels,
         )
@@ -118,9 +121,8 @@ def build(config: TrainConfig) -> tuple[Dataset, MetaLearner]:
     return dataset, learner
 
 
-def _check_plain_epochs(config: TrainConfig) -> None:
+def _check_plain_epochs(algorithm: AlgorithmConfig, epochs: int) -> None:
     """Raise ConfigError where plain epochs leave the algorithm none, or would teach nothing."""
-    algorithm, epochs = config.algorithm, config.run.epochs
     if algorithm.name == PLAIN or not algorithm.plain_epochs:
         return
     if algorithm.plain_epochs >= epochs:
@@ -130,17 +132,20 @@ def _check_plain_epochs(config: TrainConfig) -> None:
         )
     if not algorithm.train_base:
         raise ConfigError(
-            f"algorithm.plain_epochs = {algorithm.plain_epochs} with algorithm.train_base = false: "
+            f"algorithm.plain_epochs = {algorithm.plain_epochs} with "
+            "algorithm.options.train_base = false: "
             "plain training teaches model and tables, which are to stay. Set one of them back"
         )
 
 
-def _check_early_stop_label(config: TrainConfig, dataset: Dataset) -> None:
+def _check_early_stop_label(
+    metric: str, labels: LabelsConfig, data: DataConfig, dataset: Dataset
+) -> None:
     """Raise ConfigError where the metric that decides is of a label that the dataset lacks."""
-    _, label = label_of(config.run.early_stop_metric)
-    if label and label not in [one.name for one in scored_labels(config, dataset)]:
+    _, label = label_of(metric)
+    if label and label not in [one.name for one in scored_labels(labels, dataset)]:
         raise ConfigError(
-            f"run.early_stop_metric is of {label!r}, which is no label of {config.data.path}: it "
+            f"run.early_stop_metric is of {label!r}, which is no label of {data.path}: it "
             f"has {', '.join(dataset.features.labels) or 'one without a name'}. Name one of them"
         )
 
@@ -155,7 +160,8 @@ def check_on_data(config: TrainConfig) -> None:
     """
     check_hooks(config)
     dataset, _ = build(config)
-    check_first_labels(config, dataset)
+    kinds = config.labels.loss_kinds(config.outer.loss, dataset.features.labels)
+    check_first_labels(config.data.train_split, kinds, dataset)
 
 
 def check_hooks(config: TrainConfig) -> None:
@@ -166,14 +172,13 @@ def check_hooks(config: TrainConfig) -> None:
         GMetaError: a metric fails, which would otherwise show at the first validation.
     """
     make_early_stop(config)
-    for name in _list_custom_metrics(config):
+    for name in _list_custom_metrics(config.evaluation, config.run.early_stop_metric):
         try_out(name)
     find_hooks(config.run)
 
 
-def _list_custom_metrics(config: TrainConfig) -> list[str]:
-    metrics = [*config.evaluation.metrics, label_of(config.run.early_stop_metric)[0]]
-    return custom_names(metrics)
+def _list_custom_metrics(evaluation: EvaluationConfig, early_stop_metric: str) -> list[str]:
+    return custom_names([*evaluation.metrics, label_of(early_stop_metric)[0]])
 
 
 def check_registered(
@@ -207,7 +212,10 @@ def find_all_plugins(config: TrainConfig) -> dict[str, dict[str, str]]:
     """Return these of all that a run needs, its metrics, loggers and callbacks included."""
     run = config.run
     names_by_registry: list[tuple[Registry[Any], str]] = [
-        *((NAMED_METRICS, name) for name in _list_custom_metrics(config)),
+        *(
+            (NAMED_METRICS, name)
+            for name in _list_custom_metrics(config.evaluation, run.early_stop_metric)
+        ),
         *((NAMED_LOGGERS, name) for name in run.loggers),
         *((NAMED_CALLBACKS, name) for name in run.callbacks),
     ]
@@ -225,12 +233,11 @@ def _list_registered_names(
 def check_source(data: DataConfig) -> None:
     """Raise ConfigError for a key that has no meaning for the data source."""
     if data.source == "static":
-        for key in ("service", "tasks_per_shard"):
-            if getattr(data, key):
-                raise ConfigError(
-                    f'data.{key} = {getattr(data, key)!r}, but data.source = "static" leases no '
-                    'shards. Set data.source = "service", or remove the key'
-                )
+        if data.service:
+            raise ConfigError(
+                f'data.service = {data.service!r}, but data.source = "static" leases no shards. '
+                'Set data.source = "service", or remove the key'
+            )
         return
     host, _, port = data.service.rpartition(":")
     if data.service and not (host and port.isdecimal()):
@@ -238,29 +245,33 @@ def check_source(data: DataConfig) -> None:
             f"data.service = {data.service!r} is no address: HOST:PORT of a running `gmeta "
             "shard-service` is allowed. Correct it, or remove the key: the job starts its own"
         )
-    defaults = {"lanes": 1, "window_blocks": 0, "blocks_per_step": 0, "drop_last": False}
-    for key, default in defaults.items():
-        if getattr(data, key) != default:
-            raise ConfigError(
-                f'data.{key} = {getattr(data, key)}, but data.source = "service" hands out whole '
-                "shards, every episode once. Remove the key"
-            )
+    if data.blocks_per_step:
+        raise ConfigError(
+            f'data.blocks_per_step = {data.blocks_per_step}, but data.source = "service" hands out '
+            "whole shards, every episode once. Remove the key"
+        )
 
 
-def _resolve_statistics(config: TrainConfig, dataset: Dataset) -> SupportStatistics:
-    """Return the statistics that the config asks for, with the prior of its training labels."""
-    settings = config.support_features
+def _resolve_statistics(
+    settings: SupportFeaturesConfig,
+    items: ItemFeaturesConfig,
+    split: str,
+    loss: Loss,
+    dataset: Dataset,
+) -> SupportStatistics:
+    """Return the statistics that are asked for, with the prior of the labels of a training
+    split."""
     if settings.is_used and LabelPrior.from_config(settings) is None:
-        settings = replace(settings, label_prior=estimate_label_prior(config, dataset))
-    return build_statistics(settings, dataset.features, config.item_features)
+        settings = replace(settings, label_prior=estimate_label_prior(split, loss, dataset))
+    return build_statistics(settings, dataset.features, items)
 
 
-def estimate_label_prior(config: TrainConfig, dataset: Dataset) -> LabelPrior:
-    """Return mean and deviation of the labels of the training split's first block."""
-    label_N = dataset.read_block(config.data.train_split, 0).label_N
+def estimate_label_prior(split: str, loss: Loss, dataset: Dataset) -> LabelPrior:
+    """Return mean and deviation of the labels of a split's first block."""
+    label_N = dataset.read_block(split, 0).label_N
     label_N = label_N.reshape(len(label_N), -1)[:, 0]
     # What the loss does not take is refused elsewhere, with its row.
-    return LabelPrior.of(label_N[defined_labels_N(config.outer.loss, label_N)])
+    return LabelPrior.of(label_N[defined_labels_N(loss, label_N)])
 
 
 def build_statistics(

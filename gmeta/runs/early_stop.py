@@ -17,13 +17,12 @@ from gmeta.runs.run_progress import RunProgress
 @final
 @dataclass(frozen=True)
 class EarlyStop:
-    """`metric` decides; `patience` validations in a row without a score that is better by more
-    than `min_delta` end the run (0: never)."""
+    """`metric` decides; `patience` validations in a row without a better score end the run
+    (0: never)."""
 
     metric: str
     higher_is_better: bool
     patience: int
-    min_delta: float
 
     def update(self, progress: RunProgress, score: float | None) -> RunProgress:
         """Return the progress after a validation at its step; no undefined score is better."""
@@ -33,7 +32,7 @@ class EarlyStop:
         sign = 1.0 if self.higher_is_better else -1.0
         best = progress.best_score
         # The very first score is the best so far, however bad.
-        if best is not None and sign * (score - best) <= self.min_delta:
+        if best is not None and sign * (score - best) <= 0:
             return replace(progress, stale=progress.stale + 1)
         return replace(progress, stale=0, best_score=score, best_step=progress.step)
 
@@ -92,5 +91,4 @@ def make_early_stop(config: TrainConfig) -> EarlyStop:
         f"{metric}:{label}" if is_other else metric,
         scoring.info(metric).higher_is_better,
         run.early_stop_patience,
-        run.early_stop_min_delta,
     )

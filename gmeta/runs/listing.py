@@ -61,7 +61,10 @@ def summarise_run(folder: RunFolder) -> RunSummary:
     # The first, or that of early stopping, decides; to know what is better its code is loaded.
     metric_name = [*config.evaluation.metrics, label_of(config.run.early_stop_metric)[0]]
     check_trusted(folder.root, custom_names(metric_name), folder.read_environment())
-    metric, is_better = _choose_early_stop_metric(config)
+    scoring = Scoring(config.loss_of(label_of(config.run.early_stop_metric)[1]), config.evaluation)
+    metric, is_better = _choose_early_stop_metric(
+        config.run.early_stop_metric, config.labels.judged, scoring
+    )
     scored = [
         (line["valid"][metric], line["step"])
         for line in history
@@ -85,19 +88,21 @@ def summarise_run(folder: RunFolder) -> RunSummary:
     )
 
 
-def _choose_early_stop_metric(config: TrainConfig) -> tuple[str, bool]:
+def _choose_early_stop_metric(
+    early_stop_metric: str, judged: str, scoring: Scoring
+) -> tuple[str, bool]:
     """Return the metric that validation goes by, and whether more of it is better."""
-    named, label = label_of(config.run.early_stop_metric)
-    scoring = Scoring(config.loss_of(label), config.evaluation)
+    named, label = label_of(early_stop_metric)
     name = named or scoring.names[0]
-    is_other = label not in ("", config.labels.judged)
+    is_other = label not in ("", judged)
     return f"{name}:{label}" if is_other else name, scoring.info(name).higher_is_better
 
 
 def find_differing_keys(configs: Sequence[TrainConfig]) -> list[tuple[str, list[Any]]]:
     """Return the keys whose values are not the same in all configs, each with its values."""
     resolved = [config.by_key() for config in configs]
-    by_key = {key: [config[key] for config in resolved] for key in resolved[0]}
+    keys = dict.fromkeys(key for config in resolved for key in config)
+    by_key = {key: [config.get(key) for config in resolved] for key in keys}
     return [
         (key, values)
         for key, values in by_key.items()

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from gmeta.config.former_keys import gone_lines
 from gmeta.config.train_config import TrainConfig, config_from_dict, digest_of
 from gmeta.errors import ConfigError, GMetaError, UserError
 from gmeta.platform.files.atomic_write import write_atomically
@@ -71,9 +72,15 @@ class RunFolder:
         """
         saved = self._read_config_json()
         try:
-            return config_from_dict(saved), digest_of(saved)
+            return config_from_dict(saved, is_saved=True), digest_of(saved)
         except ConfigError as error:
             raise ConfigError(f"{self.root / CONFIG_FILE}: {error}") from error
+
+    def gone_keys(self, section: str) -> list[str]:
+        """Return a line for each key of a section that the run was trained with and that is gone,
+        where it would change something."""
+        saved = self._read_config_json()
+        return gone_lines({section: saved[section]} if section in saved else {})
 
     def _read_config_json(self) -> dict[str, Any]:
         try:

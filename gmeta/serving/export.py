@@ -198,7 +198,7 @@ def _choose_checkpoint(run: RunFolder, step: int | None) -> Path:
             "Let it reach its first one"
         )
     if step is None:
-        return checkpoint_to_use(run.checkpoints, run.read_config()) or checkpoints[-1]
+        return checkpoint_to_use(run.checkpoints, run.read_config().run) or checkpoints[-1]
     steps = {parse_checkpoint_step(path): path for path in checkpoints}
     if step not in steps:
         raise UserError(

@@ -187,7 +187,9 @@ def _parse_config(path: Path, body: dict[str, Any]) -> ExportedConfig:
         sections = {key: body[key] for key in ("model", "algorithm")}
         inputs = {key: body.get(key, {}) for key in ("support_features", "item_features", "labels")}
         evaluation = {"positive_rating": body.get("positive_rating", 0.0)}
-        parts = config_from_dict({**sections, **inputs, "outer": outer, "evaluation": evaluation})
+        parts = config_from_dict(
+            {**sections, **inputs, "outer": outer, "evaluation": evaluation}, is_saved=True
+        )
         support = parts.support_features
         if LabelPrior.from_config(support) is None and support.is_used:
             raise ValueError("its support_features have no label_prior")

@@ -1,32 +1,35 @@
 """A resolved config as TOML, to read, copy and train."""
 
-import dataclasses
 import json
+import re
 from collections.abc import Collection, Mapping
 from typing import Any
 
-from gmeta.config.train_config import TrainConfig
+from gmeta.config.train_config import TrainConfig, config_from_dict
+
+_BARE = re.compile("[A-Za-z0-9_-]+")
 
 
 def format_config(
     config: TrainConfig, header: str, tuned_keys: Collection[str] = (), every: bool = False
 ) -> str:
     """Return the config as TOML under a comment: every value that is not the default (`every`: each
-    value), and the `marked` keys, which say so."""
+    value), and the `tuned_keys`, which say so."""
     lines = [f"# {line}".rstrip() for line in header.splitlines()]
-    resolved, defaults = config.to_json(), TrainConfig().to_json()
-    for section in dataclasses.fields(config):
-        kept = [
-            (name, value)
-            for name, value in resolved[section.name].items()
-            if every
-            or value != defaults[section.name][name]
-            or f"{section.name}.{name}" in tuned_keys
-        ]
-        if kept:
-            lines += ["", f"[{section.name}]"] if lines else [f"[{section.name}]"]
-        for name, value in kept:
-            comment = "  # tuned" if f"{section.name}.{name}" in tuned_keys else ""
+    names = {part: {"name": getattr(config, part).name} for part in ("model", "algorithm")}
+    defaults = {**config_from_dict(names).by_key(), **TrainConfig().by_key()}
+    table = ""
+    for key, value in config.by_key().items():
+        if every or key not in defaults or value != defaults[key] or key in tuned_keys:
+            # An option, of somebody's own, may be called what TOML wants in quotes.
+            section, _, name = key.partition(".")
+            if name.startswith("options."):
+                section, name = f"{section}.options", name.removeprefix("options.")
+                name = name if _BARE.fullmatch(name) else format_toml_value(name)
+            if section != table:
+                lines += ["", f"[{section}]"] if lines else [f"[{section}]"]
+                table = section
+            comment = "  # tuned" if key in tuned_keys else ""
             lines.append(f"{name} = {format_toml_value(value)}{comment}")
     return "\n".join(lines) + "\n"
 

@@ -8,11 +8,12 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, final, get_type_hints
+from typing import Any, final
 
 from gmeta.config.algorithm import PLAIN
+from gmeta.config.former_keys import MOVED
 from gmeta.config.labels import LOSSES
-from gmeta.config.train_config import TrainConfig, config_from_dict
+from gmeta.config.train_config import TrainConfig, config_from_dict, types_of_keys
 from gmeta.errors import ConfigError, UserError
 from gmeta.metrics.catalogue import predicted_by
 from gmeta.runs.early_stop import make_early_stop
@@ -119,8 +120,11 @@ def replace_values(config: TrainConfig, values: Mapping[str, Any]) -> TrainConfi
     allowed."""
     raw = config.to_json()
     for key, value in values.items():
-        section, _, name = key.partition(".")
-        raw[section][name] = value
+        *sections, name = key.split(".")
+        keys = raw
+        for section in sections:
+            keys = keys[section]
+        keys[name] = value
     return config_from_dict(raw)
 
 
@@ -132,17 +136,17 @@ def read_space(path: Path, config: TrainConfig) -> Space:
             f"--space {str(path)!r} names 0 keys: at least one is needed. Write e.g. "
             '["algorithm.inner_lr"] with low = 0.01, high = 1.0, log = true'
         )
-    space = tuple(_parse_dimension(key, entry) for key, entry in raw.items())
-    _check_used(space, config)
+    space = tuple(_parse_dimension(MOVED.get(key, key), entry) for key, entry in raw.items())
+    _check_used(space, config.algorithm.name)
     check_space(space, config)
     return space
 
 
-def _check_used(space: Space, config: TrainConfig) -> None:
+def _check_used(space: Space, algorithm: str) -> None:
     """Raise UserError for a key that no trial is trained by, such as the inner rate of plain runs:
     trials would be spent on the same training."""
     choices = {one.key: one.values for one in space if isinstance(one, SearchChoices)}
-    names = choices.get("algorithm.name", (config.algorithm.name,))
+    names = choices.get("algorithm.name", (algorithm,))
     for dimension in space:
         if all(dimension.key in UNUSED_KEYS.get(name, ()) for name in names):
             raise UserError(
@@ -170,8 +174,8 @@ def make_plain_config(config: TrainConfig) -> TrainConfig:
     return replace_values(config, values)
 
 
-def make_plain_space(space: Space, plain: TrainConfig) -> Space:
-    """Return the space for a plain config: all of it but the choices of the algorithm, its plain
+def make_plain_space(space: Space) -> Space:
+    """Return a space for a plain config: all of it but the choices of the algorithm, its plain
     epochs, and inner rate and steps. Raises UserError: nothing else is in it."""
     left_out = ("algorithm.name", *UNUSED_KEYS[PLAIN])
     kept = tuple(dimension for dimension in space if dimension.key not in left_out)
@@ -180,7 +184,6 @@ def make_plain_space(space: Space, plain: TrainConfig) -> Space:
             f"--space names {', '.join(one.key for one in space)} alone: nothing is left to tune "
             'plain training by. Add e.g. ["outer.dense_lr"], or leave --with-plain out'
         )
-    check_space(kept, plain)
     return kept
 
 
@@ -245,12 +248,16 @@ def _find_type(key: str, entry: Any) -> Any:
             f"--space {key} = {entry!r} is no table of one key. Write the key in quotes: "
             f'["{key}.KEY"] with low and high, or choices'
         )
-    sections = get_type_hints(TrainConfig)
-    if section not in sections or name not in get_type_hints(sections[section]):
-        # The config's own words for it, which name the nearest key.
-        config_from_dict({section: {name: None}} if dot else {section: None})
-        raise ConfigError(f"{key} is unknown. `gmeta config` lists every key")
-    return get_type_hints(sections[section])[name]
+    types = types_of_keys()
+    if key in types:
+        return types[key]
+    table, _, option = name.partition(".")
+    if table == "options" and option:  # of somebody's own model or algorithm: they check it
+        bounds = entry.get("low"), entry.get("high")
+        return int if all(isinstance(end, int) for end in bounds) else float
+    # The config's own words for it, which name the nearest key.
+    config_from_dict({section: {name: None}} if dot else {section: None})
+    raise ConfigError(f"{key} is unknown. `gmeta config` lists every key")
 
 
 def make_default_space(config: TrainConfig, labels: tuple[str, ...] = ()) -> Space:

@@ -10,12 +10,12 @@ import json
 import math
 import os
 import warnings
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal, final
 
-from gmeta.config.train_config import TrainConfig
-from gmeta.errors import UserError
+from gmeta.config.train_config import TrainConfig, config_from_dict
+from gmeta.errors import ConfigError, UserError
 from gmeta.platform.files.atomic_write import write_atomically
 from gmeta.platform.files.checked_json import read_json
 from gmeta.runs.early_stop import EarlyStop
@@ -265,8 +265,10 @@ def _check_same(folder: Path, plan: StudyPlan) -> None:
         return
     try:
         found = read_json(path)
-    except ValueError as error:
+        begun = config_from_dict(found.get("config", {}), is_saved=True)  # maybe of former keys
+    except (ValueError, ConfigError) as error:
         raise _make_damage_error(path, error) from error
+    found["config"] = replace(plan, base=begun).to_json()["config"]
     for name, value in wanted.items():
         # There and back, so that tuples are lists on both sides.
         if found.get(name) != json.loads(json.dumps(value)):

@@ -17,7 +17,7 @@ from multiprocessing.context import ForkServerContext
 from pathlib import Path
 from typing import Any, final
 
-from gmeta.config.train_config import TrainConfig
+from gmeta.config.train_config import RunConfig
 from gmeta.errors import GMetaError
 from gmeta.platform.forking import forking_context, start
 from gmeta.runs.run_folder import RunFolder
@@ -95,11 +95,12 @@ class TrialRunner:
         folder = self.folder_of(number)
         folder.root.parent.mkdir(exist_ok=True)
         shutil.rmtree(folder.root, ignore_errors=True)  # of a journal that is lost
-        config = make_trial_config(self._study.config(values), folder.root)
+        config = self._study.config(values)
+        config = replace(config, run=make_trial_run(config.run, folder.root))
         log = folder.root.with_suffix(".log")
         used_places = {each.place for each in self._running.values()}
         place = next(place for place in count() if place not in used_places)
-        process, connection = start_process(self._context, self._work, config, log, place)
+        process, connection = start_process(self._context, self._work, config.to_json(), log, place)
         self._running[number] = _RunningTrial(process, connection, folder, place)
 
     def _report_validations(self, number: int, running: _RunningTrial) -> None:
@@ -149,11 +150,12 @@ class TrialRunner:
 
 
 def start_process(
-    context: ForkServerContext, work: Work, config: TrainConfig, log: Path, place: int = 0
+    context: ForkServerContext, work: Work, config: dict[str, Any], log: Path, place: int = 0
 ) -> tuple[Any, Connection]:
-    """Start a process that does `work` with a config; return it and the pipe that it reports to."""
+    """Start a process that does `work` with a config as JSON; return it and the pipe that it
+    reports to."""
     receiver, sender = context.Pipe(duplex=False)
-    arguments = config.to_json(), str(log), place, sender
+    arguments = config, str(log), place, sender
     process = context.Process(target=work, args=arguments, daemon=True)
     start(process)
     sender.close()
@@ -171,10 +173,10 @@ def wait_for_report(process: Any, receiver: Connection) -> TrialReport:
     return last
 
 
-def make_trial_config(config: TrainConfig, folder: Path) -> TrainConfig:
-    """Return the config of a trial's run: that of its study in a folder of its own, which keeps
+def make_trial_run(run: RunConfig, folder: Path) -> RunConfig:
+    """Return the [run] section of a trial: that of its study in a folder of its own, which keeps
     only the last checkpoint."""
-    return replace(config, run=replace(config.run, dir=str(folder), keep_last=1))
+    return replace(run, dir=str(folder), keep_last=1)
 
 
 @contextmanager

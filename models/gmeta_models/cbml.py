@@ -16,6 +16,7 @@ from gmeta_models.gated import GatedModel
 from gmeta_models.inputs import RowFeatures
 from gmeta_models.mlp import mlp
 from gmeta_models.model_config import InputSizes, ModelConfig
+from gmeta_models.options import CbmlOptions
 
 
 class ClusterGate(nn.Module):
@@ -62,7 +63,7 @@ class CBML(GatedModel):
 
     features_from = 0
 
-    def __init__(self, config: ModelConfig, sizes: InputSizes) -> None:
+    def __init__(self, config: ModelConfig, sizes: InputSizes, options: CbmlOptions) -> None:
         super().__init__()
         self.pooling = config.pooling
         width = sizes.side_by_side(config.embedding_dim)
@@ -71,7 +72,7 @@ class CBML(GatedModel):
             for index, width_out in enumerate([*config.hidden, sizes.outputs])
         }
         # The decision layers come last: a model's last linear layer is its head.
-        self.gate = ClusterGate(width, config.embedding_dim, config.clusters, outputs)
+        self.gate = ClusterGate(width, config.embedding_dim, options.clusters, outputs)
         self.decision = mlp([width, *config.hidden, sizes.outputs], activate_last=False)
 
     @property

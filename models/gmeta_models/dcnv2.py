@@ -13,6 +13,7 @@ from gmeta_models.decision import DecisionModel
 from gmeta_models.inputs import RowFeatures, RowInputs
 from gmeta_models.mlp import mlp, outputs_of_rows
 from gmeta_models.model_config import InputSizes, ModelConfig
+from gmeta_models.options import DcnOptions
 
 
 class CrossLayers(nn.Module):
@@ -42,11 +43,11 @@ def _cross_weights(width: int, rank: int) -> nn.Module:
 class StackedDCN(DecisionModel):
     """Logit (or rating) of every row: MLP(x_L), the cross layers below the MLP."""
 
-    def __init__(self, config: ModelConfig, sizes: InputSizes) -> None:
+    def __init__(self, config: ModelConfig, sizes: InputSizes, options: DcnOptions) -> None:
         super().__init__()
         self.pooling = config.pooling
         width = sizes.side_by_side(config.embedding_dim)
-        self.cross = CrossLayers(width, config.cross_layers, config.cross_rank)
+        self.cross = CrossLayers(width, options.cross_layers, options.cross_rank)
         self.deep = mlp([width, *config.hidden, sizes.outputs], activate_last=False)
 
     @property
@@ -63,11 +64,11 @@ class StackedDCN(DecisionModel):
 class ParallelDCN(nn.Module):
     """Logit (or rating) of every row: a linear layer over [x_L, MLP(x_0)]."""
 
-    def __init__(self, config: ModelConfig, sizes: InputSizes) -> None:
+    def __init__(self, config: ModelConfig, sizes: InputSizes, options: DcnOptions) -> None:
         super().__init__()
         self.pooling = config.pooling
         width = sizes.side_by_side(config.embedding_dim)
-        self.cross = CrossLayers(width, config.cross_layers, config.cross_rank)
+        self.cross = CrossLayers(width, options.cross_layers, options.cross_rank)
         self.deep = mlp([width, *config.hidden], activate_last=True)
         deep = [width, *config.hidden][-1]
         self.output = nn.Linear(width + deep, sizes.outputs)
@@ -79,7 +80,7 @@ class ParallelDCN(nn.Module):
         return outputs_of_rows(self.output(both))
 
 
-def dcnv2(config: ModelConfig, sizes: InputSizes) -> nn.Module:
+def dcnv2(config: ModelConfig, sizes: InputSizes, options: DcnOptions) -> nn.Module:
     """Return the DCN-V2 of this structure, its cross layers freshly initialised."""
-    kind = StackedDCN if config.structure == "stacked" else ParallelDCN
-    return kind(config, sizes)
+    kind = StackedDCN if options.structure == "stacked" else ParallelDCN
+    return kind(config, sizes, options)

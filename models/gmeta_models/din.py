@@ -16,6 +16,7 @@ from gmeta_models.decision import DecisionModel
 from gmeta_models.inputs import History, RowFeatures
 from gmeta_models.mlp import mlp
 from gmeta_models.model_config import InputSizes, ModelConfig
+from gmeta_models.options import DinOptions
 
 
 class DIN(DecisionModel):
@@ -27,20 +28,20 @@ class DIN(DecisionModel):
     the history as its interest. Departures: ReLU in place of Dice, and the difference and the
     element-wise product (as in the authors' code) in place of the outer product.
 
-    `model.history` names the multi-id column; the target is the single-id column that shares its
+    `history` names the multi-id column; the target is the single-id column that shares its
     table.
     """
 
     sees_dense_last = True
 
-    def __init__(self, config: ModelConfig, sizes: InputSizes) -> None:
+    def __init__(self, config: ModelConfig, sizes: InputSizes, options: DinOptions) -> None:
         super().__init__()
         self.pooling = config.pooling
         self.history: int
-        self.history, self.target = history_and_target(config.history, sizes)
+        self.history, self.target = history_and_target(options.history, sizes)
         self.num_single = sizes.num_single
         width = config.embedding_dim
-        self.attention = mlp([4 * width, *config.attention, 1], activate_last=False)
+        self.attention = mlp([4 * width, *options.attention, 1], activate_last=False)
         inputs = sizes.side_by_side(width)
         self.decision = mlp([inputs, *config.hidden, sizes.outputs], activate_last=False)
 
@@ -76,7 +77,7 @@ def history_and_target(history: str, sizes: InputSizes) -> tuple[int, int]:
     multi = [column.name for column in sizes.multi]
     if history not in multi:
         raise ValueError(
-            f"model.history = {history!r} is no multi-id column: this dataset has "
+            f"model.options.history = {history!r} is no multi-id column: this dataset has "
             f"{', '.join(multi) or 'none'}. Name the one that holds the behaviour history"
         )
     table = sizes.multi[multi.index(history)].table
@@ -84,7 +85,8 @@ def history_and_target(history: str, sizes: InputSizes) -> tuple[int, int]:
     if len(targets) != 1:
         names = [sizes.single[index].name for index in targets]
         raise ValueError(
-            f"model.history = {history!r} has table {table!r}, which {len(targets)} single-id "
+            f"model.options.history = {history!r} has table {table!r}, which {len(targets)} "
+            "single-id "
             f"columns share ({', '.join(names) or 'none'}): DIN takes exactly 1, the target item. "
             f"Give that column table = {table!r} in the schema, and no other, and prepare again"
         )

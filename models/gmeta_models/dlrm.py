@@ -12,6 +12,7 @@ from gmeta_models.inputs import RowFeatures
 from gmeta_models.mlp import mlp
 from gmeta_models.model_config import InputSizes, ModelConfig
 from gmeta_models.ops.pairwise_dots import PairwiseDots
+from gmeta_models.options import DlrmOptions
 
 
 class DLRM(DecisionModel):
@@ -23,24 +24,26 @@ class DLRM(DecisionModel):
     vector, which has no pair: every row would score the same.
     """
 
-    def __init__(self, config: ModelConfig, sizes: InputSizes) -> None:
+    def __init__(self, config: ModelConfig, sizes: InputSizes, options: DlrmOptions) -> None:
         super().__init__()
         self.pooling = config.pooling
-        self.interaction = config.interaction
+        self.interaction = options.interaction
         width = config.embedding_dim
         num_vectors = sizes.num_single + sizes.num_multi
         self.bottom: nn.Sequential | None = None
         if sizes.num_dense:
-            self.bottom = mlp([sizes.num_dense, *config.bottom, width], activate_last=True)
+            self.bottom = mlp([sizes.num_dense, *options.bottom, width], activate_last=True)
             num_vectors += 1
-        if config.interaction == "dot" and num_vectors < 2:
+        if options.interaction == "dot" and num_vectors < 2:
             raise ValueError(
-                'model.interaction = "dot" takes the dot products of pairs of columns: this '
+                'model.options.interaction = "dot" takes the dot products of pairs of columns: '
+                "this "
                 "dataset has 1 column, so no row would differ from another. "
-                'Set model.interaction = "cat", or add a column to the schema and prepare again'
+                'Set model.options.interaction = "cat", or add a column to the schema and '
+                "prepare again"
             )
         top_width = num_vectors * width
-        if config.interaction == "dot":
+        if options.interaction == "dot":
             top_width = num_vectors * (num_vectors - 1) // 2 + (
                 width if self.bottom is not None else 0
             )

@@ -51,12 +51,13 @@ def content_columns(
     for name in content:
         if name not in known:
             raise ValueError(
-                f"algorithm.content names {name!r}: the columns that may describe "
+                f"algorithm.options.content names {name!r}: the columns that may describe "
                 f"{readers[0]!r} are {', '.join(known) or 'none'}. Name some of them"
             )
     if not content:
         raise ValueError(
-            'algorithm.content = [] with algorithm.name = "metaemb": an embedding is generated '
+            'algorithm.options.content = [] with algorithm.name = "metaemb": an embedding is '
+            "generated "
             f"from columns that describe {readers[0]!r}. Name some of {', '.join(known)}"
         )
     return ContentColumns(

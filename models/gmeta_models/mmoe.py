@@ -12,25 +12,26 @@ from torch import Tensor, nn
 from gmeta_models.inputs import RowInputs
 from gmeta_models.mlp import mlp
 from gmeta_models.model_config import InputSizes, ModelConfig
+from gmeta_models.options import ExpertOptions
 from gmeta_models.towers import TowerModel
 
 
 class MMoE(TowerModel):
     """Logit (or rating) of every row for each output o: tower_o(sum_e g_oe expert_e(x)).
 
-    g_o = softmax(W_o x), without a bias, as in the paper. `model.expert` are the widths of an
+    g_o = softmax(W_o x), without a bias, as in the paper. `expert` are the widths of an
     expert, `model.hidden` those inside a tower. With one output it is a mixture of experts.
     """
 
-    def __init__(self, config: ModelConfig, sizes: InputSizes) -> None:
+    def __init__(self, config: ModelConfig, sizes: InputSizes, options: ExpertOptions) -> None:
         super().__init__()
         self.pooling = config.pooling
         width = sizes.side_by_side(config.embedding_dim)
-        self.experts = make_experts(config.experts, width, config.expert)
+        self.experts = make_experts(options.experts, width, options.expert)
         self.gates = nn.ModuleList(
-            nn.Linear(width, config.experts, bias=False) for _ in range(sizes.outputs)
+            nn.Linear(width, options.experts, bias=False) for _ in range(sizes.outputs)
         )
-        self.towers = make_towers(config, sizes.outputs)
+        self.towers = make_towers(config, options, sizes.outputs)
 
     def tower_inputs_NX(self, inputs: RowInputs) -> list[Tensor]:
         """Return the experts' outputs as the gate of each tower mixes them: [N, O]."""
@@ -39,14 +40,15 @@ class MMoE(TowerModel):
         return [mix_experts_NO(gate(rows_NX), outputs) for gate in self.gates]
 
 
-def make_towers(config: ModelConfig, outputs: int) -> nn.ModuleList:
+def make_towers(config: ModelConfig, options: ExpertOptions, outputs: int) -> nn.ModuleList:
     """Return a tower for each output, on what its gate makes of the experts. Raises ValueError:
-    model.expert has no layer."""
-    if not config.expert:
+    model.options.expert has no layer."""
+    if not options.expert:
         raise ValueError(
-            "model.expert = []: an expert needs at least one layer. Write its width, e.g. [64]"
+            "model.options.expert = []: an expert needs at least one layer. Write its width, "
+            "e.g. [64]"
         )
-    widths = [config.expert[-1], *config.hidden, 1]
+    widths = [options.expert[-1], *config.hidden, 1]
     return nn.ModuleList(mlp(widths, activate_last=False) for _ in range(outputs))
 
 

@@ -15,7 +15,7 @@ def resolve_pooling(model: object) -> Pooling:
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """Sizes and variants; a model ignores what it has no use for."""
+    """Sizes, what all models share, and the options of one alone."""
 
     name: str = key(
         "dlrm",
@@ -29,38 +29,10 @@ class ModelConfig:
     hidden: tuple[int, ...] = key(
         (256, 128), "widths of the layers between the interaction and the output", min=1
     )
-    bottom: tuple[int, ...] = key(
-        (64,), "dlrm: hidden widths of the MLP over the dense columns", min=1
-    )
-    interaction: Literal["dot", "cat"] = key(
-        "dot", "dlrm: pairwise dot products, or plain concatenation"
-    )
     output_bias: float = key(
         0.0, "added to the last layer's initial bias: the mean label, or its logit"
     )
     pooling: Pooling = key("mean", "how the ids of a multi-id feature become one vector")
-    clusters: int = key(4, "cbml: soft clusters that tasks fall into", min=1)
-    history: str = key(
-        "",
-        "din: the multi-id column of the behaviour history; "
-        "the target is the single-id column of the same table",
-    )
-    attention: tuple[int, ...] = key(
-        (36,), "din: hidden widths of the MLP that weighs the history's entries", min=1
-    )
-    cross_layers: int = key(3, "dcnv2: cross layers", min=1)
-    cross_rank: int = key(
-        0, "dcnv2: rank of the matrices of the cross layers; 0: they are whole", min=0
-    )
-    structure: Literal["stacked", "parallel"] = key(
-        "stacked", "dcnv2: the MLP above the cross layers, or beside them"
-    )
-    experts: int = key(4, "mmoe, ple: experts that all outputs share; ple: a level", min=1)
-    own_experts: int = key(2, "ple: experts of each output alone, a level", min=1)
-    expert: tuple[int, ...] = key(
-        (64,), "mmoe, ple: widths of the layers of an expert; hidden are those of a tower", min=1
-    )
-    levels: int = key(2, "ple: levels of experts", min=1)
     width: Literal["equal", "auto"] = key(
         "equal",
         "width of the tables: embedding_dim for all, or by their rows, at most that: "
@@ -69,7 +41,11 @@ class ModelConfig:
     widths: tuple[str, ...] = key(
         (), 'exceptions: the widths of single tables, multiples of 4, e.g. ["city=4"]'
     )
-    options: dict[str, Any] = key(dict, "settings of a model of your own, by its `Options`")
+    options: dict[str, Any] = key(
+        dict,
+        "keys of one model alone, as [model.options]; those of another model have no effect, those "
+        "of your own are its `Options` (docs/extending.md)",
+    )
 
 
 @dataclass(frozen=True)

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from gmeta_models.inputs import RowInputs
 from gmeta_models.mmoe import make_experts, make_towers, mix_experts_NO
 from gmeta_models.model_config import InputSizes, ModelConfig
+from gmeta_models.options import PleOptions
 from gmeta_models.towers import TowerModel
 
 
@@ -25,15 +26,15 @@ class ExtractionLevel(nn.Module):
     A gate reads what its own experts read. The last level has no shared gate: nothing reads it.
     """
 
-    def __init__(self, config: ModelConfig, outputs: int, width: int, is_last: bool) -> None:
+    def __init__(self, options: PleOptions, outputs: int, width: int, is_last: bool) -> None:
         super().__init__()
         self.own = nn.ModuleList(
-            make_experts(config.own_experts, width, config.expert) for _ in range(outputs)
+            make_experts(options.own_experts, width, options.expert) for _ in range(outputs)
         )
-        self.shared = make_experts(config.experts, width, config.expert)
-        both = config.own_experts + config.experts
+        self.shared = make_experts(options.experts, width, options.expert)
+        both = options.own_experts + options.experts
         self.gates = nn.ModuleList(nn.Linear(width, both, bias=False) for _ in range(outputs))
-        every = outputs * config.own_experts + config.experts
+        every = outputs * options.own_experts + options.experts
         self.shared_gate = None if is_last else nn.Linear(width, every, bias=False)
 
     def forward(self, inputs: list[Tensor]) -> list[Tensor]:
@@ -58,19 +59,19 @@ class ExtractionLevel(nn.Module):
 class PLE(TowerModel):
     """Logit (or rating) of every row for each output o: tower_o of its mixture at the last level.
 
-    `model.levels` levels, each with `model.experts` shared experts and `model.own_experts` of each
-    output; `model.expert` are the widths of an expert, `model.hidden` those inside a tower. One
+    `levels` levels, each with `experts` shared experts and `own_experts` of each
+    output; `expert` are the widths of an expert, `model.hidden` those inside a tower. One
     level is the paper's CGC.
     """
 
-    def __init__(self, config: ModelConfig, sizes: InputSizes) -> None:
+    def __init__(self, config: ModelConfig, sizes: InputSizes, options: PleOptions) -> None:
         super().__init__()
         self.pooling = config.pooling
-        self.towers = make_towers(config, sizes.outputs)
+        self.towers = make_towers(config, options, sizes.outputs)
         widths = [sizes.side_by_side(config.embedding_dim)]
-        widths += [config.expert[-1]] * (config.levels - 1)
+        widths += [options.expert[-1]] * (options.levels - 1)
         self.levels = nn.ModuleList(
-            ExtractionLevel(config, sizes.outputs, width, is_last=level + 1 == config.levels)
+            ExtractionLevel(options, sizes.outputs, width, is_last=level + 1 == options.levels)
             for level, width in enumerate(widths)
         )
 

@@ -3,12 +3,12 @@
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
-from typing import Any
 
 import torch
 from torch import nn
 
-from gmeta_keys import Wording, parse
+from gmeta_keys import Wording
+from gmeta_keys.options import parse_options
 from gmeta_keys.plugins import Registry, is_subclass_of
 from gmeta_keys.translate_errors import format_foreign_error, translate_errors
 from gmeta_models.cbml import CBML
@@ -22,9 +22,10 @@ from gmeta_models.inputs import RowInputs
 from gmeta_models.melu import MeLU
 from gmeta_models.mmoe import MMoE
 from gmeta_models.model_config import InputSizes, ModelConfig
+from gmeta_models.options import MODEL_OPTIONS
 from gmeta_models.ple import PLE
 
-MODELS: dict[str, Callable[[ModelConfig, InputSizes], nn.Module]] = {
+MODELS: dict[str, Callable[..., nn.Module]] = {
     "cbml": CBML,
     "dcnv2": dcnv2,
     "deepfm": DeepFM,
@@ -62,9 +63,11 @@ def build_model(config: ModelConfig, sizes: InputSizes) -> nn.Module:
             "the dataset has 0 sparse columns: a model needs at least one. "
             "Add a [[single]] or [[multi]] column to the schema and prepare again"
         )
-    options = _options(config, make)
+    kind = MODEL_OPTIONS.get(config.name, getattr(make, "Options", None))
+    owner = f"model.name = {config.name!r}"
+    options = parse_options(kind, config.options, MODEL_OPTIONS, _WORDING, "model.options.", owner)
     with _translate_errors(config, "be made", "__init__"):
-        model = make(config, sizes, *options)
+        model = make(config, sizes) if options is None else make(config, sizes, options)
     if not row_layers(model):
         raise ValueError(
             f"model.name = {config.name!r} has 0 linear layers that work on rows: at least one is "
@@ -173,16 +176,3 @@ def _check_parameters(model: nn.Module, config: ModelConfig) -> None:
                 f"model.name = {config.name!r} keeps {type(kept).__name__} as {name}; checkpoints "
                 "hold tensors alone. Have get_extra_state return one, or leave it out"
             )
-
-
-def _options(config: ModelConfig, make: Any) -> tuple[Any, ...]:
-    """Return the settings of the model's own as its dataclass `Options`; none if it has none."""
-    wanted = getattr(make, "Options", None)
-    if wanted is not None:
-        return (parse(wanted, config.options, _WORDING, "model.options."),)
-    if config.options:
-        raise ValueError(
-            f"model.options.{next(iter(config.options))} is given, but model.name = "
-            f"{config.name!r} has no options. Remove it"
-        )
-    return ()

@@ -32,7 +32,7 @@ def for_the_loop(algorithm: AlgorithmConfig, model: ModelConfig) -> AlgorithmCon
     """What the loop runs in place of an algorithm: of ANIL MAML of the head, else the same."""
     if algorithm.name != "anil":
         return algorithm
-    is_parallel = model.name == "dcnv2" and model.structure == "parallel"
+    is_parallel = model.name == "dcnv2" and model.options.get("structure") == "parallel"
     head = "output" if is_parallel else HEADS[model.name]
     return replace(algorithm, adapt_layers=(head,), adapt_embeddings=False)
 

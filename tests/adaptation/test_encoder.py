@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from gmeta.adaptation.algorithms.algorithm import TableSizes
-from gmeta.config.algorithm import AlgorithmConfig
+from gmeta.config.algorithm import AlgorithmConfig, EncoderOptions
 from gmeta.learner import MetaLearner
 from gmeta.losses.row_losses import LossFunction, row_losses_N
 from gmeta.runs.build import build_learner
@@ -27,13 +27,15 @@ MODEL = ModelConfig(
     name="melu",
     embedding_dim=4,
     hidden=(5, 3),
-    bottom=(3,),
-    clusters=3,
-    history="m0",
-    structure="parallel",
-    cross_layers=1,
+    options={
+        "bottom": (3,),
+        "clusters": 3,
+        "history": "m0",
+        "structure": "parallel",
+        "cross_layers": 1,
+    },
 )
-FORWARD = AlgorithmConfig(name="encoder", encoder_hidden=(6, 3), cold_weight=0.3)
+FORWARD = AlgorithmConfig(name="encoder", options={"encoder_hidden": (6, 3), "cold_weight": 0.3})
 
 
 def encoded(
@@ -41,21 +43,22 @@ def encoded(
 ) -> dict[str, tuple[Tensor, Tensor]]:
     """Scale and shift of each layer for one task: the docstring's equations, a row at a time."""
     parameters = dict(encoder.named_parameters())
-    width = config.encoder_hidden[-1]
+    options = config.options_of(EncoderOptions)
+    width = options.encoder_hidden[-1]
     codes = []
     for row in rows:
         code = row
-        for layer in range(len(config.encoder_hidden)):
+        for layer in range(len(options.encoder_hidden)):
             weight, bias = (
                 parameters[f"rows.{2 * layer}.weight"],
                 parameters[f"rows.{2 * layer}.bias"],
             )
             code = weight @ code + bias
-            if layer + 1 < len(config.encoder_hidden):
+            if layer + 1 < len(options.encoder_hidden):
                 code = code.clamp(min=0.0)
         codes.append(code)
     counts = [torch.tensor(1.0 / len(rows), dtype=torch.float64) for _ in rows]
-    if config.encoder_pooling == "attention" and rows:
+    if options.encoder_pooling == "attention" and rows:
         scores = torch.stack([parameters["attention.weight"][0] @ code for code in codes])
         counts = list(torch.exp(scores) / torch.exp(scores).sum())
     mean = torch.zeros(width, dtype=torch.float64)
@@ -69,7 +72,7 @@ def encoded(
     for name, size in zip(encoder._outputs, widths, strict=True):
         scale = 2 / (1 + torch.exp(-made[start : start + size]))
         shift = torch.zeros(size, dtype=torch.float64)
-        if config.encoder_modulation == "film":
+        if options.encoder_modulation == "film":
             shift = made[sum(widths) + start : sum(widths) + start + size]
         found[name] = scale, shift
         start += size
@@ -135,7 +138,8 @@ def slow_loss(
             output = functional_call(learner.model, weights, (inputs,))
             losses.append(row_losses_N(LossFunction(loss), output, label).mean())
         warm, cold = losses
-        terms.append((1 - config.cold_weight) * warm + config.cold_weight * cold)
+        share = config.options["cold_weight"]
+        terms.append((1 - share) * warm + share * cold)
     return torch.stack(terms).mean()
 
 
@@ -188,8 +192,7 @@ def test_any_shape_gives_the_loss_and_gradients_of_the_equations(
     rng = random.Random(seed)
     config = replace(
         FORWARD,
-        encoder_pooling=pooling,
-        encoder_modulation=modulation,
+        options={**FORWARD.options, "encoder_pooling": pooling, "encoder_modulation": modulation},
         support_prior=prior,
         adapt_layers=layers,
     )
@@ -282,7 +285,7 @@ def test_inner_steps_start_from_the_encoders_weights(rows_adapt: bool) -> None:
         name="encoder_maml",
         inner_steps=2,
         inner_lr=0.1,
-        cold_weight=0.0,
+        options={**FORWARD.options, "cold_weight": 0.0},
         adapt_embeddings=rows_adapt,
     )
     learner, features, tables = one_learner(config)
@@ -312,7 +315,9 @@ def test_inner_steps_start_from_the_encoders_weights(rows_adapt: bool) -> None:
 
 
 def test_the_order_of_support_rows_does_not_matter_and_their_labels_do() -> None:
-    learner, features, tables = one_learner(replace(FORWARD, encoder_pooling="attention"))
+    learner, features, tables = one_learner(
+        replace(FORWARD, options={**FORWARD.options, "encoder_pooling": "attention"})
+    )
     task = reference.random_task(features, 4, 3, random.Random(0))
 
     def swapped(values: list[Any]) -> list[Any]:
@@ -345,7 +350,7 @@ def test_attention_over_large_scores_stays_finite() -> None:
 
 @pytest.mark.parametrize("pooling", ["mean", "attention"])
 def test_bf16_products_leave_the_loss_close_and_gradients_finite(pooling: Any) -> None:
-    config = replace(FORWARD, encoder_pooling=pooling)
+    config = replace(FORWARD, options={**FORWARD.options, "encoder_pooling": pooling})
     features = reference.some_features(2, 1, 1)
     torch.manual_seed(0)
     learner = build_learner(features, MODEL, config, "bce")
@@ -384,14 +389,17 @@ def test_what_an_encoder_cannot_be_made_of_is_refused() -> None:
 
 
 def test_a_frozen_base_needs_a_part_that_learns() -> None:
-    assert refusal(AlgorithmConfig(name="maml", train_base=False)) == (
-        'algorithm.train_base = false with algorithm.name = "maml": nothing would learn. Set it '
+    assert refusal(AlgorithmConfig(name="maml", options={"train_base": False})) == (
+        'algorithm.options.train_base = false with algorithm.name = "maml": nothing would learn. '
+        "Set it "
         "to true, or choose encoder or metaemb, which learn a part of their own"
     )
 
 
 def test_a_frozen_base_gets_no_gradient_and_the_encoder_does() -> None:
-    learner, features, tables = one_learner(replace(FORWARD, train_base=False))
+    learner, features, tables = one_learner(
+        replace(FORWARD, options={**FORWARD.options, "train_base": False})
+    )
     tasks = [reference.random_task(features, 3, 2, random.Random(0))]
     batch = reference.batch_of(tasks, features)
     learner(fetched(batch, tables), learner.collate(batch), weight=1.0).backward()

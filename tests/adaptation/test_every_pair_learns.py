@@ -72,13 +72,15 @@ def test_the_query_loss_of_unseen_tasks_falls(name: str, model: str) -> None:
         name=model,
         embedding_dim=8,
         hidden=(16,),
-        bottom=(8,),
-        history="m0",
-        attention=(8,),
-        cross_layers=1,
-        experts=2,
-        own_experts=1,
-        expert=(16,),
+        options={
+            "bottom": (8,),
+            "history": "m0",
+            "attention": (8,),
+            "cross_layers": 1,
+            "experts": 2,
+            "own_experts": 1,
+            "expert": (16,),
+        },
     )
     algorithm = AlgorithmConfig(name=name, inner_steps=3, inner_lr=0.3)
     drawn, steps, share, rate = planted_tasks, 35, 0.4, 0.02
@@ -92,15 +94,24 @@ def test_the_query_loss_of_unseen_tasks_falls(name: str, model: str) -> None:
     if name == "encoder":
         # It learns how to adapt, too, where a gradient step knows; and what a task likes must
         # show in its features, as no embedding row of its own moves in their dot products.
-        config, steps, share = replace(config, interaction="cat"), 70, 0.8
+        config, steps, share = (
+            replace(config, options={**config.options, "interaction": "cat"}),
+            70,
+            0.8,
+        )
         if model == "deepfm":  # whose FM part has no layer to modulate, and must not outrun them
             rate, steps = 0.005, 140
     if (name, model) == ("encoder_maml", "ple"):
         # The deepest model, moved in two ways at once: narrow, it swings from seed to seed.
-        config, rate = replace(config, hidden=(32,), expert=(32,)), 0.01
+        config, rate = (
+            replace(config, hidden=(32,), options={**config.options, "expert": (32,)}),
+            0.01,
+        )
         algorithm = replace(algorithm, inner_lr=0.1)
     if name == "metaemb":
-        algorithm = replace(algorithm, adapt_embeddings=("s1",), content=("m0",))
+        algorithm = replace(
+            algorithm, adapt_embeddings=("s1",), options={**algorithm.options, "content": ("m0",)}
+        )
         drawn, steps, share = planted_items, 40, 0.5
     learner = build_learner(FEATURES, config, algorithm, "bce")
     tables = {

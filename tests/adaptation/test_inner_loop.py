@@ -74,18 +74,20 @@ def test_any_shape_gives_the_loss_and_gradients_of_the_loop(
         name=model,
         embedding_dim=4,
         hidden=(5, 3),
-        bottom=(3,),
+        options={
+            "bottom": (3,),
+            "interaction": interaction,
+            "clusters": 3,
+            "history": "m0",
+            "attention": (6,),
+            "cross_layers": 2,
+            "cross_rank": 2 if interaction == "cat" else 0,
+            "structure": "parallel" if interaction == "cat" else "stacked",
+            "experts": 2,
+            "own_experts": 1,
+            "expert": (4,),
+        },
         pooling=pooling,
-        interaction=interaction,
-        clusters=3,
-        history="m0",
-        attention=(6,),
-        cross_layers=2,
-        cross_rank=2 if interaction == "cat" else 0,
-        structure="parallel" if interaction == "cat" else "stacked",
-        experts=2,
-        own_experts=1,
-        expert=(4,),
     )
     one_table = ("shared" if shared_table and model != "din" else "s0",)
     algorithm = AlgorithmConfig(
@@ -94,8 +96,8 @@ def test_any_shape_gives_the_loss_and_gradients_of_the_loop(
         inner_lr=0.05,
         support_prior=prior,
         adapt_embeddings=one_table if embeddings == "one table" else bool(embeddings),
-        inner_path="auto" if rates == "weight" else path,
-        learned_rates=rates,
+        options={"learned_rates": rates},
+        layer_paths=("*=" + ("auto" if rates == "weight" else path),),
         bias_rate=1.0 if name == "reptile" else bias_rate,
     )
     assert_equals_loop(sizes, columns, config, algorithm, loss, seed, shared_table)
@@ -106,7 +108,7 @@ def test_any_shape_gives_the_loss_and_gradients_of_the_loop(
 def test_tasks_may_lack_support_or_query_rows(name: str, sizes: list[tuple[int, int]]) -> None:
     if name == "reptile" and not any(support for support, _ in sizes):
         pytest.skip("no support row: Reptile has no term at all")
-    config = ModelConfig(name="dlrm", embedding_dim=4, hidden=(5, 3), bottom=(3,))
+    config = ModelConfig(name="dlrm", embedding_dim=4, hidden=(5, 3), options={"bottom": (3,)})
     assert_equals_loop(
         sizes, (2, 1, 2), config, AlgorithmConfig(name=name, inner_steps=2), "bce", seed=2
     )
@@ -119,7 +121,7 @@ def test_a_rank_with_nothing_to_learn_from_still_reaches_every_parameter(
 ) -> None:
     features = reference.some_features(2, 1, 1)
     tasks = [reference.random_task(features, *size, random.Random(0)) for size in sizes]
-    config = ModelConfig(name="dlrm", embedding_dim=4, hidden=(5,), bottom=(3,))
+    config = ModelConfig(name="dlrm", embedding_dim=4, hidden=(5,), options={"bottom": (3,)})
     model = build_model(config, measure_inputs(features))
     learner = MetaLearner(model, AlgorithmConfig(name=name), "bce", TableSizes(3, 4))
     batch = reference.batch_of(tasks, features)
@@ -133,7 +135,7 @@ def test_a_rank_with_nothing_to_learn_from_still_reaches_every_parameter(
 @pytest.mark.parametrize("name", ["maml", "fomaml", "reptile", "metasgd"])
 def test_only_the_named_layers_adapt(name: str, patterns: tuple[str, ...]) -> None:
     algorithm = AlgorithmConfig(name=name, inner_steps=2, adapt_layers=patterns)
-    config = ModelConfig(name="dlrm", embedding_dim=4, hidden=(5,), bottom=(3,))
+    config = ModelConfig(name="dlrm", embedding_dim=4, hidden=(5,), options={"bottom": (3,)})
     assert_equals_loop([(3, 2), (1, 4)], (2, 1, 2), config, algorithm, "bce", seed=1)
 
 
@@ -211,15 +213,14 @@ def test_learned_rates_of_rows_need_to_know_the_tables() -> None:
     )
 
 
-@pytest.mark.parametrize(
-    "paths", [{"inner_path": "low_rank"}, {"layer_paths": ("decision.2=low_rank",)}]
-)
-def test_a_rate_for_each_weight_refuses_the_low_rank_path(paths: dict[str, Any]) -> None:
-    config = AlgorithmConfig(name="metasgd", learned_rates="weight", **paths)
+@pytest.mark.parametrize("path", ["*=low_rank", "decision.2=low_rank"])
+def test_a_rate_for_each_weight_refuses_the_low_rank_path(path: str) -> None:
+    options = {"learned_rates": "weight"}
+    config = AlgorithmConfig(name="metasgd", layer_paths=(path,), options=options)
     assert refusal(config) == (
-        'algorithm.inner_path or layer_paths says "low_rank" with algorithm.learned_rates = '
-        '"weight": a rate for each weight leaves a change no low rank. '
-        'Set "auto" in its place, or learned_rates = "layer" or "output"'
+        'algorithm.layer_paths says "low_rank" with algorithm.options.learned_rates = "weight": a '
+        "rate for each weight leaves a change no low rank. Leave it out, or set learned_rates = "
+        '"layer" or "output"'
     )
 
 
@@ -237,12 +238,13 @@ def test_a_rate_for_each_weight_refuses_the_low_rank_path(paths: dict[str, Any])
 def test_each_layer_may_have_a_path_of_its_own(
     name: str, model: str, entries: list[str], path: InnerPath, embeddings: bool
 ) -> None:
-    config = ModelConfig(name=model, embedding_dim=4, hidden=(5, 3), history="m0", attention=(6,))
+    config = ModelConfig(
+        name=model, embedding_dim=4, hidden=(5, 3), options={"history": "m0", "attention": (6,)}
+    )
     algorithm = AlgorithmConfig(
         name=name,
         inner_steps=2,
-        inner_path=path,
-        layer_paths=tuple(entries),
+        layer_paths=(f"*={path}", *entries),
         adapt_embeddings=embeddings,
     )
     assert_equals_loop([(3, 2), (0, 1), (1, 4)], (2, 1, 1), config, algorithm, "bce", seed=3)
@@ -257,13 +259,13 @@ def test_layers_are_held_as_their_paths_say(monkeypatch: pytest.MonkeyPatch) -> 
         held.append((type(change).__name__, grads_TSO.shape[-1]))
         return change
 
-    monkeypatch.setattr("gmeta.adaptation.adapted_layers.one_step", noted)
+    monkeypatch.setattr("gmeta.adaptation.adapted_layers.step_update", noted)
     monkeypatch.setattr(AdaptationPlan, "route", lambda *_: "general")
     config = ModelConfig(name="dlrm", embedding_dim=4, hidden=(5, 3))
     paths = ("*=low_rank", "top.2=materialised")
     algorithm = AlgorithmConfig(name="maml", layer_paths=paths)
     assert_equals_loop([(3, 2), (2, 4)], (2, 0, 0), config, algorithm, "bce", seed=0)
-    assert set(held) == {("LowRankChange", 5), ("MaterialisedChange", 3), ("LowRankChange", 1)}
+    assert set(held) == {("LowRankUpdate", 5), ("MaterialisedUpdate", 3), ("LowRankUpdate", 1)}
 
 
 def test_the_later_entry_that_matches_a_layer_says_its_path() -> None:
@@ -344,7 +346,7 @@ WAYS: dict[str, Callable[[nn.Linear, Tensor], Tensor]] = {
 def test_a_layer_that_is_not_called_cannot_adapt_and_is_refused(way: str, name: str) -> None:
     features = reference.some_features(1, 0, 0)
     tables = TableSizes(1, 4, ("s0",), InputSizes(1, 0, 0))
-    config = AlgorithmConfig(name=name, encoder_hidden=(3,))
+    config = AlgorithmConfig(name=name, options={"encoder_hidden": (3,)})
     learner = MetaLearner(TwoLayers(WAYS[way]), config, "bce", tables)
     tasks = [reference.random_task(features, *of, random.Random(0)) for of in ((2, 2), (0, 1))]
     batch = reference.batch_of(tasks, features)
@@ -421,7 +423,7 @@ def test_predictions_along_the_way_are_those_of_as_many_steps(
     features = reference.some_features(2, 1, 2)
     tasks = [reference.random_task(features, *size, rng) for size in ((5, 3), (0, 2), (1, 4))]
     batch = reference.batch_of(tasks, features)
-    widths = ModelConfig(name=model, embedding_dim=4, hidden=(6,), bottom=(4,))
+    widths = ModelConfig(name=model, embedding_dim=4, hidden=(6,), options={"bottom": (4,)})
     rows_UD = torch.randn(len(batch.unique_ids_U), 4, dtype=torch.float64)
 
     def learner_of(steps: int) -> MetaLearner:

@@ -30,13 +30,14 @@ FEATURES = Features(
     dense=("age",),
 )
 ITEM, YEAR, GENRE = 1, 2, 0
-MODEL = ModelConfig(name="melu", embedding_dim=4, hidden=(8, 5), bottom=(3,), clusters=3)
+MODEL = ModelConfig(
+    name="melu", embedding_dim=4, hidden=(8, 5), options={"bottom": (3,), "clusters": 3}
+)
 PAPER = AlgorithmConfig(
     name="metaemb",
     inner_lr=0.2,
     adapt_embeddings=("item",),
-    content=("genre", "year"),
-    cold_weight=0.3,
+    options={"content": ("genre", "year"), "cold_weight": 0.3},
 )
 Tables = dict[str, Tensor]
 
@@ -165,7 +166,7 @@ def test_loss_and_gradients_are_those_of_the_paper(
     expected = torch.stack(terms).mean()
     theirs = torch.autograd.grad(expected, wanted, allow_unused=True)
     batch = reference.batch_of(tasks, FEATURES)
-    actual = learner(fetched(batch, tables), learner.arrange(batch), weight=1 / len(tasks))
+    actual = learner(fetched(batch, tables), learner.collate(batch), weight=1 / len(tasks))
     ours = torch.autograd.grad(actual, wanted, allow_unused=True)
     torch.testing.assert_close(actual, expected, rtol=0, atol=1e-10)
     for parameter, mine, other in zip(wanted, ours, theirs, strict=True):
@@ -187,8 +188,8 @@ def test_a_frozen_base_learns_nothing_and_the_generator_the_same() -> None:
     batch = reference.batch_of(tasks, FEATURES)
     grads = []
     for train_base in (True, False):
-        learner, tables = drawn(replace(PAPER, train_base=train_base))
-        learner(fetched(batch, tables), learner.arrange(batch), weight=0.5).backward()
+        learner, tables = drawn(replace(PAPER, options={**PAPER.options, "train_base": train_base}))
+        learner(fetched(batch, tables), learner.collate(batch), weight=0.5).backward()
         generator = learner.generator
         grads.append([parameter.grad for parameter in generator.parameters()])
         reached = [p for p in learner.model.parameters() if p.grad is not None and p.grad.any()]
@@ -205,7 +206,7 @@ def test_predictions_are_those_of_the_generated_and_of_the_warmed_up_embedding()
     learner, tables = drawn(config)
     tasks = item_tasks([(3, 2), (0, 2), (4, 2)])
     batch = reference.batch_of(tasks, FEATURES)
-    shown = learner.predict(fetched(batch, tables), learner.arrange_to_predict(batch))
+    shown = learner.predict(fetched(batch, tables), learner.collate_to_predict(batch))
     for index, task in enumerate(tasks):
         before, after, _, _ = slow(learner, tables, task, config, "bce")
         torch.testing.assert_close(shown.before_N.split(2)[index], before.detach())
@@ -221,7 +222,7 @@ def test_the_row_in_the_table_says_nothing_and_the_content_does() -> None:
     shown = []
     for each in (task, other, older):
         batch = reference.batch_of([each], FEATURES)
-        prediction = learner.predict(fetched(batch, tables), learner.arrange_to_predict(batch))
+        prediction = learner.predict(fetched(batch, tables), learner.collate_to_predict(batch))
         shown.append(prediction.before_N)
     assert torch.equal(shown[0], shown[1])
     assert not torch.allclose(shown[0], shown[2])
@@ -242,12 +243,14 @@ def test_what_no_embedding_can_be_generated_of_is_refused() -> None:
         "algorithm.adapt_embeddings = ['item', 'user'] with algorithm.name = \"metaemb\": it "
         'generates the embeddings of exactly 1 table. Name it, such as ["item"]'
     )
-    assert refusal(content=()) == (
-        'algorithm.content = [] with algorithm.name = "metaemb": an embedding is generated from '
+    assert refusal(options={"content": ()}) == (
+        'algorithm.options.content = [] with algorithm.name = "metaemb": an embedding is '
+        "generated from "
         "columns that describe 'item'. Name some of user, year, genre, tags"
     )
-    assert refusal(content=("item",)) == (
-        "algorithm.content names 'item': the columns that may describe 'item' are user, year, "
+    assert refusal(options={"content": ("item",)}) == (
+        "algorithm.options.content names 'item': the columns that may describe 'item' are user, "
+        "year, "
         "genre, tags. Name some of them"
     )
     assert refusal(adapt_embeddings=("genre",)) == (

@@ -2,6 +2,7 @@
 
 import random
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import pytest
 import torch
@@ -20,6 +21,7 @@ from gmeta.config.algorithm import AlgorithmConfig
 from gmeta.errors import ConfigError
 from gmeta.learner import MetaLearner
 from gmeta.runs.build import build_learner
+from gmeta_keys import key
 from gmeta_models import MODELS, InputSizes, ModelConfig
 from gmeta_models.decision import DecisionModel
 from gmeta_models.inputs import RowFeatures, RowInputs
@@ -28,6 +30,7 @@ from tests.support import reference
 from tests.support.refusals import catch_message
 
 FEATURES = reference.some_features(2, 0, 1)
+HIDDEN = {"encoder_hidden": (4,)}
 TASKS = [(3, 2), (1, 4), (0, 2)]
 
 
@@ -37,7 +40,7 @@ def learner_of(
     """A learner of an algorithm and a small model, drawn the same each time."""
     monkeypatch.setitem(ALGORITHMS, "own", own)
     torch.manual_seed(3)
-    config = AlgorithmConfig(name="own", encoder_hidden=(4,), **keys)  # type: ignore[arg-type]
+    config = AlgorithmConfig(**{"name": "own", "options": HIDDEN, **keys})  # type: ignore[arg-type]
     sizes = ModelConfig(name=model, embedding_dim=4, hidden=(5, 3))
     return build_learner(FEATURES, sizes, config, "mse").double()
 
@@ -63,8 +66,10 @@ def test_what_an_algorithm_learns_beside_the_model_learns_with_mamls_loss_too(
     learner = learner_of(own, monkeypatch)
     assert learner.route == "general"
     loss, grads = step(learner)
+    options = {**HIDDEN, "cold_weight": 0.0}
     # Without a share of the cold loss encoder_maml has the same equations.
-    wanted, wanted_grads = step(learner_of(ALGORITHMS["encoder_maml"], monkeypatch, cold_weight=0))
+    same = learner_of(ALGORITHMS["encoder_maml"], monkeypatch, options=options)
+    wanted, wanted_grads = step(same)
     torch.testing.assert_close(loss, wanted)
     torch.testing.assert_close(grads, wanted_grads)
     assert grads["encoder.rows.0.weight"].abs().sum() > 0
@@ -228,3 +233,34 @@ def test_every_rank_has_a_gradient_of_all_parameters(monkeypatch: pytest.MonkeyP
     assert loss.isfinite()
     assert not grads["model.spare"].any()
     assert grads["model.layers.2.weight"].any()
+
+
+@dataclass(frozen=True)
+class Sharpness:
+    """Keys of an algorithm of one's own."""
+
+    sharpness: float = key(1.0, "how sharp", min=0.0)
+
+
+def test_an_algorithm_of_ones_own_has_options(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[float] = []
+
+    def noted(model: nn.Module, config: AlgorithmConfig) -> AlgorithmConfig:
+        seen.append(config.options_of(Sharpness).sharpness)
+        return config
+
+    own = Algorithm(QueryLoss(second_order=True), preset=noted, options=Sharpness)
+    learner_of(own, monkeypatch)
+    learner_of(own, monkeypatch, options={**HIDDEN, "sharpness": 2.0})
+    assert seen == [1.0, 2.0]
+    with pytest.raises(ConfigError) as caught:
+        learner_of(own, monkeypatch, options={"sharpnes": 2.0})
+    assert str(caught.value) == (
+        "algorithm.options.sharpnes is unknown; did you mean algorithm.options.sharpness?"
+    )
+    plain = Algorithm(QueryLoss(second_order=True))
+    with pytest.raises(ConfigError) as caught:
+        learner_of(plain, monkeypatch, options={"sharpness": 2.0})
+    assert str(caught.value) == (
+        "algorithm.options.sharpness is given, but algorithm.name = 'own' has no options. Remove it"
+    )

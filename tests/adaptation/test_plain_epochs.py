@@ -1,6 +1,7 @@
 """A plain epoch in front of meta-training is plain training's to the bit; then the algorithm's."""
 
 import random
+from typing import Any
 
 import pytest
 import torch
@@ -19,7 +20,9 @@ MODEL = ModelConfig(name="melu", embedding_dim=4, hidden=(6, 5))
 
 
 def learner_of(name: str, plain_epochs: int = 0) -> MetaLearner:
-    content = {"adapt_embeddings": ("s1",), "content": ("m0",)} if name == "metaemb" else {}
+    content: dict[str, Any] = {}
+    if name == "metaemb":
+        content = {"adapt_embeddings": ("s1",), "options": {"content": ("m0",)}}
     algorithm = AlgorithmConfig(name=name, inner_lr=0.1, plain_epochs=plain_epochs, **content)
     torch.manual_seed(3)
     return build_learner(FEATURES, MODEL, algorithm, "bce").to(torch.float64)

@@ -22,9 +22,11 @@ RIDGE = AlgorithmConfig(name="ridge", inner_lr=0.2)
 SIZES = [(3, 2), (0, 2), (4, 0), (7, 3), (1, 1)]
 MODELS = {
     "melu": ModelConfig(name="melu", embedding_dim=3, hidden=(4, 3)),
-    "dlrm": ModelConfig(name="dlrm", embedding_dim=3, hidden=(4,), bottom=(3,)),
-    "cbml": ModelConfig(name="cbml", embedding_dim=3, hidden=(4,), bottom=(3,)),
-    "din": ModelConfig(name="din", embedding_dim=3, hidden=(4,), history="m0", attention=(3,)),
+    "dlrm": ModelConfig(name="dlrm", embedding_dim=3, hidden=(4,), options={"bottom": (3,)}),
+    "cbml": ModelConfig(name="cbml", embedding_dim=3, hidden=(4,), options={"bottom": (3,)}),
+    "din": ModelConfig(
+        name="din", embedding_dim=3, hidden=(4,), options={"history": "m0", "attention": (3,)}
+    ),
 }
 
 
@@ -42,7 +44,7 @@ def test_a_solved_step_and_its_gradient_are_those_of_the_loop(model: str, loss: 
         {"bias_rate": 4.0},
         {"support_prior": 3.0},
         {"inner_lr": 50.0},
-        {"inner_path": "materialised"},
+        {"layer_paths": ("*=materialised",)},
     ],
     ids=str,
 )

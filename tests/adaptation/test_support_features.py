@@ -2,6 +2,7 @@
 
 import random
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -18,7 +19,9 @@ from tests.support import reference
 SUPPORT = SupportFeaturesConfig(task=True, columns=("s0", "m*"))
 SIZES = [(4, 2), (0, 3), (1, 1), (3, 0), (6, 4)]
 MODELS = {
-    name: ModelConfig(name, 4, hidden=(5, 3), bottom=(3,), history="m0", attention=(6,))
+    name: ModelConfig(
+        name, 4, hidden=(5, 3), options={"bottom": (3,), "history": "m0", "attention": (6,)}
+    )
     for name in ("melu", "dlrm", "cbml", "din")
 }
 
@@ -46,7 +49,9 @@ def test_before_adaptation_a_model_knows_nothing_of_the_support(name: str) -> No
     features = reference.some_features(2, 2, 1)
     statistics = SupportStatistics.of(SUPPORT, features, LabelPrior(0.4, 0.5))
     torch.manual_seed(3)
-    own = {"adapt_embeddings": ("s0",), "content": ("s1",)} if name == "metaemb" else {}
+    own: dict[str, Any] = {}
+    if name == "metaemb":
+        own = {"adapt_embeddings": ("s0",), "options": {"content": ("s1",)}}
     algorithm = AlgorithmConfig(name, **own)
     learner = build_learner(features, MODELS["melu"], algorithm, "mse", 1.0, statistics).double()
     rng = random.Random(1)

@@ -57,7 +57,9 @@ def test_rows_of_the_support_side_get_no_gradient_in_first_order_without_gates(
         adapt_embeddings=adapt_embeddings,
     )
     history = FEATURES.multi[0].name if model == "din" else ""
-    config = ModelConfig(name=model, embedding_dim=4, hidden=(6, 5), bottom=(3,), history=history)
+    config = ModelConfig(
+        name=model, embedding_dim=4, hidden=(6, 5), options={"bottom": (3,), "history": history}
+    )
     learner = build_learner(FEATURES, config, algorithm, "bce").double()
     if general:
         learner.use_general_loop()
@@ -85,7 +87,9 @@ def test_predicting_prepares_no_derivative_but_that_of_rows_that_adapt(
 ) -> None:
     torch.manual_seed(0)
     history = FEATURES.multi[0].name if model == "din" else ""
-    config = ModelConfig(name=model, embedding_dim=4, hidden=(6, 5), bottom=(3,), history=history)
+    config = ModelConfig(
+        name=model, embedding_dim=4, hidden=(6, 5), options={"bottom": (3,), "history": history}
+    )
     algorithm = AlgorithmConfig(name=name, inner_steps=2, adapt_embeddings=adapt_embeddings)
     learner = build_learner(FEATURES, config, algorithm, "bce").double()
     batch = some_batch()

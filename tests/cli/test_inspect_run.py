@@ -226,7 +226,7 @@ def test_an_old_checkpoint_goes_or_stays(tmp_path: Path, monkeypatch: pytest.Mon
 def test_a_dataset_without_a_split_to_score_says_so() -> None:
     dataset: Any = SimpleNamespace(splits={"train": None})
     config = config_from_dict({"data": {"path": "logs"}})
-    assert catch_message(UserError, choose_splits, config, dataset, []) == (
+    assert catch_message(UserError, choose_splits, config.data, dataset, []) == (
         "logs has no split but train, which the run was trained or chosen by: there is nothing to "
         "score. Name one with --split, or train on data with one split more"
     )
@@ -237,8 +237,8 @@ def test_what_is_carved_out_of_the_training_split_is_not_scored_as_unseen(traine
     names = ("train", "user-cold", "fit", "valid-user-cold", "valid-item-cold")
     dataset: Any = SimpleNamespace(splits={name: SimpleNamespace(num_episodes=1) for name in names})
     data = {"path": "logs", "train_split": trained_on}
-    assert choose_splits(config_from_dict({"data": data}), dataset, []) == ["user-cold"]
-    assert choose_splits(config_from_dict({"data": data}), dataset, ["train"]) == ["train"]
+    assert choose_splits(config_from_dict({"data": data}).data, dataset, []) == ["user-cold"]
+    assert choose_splits(config_from_dict({"data": data}).data, dataset, ["train"]) == ["train"]
 
 
 def size(num_bytes: int) -> list[str]:

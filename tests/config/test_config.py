@@ -7,6 +7,16 @@ import pytest
 from gmeta.config.train_config import TrainConfig, config_from_dict, describe_config, load_config
 from gmeta.errors import ConfigError
 
+OPTIONS = {
+    "model": {
+        *("bottom", "interaction", "clusters", "history", "attention", "cross_layers"),
+        *("cross_rank", "structure", "experts", "expert", "own_experts", "levels"),
+    },
+    "algorithm": {
+        *("learned_rates", "encoder_hidden", "encoder_pooling", "encoder_modulation"),
+        *("cold_weight", "train_base", "content"),
+    },
+}
 GOOD = '[data]\npath = "logs"\n[run]\ndir = "runs/a"\n'
 
 
@@ -74,6 +84,28 @@ def test_a_key_of_an_earlier_release_loads_with_its_default(good: Path) -> None:
             "labels.loss={click=bce}",
             "labels.loss = '{click=bce}' is not a table of texts. Write e.g. labels.loss.NAME = "
             "...",
+            (
+                "algorithm.learned_rates=row",
+                "algorithm.options.learned_rates = 'row' is not allowed: choose one of layer, "
+                "output, "
+                "weight",
+            ),
+            (
+                "model.options.interactoin=cat",
+                "model.options.interactoin is unknown; did you mean model.options.interaction?",
+            ),
+            (
+                "algorithm.options.rate=1",
+                "algorithm.options.rate is given, but algorithm.name = 'maml' has no options. "
+                "Remove "
+                "it",
+            ),
+            (
+                "data.lanes=2",
+                "data.lanes = 2 is no key any more: a step draws from all blocks; "
+                "data.blocks_per_step "
+                "lets each rank read its own. Remove it",
+            ),
         ),
         (
             "data.path=''",
@@ -136,6 +168,58 @@ def test_every_key_has_a_line_of_help() -> None:
     described = {key: text for key, _, text in describe_config()}
     assert all(described.values())
     defaults = TrainConfig().to_json()
-    assert set(described) == {
-        f"{section}.{key}" for section, keys in defaults.items() for key in keys
-    }
+    options = {f"{part}.options.{key}" for part in ("model", "algorithm") for key in OPTIONS[part]}
+    keys = {f"{section}.{key}" for section, keys in defaults.items() for key in keys}
+    assert set(described) == keys | options
+    assert len(keys) <= 100  # a reader of the list has a quarter of an hour
+
+
+def test_a_model_has_all_of_its_options_and_none_of_another(good: Path) -> None:
+    model = load_config(good, ["model.options.bottom=[8]", "model.options.experts=3"]).model
+    assert model.options == {"bottom": (8,), "interaction": "dot"}
+    mmoe = load_config(good, ["model.name=mmoe", "model.options.experts=3"]).model
+    assert mmoe.options == {"experts": 3, "expert": (64,)}
+    own = load_config(good, ["model.name=mine:Model", "model.options.depth=3"]).model
+    assert own.options == {"depth": 3}
+
+
+# As an older release saved them; each of its configs had every key.
+FORMER = {
+    "data": {"lanes": 1, "window_blocks": 0, "drop_last": False, "tasks_per_shard": 0},
+    "model": {"name": "din", "bottom": [8], "history": "seen", "attention": [4], "levels": 2},
+    "algorithm": {
+        "name": "metasgd",
+        "learned_rates": "layer",
+        "inner_path": "materialised",
+        "layer_paths": ["decision.*=auto"],
+        "content": [],
+    },
+    "outer": {"adagrad_floor": 0.0},
+    "sharding": {"shared_memory": False, "dense_wire_dtype": "float32"},
+    "run": {"early_stop_min_delta": 0.0},
+}
+
+
+def test_former_keys_mean_what_they_meant() -> None:
+    config = config_from_dict(FORMER)
+    assert config.model.options == {"history": "seen", "attention": (4,)}
+    assert config.algorithm.options == {"learned_rates": "layer"}
+    assert config.algorithm.layer_paths == ("*=materialised", "decision.*=auto")
+
+
+def test_a_key_that_is_gone_is_refused_in_a_file_and_passed_over_in_what_a_run_saved() -> None:
+    changed = {**FORMER, "sharding": {"shared_memory": True}}
+    with pytest.raises(ConfigError) as caught:
+        config_from_dict(changed)
+    assert str(caught.value) == (
+        "sharding.shared_memory = True is no key any more: ranks of one host exchange over TCP as "
+        "others do. Remove it"
+    )
+    assert config_from_dict(changed, is_saved=True) == config_from_dict(FORMER)
+
+
+def test_a_former_key_on_the_command_line_wins_over_the_file(tmp_path: Path) -> None:
+    path = tmp_path / "train.toml"
+    path.write_text(GOOD + "[model]\nbottom = [32]\n[model.options]\ninteraction = 'cat'\n")
+    options = load_config(path, ["model.bottom=[8]"]).model.options
+    assert options == {"bottom": (8,), "interaction": "cat"}

@@ -34,7 +34,7 @@ CASES = [
     and not case.buckets
     if learner_of(case).route == "fused"
 ]
-SMALL = ModelConfig(name="melu", embedding_dim=4, hidden=(6, 5), bottom=(3,))
+SMALL = ModelConfig(name="melu", embedding_dim=4, hidden=(6, 5), options={"bottom": (3,)})
 
 
 @given(

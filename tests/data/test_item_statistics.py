@@ -191,7 +191,7 @@ def test_a_value_that_no_training_row_has_is_zero() -> None:
 
 def test_a_learner_trains_without_its_own_fold_and_predicts_with_all() -> None:
     batch = some_batch()
-    model = ModelConfig("melu", 4, hidden=(5,), bottom=(3,))
+    model = ModelConfig("melu", 4, hidden=(5,), options={"bottom": (3,)})
     algorithm = AlgorithmConfig("none")
     learner = build_learner(FEATURES, model, algorithm, "mse", item_features=EVERYTHING)
     with pytest.raises(ValueError, match="were not taken from training rows"):

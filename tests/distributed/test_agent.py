@@ -16,6 +16,7 @@ from gmeta.distributed.ranks import Ranks
 from gmeta.distributed.sharding import shard_learner
 from gmeta.distributed.steps import batch_without_tasks, iterate_steps
 from gmeta.distributed.stopping import Stop
+from gmeta.feeds.batch_request import BatchSettings
 from gmeta.feeds.leased import LeasedBatchSource
 from gmeta.feeds.step_agent import LeasedStepAgent
 from gmeta.runs.build import build_learner
@@ -23,7 +24,7 @@ from gmeta_models import ModelConfig
 from metaio import open_dataset
 from tests.distributed.harness import on_ranks
 
-MODEL = ModelConfig(name="dlrm", embedding_dim=4, hidden=(6,), bottom=(5,))
+MODEL = ModelConfig(name="dlrm", embedding_dim=4, hidden=(6,), options={"bottom": (5,)})
 STEPS_AFTER = 3
 MAX_EPOCHS = 200
 
@@ -34,9 +35,9 @@ def train_on_rank(ranks: Ranks, config: TrainConfig) -> tuple[list[list[int]], l
     learner = build_learner(dataset.features, MODEL, AlgorithmConfig(name="maml"), "bce")
     sharded = shard_learner(learner, dataset.features, config, ranks)
     epochs: list[list[int]] = []
-    with LeasedBatchSource(config, dataset, ranks, None) as feed:
+    with LeasedBatchSource(BatchSettings.of(config, dataset), dataset, ranks, None) as feed:
         stop = Stop()
-        agent = LeasedStepAgent(config, feed, sharded, ranks, stop)
+        agent = LeasedStepAgent(config.outer.accumulate_steps, feed, sharded, ranks, stop)
         # What the rank hears its calls to the service hear too, wherever they wait.
         is_stopping, heard = feed.client._session.connection.is_stopping, []
         for stop.is_requested in (True, False):

@@ -1,6 +1,7 @@
 """Training in few shapes (run.shape_buckets) against training without, on 1 rank and on 2."""
 
 import random
+from types import SimpleNamespace
 from typing import Any, Literal
 
 import pytest
@@ -89,8 +90,8 @@ def test_on_a_cpu_shapes_are_as_asked_and_steps_eager_and_the_log_says_why(
     buckets: str, expected: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
     learner = build_learner(FEATURES, MODEL, ALGORITHMS["maml"], "bce")
-    config = TrainConfig(run=RunConfig(shape_buckets=buckets, cuda_graphs="on"))
-    _choose_shapes(learner, config, torch.device("cpu"), rank=0)
+    ranks: Any = SimpleNamespace(device=torch.device("cpu"), rank=0)
+    _choose_shapes(learner, RunConfig(shape_buckets=buckets, cuda_graphs="on"), ranks)
     assert (learner.in_buckets, learner._graphs) == (expected, None)
     assert caplog.messages == [
         "run.cuda_graphs: steps are taken eagerly, as this run computes on the CPU"
@@ -105,7 +106,7 @@ def test_steps_are_graphs_where_they_can_be_and_nothing_is_told_unless_asked_for
     device: str, graphs: Literal["auto", "off"], expected: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
     learner = build_learner(FEATURES, MODEL, ALGORITHMS["maml"], "bce")
-    config = TrainConfig(run=RunConfig(cuda_graphs=graphs))
-    _choose_shapes(learner, config, torch.device(device), rank=0)
+    ranks: Any = SimpleNamespace(device=torch.device(device), rank=0)
+    _choose_shapes(learner, RunConfig(cuda_graphs=graphs), ranks)
     assert (learner.in_buckets, learner._graphs is not None) == (device == "cuda", expected)
     assert caplog.messages == []

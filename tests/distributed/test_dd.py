@@ -17,6 +17,7 @@ from gmeta.distributed.ranks import Ranks
 from gmeta.distributed.sharding import shard_learner
 from gmeta.distributed.steps import batch_without_tasks, iterate_steps
 from gmeta.distributed.stopping import Stop
+from gmeta.feeds.batch_request import BatchSettings
 from gmeta.feeds.leased import LeasedBatchSource
 from gmeta.feeds.step_agent import LeasedStepAgent
 from gmeta.runs.build import build_learner
@@ -26,7 +27,7 @@ from tests.distributed.harness import on_ranks
 from tests.distributed.test_equals_reference import local_rows, whole_tables
 from tests.support.waiting import PATIENCE_S
 
-MODEL = ModelConfig(name="dlrm", embedding_dim=4, hidden=(6,), bottom=(5,))
+MODEL = ModelConfig(name="dlrm", embedding_dim=4, hidden=(6,), options={"bottom": (5,)})
 TASKS_PER_STEP, MAX_MICRO_BATCH = 40, 8
 # By rank: hardware of two generations. So long that what this machine really takes is nothing.
 TASK_S = (0.3, 0.9)
@@ -60,13 +61,13 @@ def train_on_rank(ranks: Ranks, config: TrainConfig) -> dict[str, Any]:
     start = local_rows(sharded)
     shares, last = [], {}
     give_up_s = time.monotonic() + PATIENCE_S
-    with LeasedBatchSource(config, dataset, ranks, None) as feed:
-        agent = LeasedStepAgent(config, feed, sharded, ranks, Stop())
+    with LeasedBatchSource(BatchSettings.of(config, dataset), dataset, ranks, None) as feed:
+        agent = LeasedStepAgent(config.outer.accumulate_steps, feed, sharded, ranks, Stop())
         clock = agent._clock = ScriptedClock(TASK_S[ranks.rank])  # type: ignore[assignment]
         for epoch in range(1000):
             for episodes, totals in iterate_steps(
-                agent.collate_batches(feed.batches(epoch, 0), learner.arrange),
-                learner.arrange(batch_without_tasks(dataset.features)),
+                agent.collate_batches(feed.batches(epoch, 0), learner.collate),
+                learner.collate(batch_without_tasks(dataset.features)),
                 ranks,
                 sharded=sharded,
                 adopt_new_plan=agent.adopt_new_plan,
@@ -106,7 +107,7 @@ def gradient_of_one_rank(data: Path, tasks: set[int], tables: dict[str, Any]) ->
     ids = batch.unique_ids_U.split(batch.unique_lengths_B.tolist())
     names = [table.name for table in dataset.features.tables]
     rows = torch.cat([tables[name][of_table] for name, of_table in zip(names, ids, strict=True)])
-    learner(rows.requires_grad_(), learner.arrange(batch), 1 / len(tasks)).backward()
+    learner(rows.requires_grad_(), learner.collate(batch), 1 / len(tasks)).backward()
     return {name: parameter.grad for name, parameter in learner.named_parameters()}
 
 

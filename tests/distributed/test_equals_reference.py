@@ -25,7 +25,7 @@ from tests.losses.test_ranking import LEVELS, slow_row_loss
 from tests.losses.test_ranking import NAMES as RANKED_NAMES
 from tests.support import reference
 
-MODEL = ModelConfig(name="dlrm", embedding_dim=4, hidden=(6,), bottom=(5,))
+MODEL = ModelConfig(name="dlrm", embedding_dim=4, hidden=(6,), options={"bottom": (5,)})
 COLUMNS = (2, 1, 2)
 # Tasks of each outer step by rank, for 4 ranks; fewer ranks take neighbours together. Rank 2 starts
 # with nothing, and the ranks run out at different steps.
@@ -55,7 +55,7 @@ CASES = {
     "reptile, sgd": (AlgorithmConfig(name="reptile", inner_steps=2, inner_lr=0.1), "sgd"),
     "metasgd by output, adagrad": (AlgorithmConfig(name="metasgd", inner_lr=0.1), "adagrad"),
     "metasgd by weight, rowwise adagrad": (
-        AlgorithmConfig(name="metasgd", inner_steps=2, learned_rates="weight"),
+        AlgorithmConfig(name="metasgd", inner_steps=2, options={"learned_rates": "weight"}),
         "rowwise_adagrad",
     ),
     "ridge, adagrad": (AlgorithmConfig(name="ridge", inner_lr=0.2), "adagrad"),

@@ -23,7 +23,8 @@ from gmeta.data.episodes import collate_support_query
 from gmeta.data.reader import open_reader
 from gmeta.distributed.ranks import Ranks
 from gmeta.errors import ConfigError, UserError
-from gmeta.feeds.leased import LeasedBatchSource, tasks_per_shard
+from gmeta.feeds.batch_request import BatchSettings
+from gmeta.feeds.leased import MIN_SHARDS, LeasedBatchSource, tasks_per_shard
 from gmeta.feeds.open_source import open_batch_source
 from gmeta.feeds.service import SERVICE_VARIABLE
 from gmeta.runs.build import check_source
@@ -52,7 +53,7 @@ def work_on_rank(ranks: Ranks, config: TrainConfig, even: bool) -> list[list[lis
     """The tasks of each step of two epochs."""
     dataset = open_dataset(config.data.path)
     epochs = []
-    with LeasedBatchSource(config, dataset, ranks, None) as feed:
+    with LeasedBatchSource(BatchSettings.of(config, dataset), dataset, ranks, None) as feed:
         steps: list[list[int]] = []
 
         def take_replanned() -> bool:
@@ -174,7 +175,7 @@ def wait_on_rank(ranks: Ranks, config: TrainConfig) -> str:
     logging.getLogger("gmeta.feed").addHandler(watch)
     with (
         mock.patch("gmeta.feeds.leased.WARN_AFTER_S", 0.1),
-        LeasedBatchSource(config, dataset, ranks, None) as feed,
+        LeasedBatchSource(BatchSettings.of(config, dataset), dataset, ranks, None) as feed,
         ShardClient(config.data.service, "greedy") as other,
     ):
         assert len(list(other.lease("train", 0, 256))) == NUM_TASKS
@@ -193,21 +194,18 @@ def tell_on_rank(ranks: Ranks, path: str, service: str, folder: Path) -> list[st
     with_manifest = folder / "step-00000001"
     with_manifest.mkdir()
     messages = []
-    with LeasedBatchSource(own, dataset, ranks, None) as feed:
+    with LeasedBatchSource(BatchSettings.of(own, dataset), dataset, ranks, None) as feed:
         (with_manifest / "shards.json").write_text(feed.checkpoint_files(1)["shards.json"])
     without = folder / "step-00000002"
     without.mkdir()
-    changed = TrainConfig(
-        data=DataConfig(path=path, source="service", service=service, tasks_per_shard=7),
-        run=own.run,
-    )
-    for config, checkpoint in (
-        (static, with_manifest),
-        (own, without),
-        (changed, with_manifest),
+    for config, checkpoint, num_shards in (
+        (static, with_manifest, MIN_SHARDS),
+        (own, without, MIN_SHARDS),
+        (own, with_manifest, 28),
     ):
         try:
-            open_batch_source(config, dataset, ranks, checkpoint)
+            with mock.patch("gmeta.feeds.leased.MIN_SHARDS", num_shards):
+                open_batch_source(BatchSettings.of(config, dataset), dataset, ranks, checkpoint)
         except UserError as error:
             messages.append(str(error))
     return [*messages, waited]
@@ -236,8 +234,7 @@ def test_a_rank_says_why_it_cannot_go_on_from_a_checkpoint_or_has_no_shard(
         "{'units_per_shard': 1}, the call says {'units_per_shard': 7}; "
     )
     assert messages[2].endswith(
-        "To go on, set data.path, data.train_split, data.tasks_per_shard, data.shuffle and "
-        "run.seed as they were"
+        "To go on, set data.path, data.train_split, data.shuffle and run.seed as they were"
     )
     assert messages[3] == ("rank 0 has no shard: shards of dataset 'train' in workers' hands: 200")
 
@@ -256,9 +253,9 @@ def test_a_rank_says_why_it_cannot_go_on_from_a_checkpoint_or_has_no_shard(
             "allowed. Correct it, or remove the key: the job starts its own",
         ),
         (
-            DataConfig(source="service", lanes=2),
-            'data.lanes = 2, but data.source = "service" hands out whole shards, every episode '
-            "once. Remove the key",
+            DataConfig(source="service", blocks_per_step=2),
+            'data.blocks_per_step = 2, but data.source = "service" hands out whole shards, every '
+            "episode once. Remove the key",
         ),
     ],
 )
@@ -269,35 +266,32 @@ def test_keys_of_the_other_source_are_refused(data: DataConfig, message: str) ->
 def test_an_order_that_does_not_suit_the_ranks_is_refused(click_logs: Path) -> None:
     dataset = open_dataset(str(click_logs))
     data = DataConfig(path=str(click_logs), blocks_per_step=3)
-    assert catch_message(
-        ConfigError, open_reader, TrainConfig(data=data), dataset, "train", rank=0, world_size=4
-    ) == ("blocks_per_step is 3 with 4 ranks: each needs a block of its own. Set it to 4 or more")
+    message = catch_message(ConfigError, open_reader, data, 0, dataset, "train", 0, 4)
+    asks = "each needs a block of its own. Set it to 4 or more"
+    assert message == f"blocks_per_step is 3 with 4 ranks: {asks}"
 
 
 def test_shards_are_small_where_the_split_fits_in_memory_else_a_block(
     click_logs: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     dataset = open_dataset(str(click_logs))
-    config = leased(click_logs, "")
-    assert tasks_per_shard(config, dataset) == 1
+    assert tasks_per_shard("train", dataset) == 1
     monkeypatch.setattr("gmeta.feeds.leased.MIN_SHARDS", 10)
-    assert tasks_per_shard(config, dataset) == 16
+    assert tasks_per_shard("train", dataset) == 16
     monkeypatch.setattr("gmeta.feeds.leased.DEFAULT_CACHE_BYTES", 1)
-    assert tasks_per_shard(config, dataset) == NUM_TASKS // dataset.split("train").num_blocks
-    asked = TrainConfig(data=DataConfig(source="service", tasks_per_shard=7))
-    assert tasks_per_shard(asked, dataset) == 7
+    assert tasks_per_shard("train", dataset) == NUM_TASKS // dataset.split("train").num_blocks
 
 
 def test_shards_of_bundles_hold_whole_ones(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("metaio.recipes.synthetic.usual_bundle_tasks", lambda rows: 8)
     prepare_synthetic(str(tmp_path), SyntheticConfig(num_tasks=100, num_items=60, block_rows=900))
-    dataset, config = open_dataset(str(tmp_path)), leased(tmp_path, "")
+    dataset = open_dataset(str(tmp_path))
     split = dataset.split("train")
     assert split.blocks.bundle_tasks == 8
-    assert tasks_per_shard(config, dataset) == 8
+    assert tasks_per_shard("train", dataset) == 8
     monkeypatch.setattr("gmeta.feeds.leased.DEFAULT_CACHE_BYTES", 1)
     about = split.num_episodes // split.num_blocks
-    assert tasks_per_shard(config, dataset) == about - about % 8 > 8
+    assert tasks_per_shard("train", dataset) == about - about % 8 > 8
     # No shard cuts a bundle.
     assert not (split.episode_offsets[1:-1] % 8).any()
 
@@ -308,12 +302,13 @@ def test_ranks_of_several_machines_need_a_service_that_was_named(
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "1")
     monkeypatch.delenv(SERVICE_VARIABLE, raising=False)
     monkeypatch.setattr(
-        "gmeta.distributed.collective_errors.value_of_first", lambda value, ranks: value
+        "gmeta.distributed.collective_errors.broadcast_value", lambda value, ranks: value
     )
     ranks: Any = SimpleNamespace(rank=0, world_size=2)
-    config = leased(click_logs, service="")
+    dataset = open_dataset(str(click_logs))
+    settings = BatchSettings.of(leased(click_logs, service=""), dataset)
     with pytest.raises(UserError) as caught:
-        LeasedBatchSource(config, open_dataset(str(click_logs)), ranks, None)
+        LeasedBatchSource(settings, dataset, ranks, None)
     assert str(caught.value) == (
         "the 2 ranks are on several machines, and none of them was named to run the data-shard "
         "service. Start `gmeta shard-service` where all reach it and set data.service = HOST:PORT"
@@ -322,13 +317,11 @@ def test_ranks_of_several_machines_need_a_service_that_was_named(
 
 def test_fewer_tasks_a_step_than_ranks_are_refused_before_a_lease(click_logs: Path) -> None:
     ranks: Any = SimpleNamespace(rank=1, world_size=3)
+    dataset = open_dataset(str(click_logs))
+    config = leased(click_logs, "nowhere:1", tasks_per_step=2)
+    settings = BatchSettings.of(config, dataset)
     with pytest.raises(UserError) as caught:
-        LeasedBatchSource(
-            leased(click_logs, "nowhere:1", tasks_per_step=2),
-            open_dataset(str(click_logs)),
-            ranks,
-            None,
-        )
+        LeasedBatchSource(settings, dataset, ranks, None)
     assert str(caught.value) == (
         "data.tasks_per_step = 2 is less than the 3 ranks: each needs a task a step to lease "
         "shards. Raise it, or start fewer ranks"

@@ -17,14 +17,17 @@ from tests.distributed.harness import on_ranks, steps_of
 from tests.distributed.test_equals_reference import local_rows, whole_tables
 from tests.support import reference
 
-FORWARD = AlgorithmConfig(name="encoder", encoder_hidden=(6, 3), cold_weight=0.3)
+FORWARD = AlgorithmConfig(name="encoder", options={"encoder_hidden": (6, 3), "cold_weight": 0.3})
 CASES = {
     "encoder": FORWARD,
     "encoder by attention, then maml": replace(
-        FORWARD, name="encoder_maml", encoder_pooling="attention", inner_lr=0.1
+        FORWARD,
+        name="encoder_maml",
+        options={**FORWARD.options, "encoder_pooling": "attention"},
+        inner_lr=0.1,
     ),
     "metaemb": replace(PAPER, inner_steps=2),
-    "metaemb on a frozen base": replace(PAPER, train_base=False),
+    "metaemb on a frozen base": replace(PAPER, options={**PAPER.options, "train_base": False}),
 }
 # Of each step, by rank of 3: 1 rank has all of them, of 2 the second has those of the last two.
 STEPS = [

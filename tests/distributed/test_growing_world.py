@@ -50,7 +50,7 @@ def test_a_run_that_stops_inside_an_epoch_goes_on_with_twice_the_ranks(tmp_path:
 
     def config(epochs: int, max_steps: int) -> TrainConfig:
         return TrainConfig(
-            model=ModelConfig(hidden=(16,), bottom=(8,), embedding_dim=4),
+            model=ModelConfig(hidden=(16,), options={"bottom": (8,)}, embedding_dim=4),
             data=DataConfig(path=path, source="service", service=server.address, tasks_per_step=16),
             outer=OuterConfig(sparse_lr=0.01),
             run=RunConfig(

@@ -24,7 +24,7 @@ from tests.distributed.harness import on_ranks, steps_of
 from tests.support import reference
 
 FEATURES = reference.some_features(2, 0, 1)
-MODEL = ModelConfig(name="dlrm", embedding_dim=4, hidden=(3,), bottom=(3,))
+MODEL = ModelConfig(name="dlrm", embedding_dim=4, hidden=(3,), options={"bottom": (3,)})
 BAD_STEP, NUM_STEPS = 1, 4
 ADVICE = (
     "A value in the data is no number, or training diverged. "

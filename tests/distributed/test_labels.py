@@ -91,7 +91,8 @@ def test_a_wrong_label_that_item_statistics_meet_leaves_no_run_behind(tmp_path: 
 @pytest.mark.distributed
 def test_a_caller_of_train_is_told_the_row_and_task_of_a_wrong_label(tmp_path: Path) -> None:
     config = config_of(written(tmp_path, train=clicks(wrong=4.0)), tmp_path)
-    check_first_labels(config, open_dataset(config.data.path))  # as the first block has none
+    # As the first block has none.
+    check_first_labels("train", ["bce"], open_dataset(config.data.path))
     (line,) = on_ranks(1, refusal_of_training, config)
     assert line == (
         f'outer.loss = "bce", but row {ROW} of task {1000 + TASK} in split train has label 4 '

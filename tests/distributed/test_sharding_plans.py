@@ -82,7 +82,6 @@ class Run:
         ranks: Ranks,
         plan: str,
         dense_optimizer: Literal["adam", "sgd"] = "adam",
-        dense_wire_dtype: Literal["float32", "bfloat16"] = "float32",
         algorithm: AlgorithmConfig = ALGORITHM,
         model: ModelConfig = MODEL,
     ) -> None:
@@ -92,8 +91,7 @@ class Run:
             sparse_optimizer="adagrad",
             sparse_lr=0.1,
         )
-        sharding = replace(PLANS[plan], dense_wire_dtype=dense_wire_dtype)
-        config = TrainConfig(model=model, outer=outer, sharding=sharding, run=RunConfig(seed=11))
+        config = TrainConfig(model=model, outer=outer, sharding=PLANS[plan], run=RunConfig(seed=11))
         torch.manual_seed(3)
         self.ranks, self.config = ranks, config
         self.learner = build_learner(FEATURES, model, algorithm, "bce")

@@ -46,7 +46,7 @@ def test_validations_and_checkpoints_make_no_step_slower(tmp_path: Path, click_l
     config = config_from_dict(
         {
             "data": {"path": str(click_logs), "tasks_per_step": 16, "valid_split": "valid"},
-            "model": {"hidden": [4], "bottom": [4], "embedding_dim": 4},
+            "model": {"hidden": [4], "options": {"bottom": [4]}, "embedding_dim": 4},
             "run": {**run, "valid_every_steps": 3, "checkpoint_every_steps": 3},
         }
     )

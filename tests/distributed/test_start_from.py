@@ -51,7 +51,7 @@ def test_a_frozen_base_stays_that_of_its_run_while_a_generator_learns_goes_on_an
     columns = open_dataset(str(click_logs)).features
     item, *content = (feature.name for feature in columns.single)
     plain = small(tmp_path / "plain", click_logs, name="none")
-    chosen = {"adapt_embeddings": [item], "content": content, "train_base": False}
+    chosen = {"adapt_embeddings": [item], "options": {"content": content, "train_base": False}}
     generated = small(tmp_path / "generated", click_logs, name="metaemb", **chosen)
     run = replace(generated.run, start_from=plain.run.dir, max_steps=2)
     generated = replace(generated, run=run)

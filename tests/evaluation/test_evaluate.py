@@ -86,7 +86,7 @@ def test_what_is_learned_beside_the_model_stays_on_its_device(click_logs: Path, 
     """On meta, as on a GPU: what is made anew on the CPU could not be multiplied there."""
     algorithm = {"name": name}
     if name == "metaemb":
-        algorithm |= {"adapt_embeddings": ["item"], "content": ["genre"]}
+        algorithm |= {"adapt_embeddings": ["item"], "options": {"content": ["genre"]}}
     config = config_from_dict({"data": {"path": str(click_logs)}, "algorithm": algorithm})
     _, learner = build(config)
     held = SimpleNamespace(local=SimpleNamespace(learner=learner.to("meta")))

@@ -28,7 +28,7 @@ from gmeta.distributed.sharding import shard_learner
 from gmeta.distributed.steps import batch_without_tasks, iterate_steps
 from gmeta.distributed.stopping import Stop
 from gmeta.errors import GMetaError
-from gmeta.feeds.batch_request import BatchRequest, BatchWork
+from gmeta.feeds.batch_request import BatchRequest, BatchSettings, BatchWork
 from gmeta.feeds.batch_workers import BLOCKS, BatchWorkers
 from gmeta.feeds.leased import LeasedBatchSource
 from gmeta.feeds.shared_block import SharedBlock
@@ -79,7 +79,7 @@ def work_on_rank(ranks: Ranks, config: TrainConfig, rebuild: bool) -> tuple[Any,
     dataset, learner = build(config)
     sharded = shard_learner(learner, dataset.features, config, ranks)
     local = sharded.local
-    read_item_statistics(learner.items, config, dataset, ranks)
+    read_item_statistics(learner.items, BatchSettings.of(config, dataset), dataset, ranks)
     asked: list[Asking] = []
     trained: list[list[list[int]]] = []
     stop = Stop()
@@ -94,13 +94,14 @@ def work_on_rank(ranks: Ranks, config: TrainConfig, rebuild: bool) -> tuple[Any,
             asked.append(Asking(epoch, number, parts, tasks, tensors(planned)))
             yield made
 
-    with LeasedBatchSource(config, dataset, ranks, None) as feed:
-        agent = LeasedStepAgent(config, feed, sharded, ranks, stop)
+    settings = BatchSettings.of(config, dataset)
+    with LeasedBatchSource(settings, dataset, ranks, None) as feed:
+        agent = LeasedStepAgent(config.outer.accumulate_steps, feed, sharded, ranks, stop)
         feed.client.ack_action = mock.Mock()  # type: ignore[method-assign]  # nobody sent plans
         for epoch in range(EPOCHS):
             trained.append([])
             batches = iterate_batches(
-                config, dataset, feed, agent, local, RunProgress(epoch=epoch), stop
+                settings, dataset, feed, agent, local, RunProgress(epoch=epoch), stop
             )
             for episodes, totals in iterate_steps(
                 noted(batches, agent, epoch),
@@ -137,7 +138,7 @@ def made_again(
         for one in asked:
             group = [EpisodeRange("train", at, 1) for at in sorted(place[t] for t in one.tasks)]
             (stored,) = reader.batches([group])
-            arrange = partial(learner.arrange, epoch=one.epoch)
+            arrange = partial(learner.collate, epoch=one.epoch)
             batch = augment_batch(
                 stored, config.augment, dataset.features, config.run.seed, one.epoch, one.number
             )
@@ -285,7 +286,14 @@ def test_the_next_is_read_while_one_is_arranged(
     config = config_of(click_logs, tmp_path)
     dataset, learner = build(config)
     local = shard_learner(learner, dataset.features, config, ranks).local
-    work = BatchWork(config, learner.collate_options(), local.exchange.planner, 0, 1, 1)
+    work = BatchWork(
+        BatchSettings.of(config, dataset),
+        learner.collate_options(),
+        local.exchange.planner,
+        0,
+        1,
+        1,
+    )
     compose, arranged = pipeline.compose, BatchWork.collate
     composed, are_read = [], Event()
 

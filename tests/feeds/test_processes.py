@@ -28,7 +28,7 @@ from gmeta.distributed.sharded_learner import ShardedLearner
 from gmeta.distributed.sharding import shard_learner
 from gmeta.distributed.stopping import StoppedError
 from gmeta.errors import GMetaError
-from gmeta.feeds.batch_request import BatchRequest, BatchWork, places_from
+from gmeta.feeds.batch_request import BatchRequest, BatchSettings, BatchWork, places_from
 from gmeta.feeds.batch_workers import BLOCKS, BatchWorkers, resolve_num_processes
 from gmeta.feeds.shared_block import SharedBlock
 from gmeta.feeds.training_sums import read_item_statistics
@@ -37,6 +37,7 @@ from gmeta.runs.build import build
 from gmeta.runs.guards import load_batch, named_tensors, save_batch
 from gmeta.runs.logging.callback import Callback, Run
 from gmeta.train import train
+from metaio import open_dataset
 from metaio.errors import NoDatasetError
 from metaio.read import pipeline
 from tests.distributed.harness import on_ranks
@@ -97,15 +98,19 @@ def config_of(data: Path, folder: Path, *keys: str) -> TrainConfig:
     return load_config(path, keys)
 
 
+def settings_of(config: TrainConfig) -> BatchSettings:
+    return BatchSettings.of(config, open_dataset(config.data.path))
+
+
 def made_here(
     config: TrainConfig, ranks: Ranks, rank: int, world_size: int, epoch: int, step: int
 ) -> tuple[ShardedLearner, list[Any]]:
     """The learner, and the batches from there to the end of the run, made in this process."""
     dataset, learner = build(config)
     local = shard_learner(learner, dataset.features, config, ranks).local
-    read_item_statistics(learner.items, config, dataset, ranks)
+    read_item_statistics(learner.items, BatchSettings.of(config, dataset), dataset, ranks)
     found = []
-    with open_reader(config, dataset, "train", rank, world_size) as reader:
+    with open_reader(config.data, config.run.seed, dataset, "train", rank, world_size) as reader:
         for at in range(epoch, config.run.epochs):
             first = step if at == epoch else 0
             in_epoch = partial(learner.collate, epoch=at)
@@ -135,7 +140,7 @@ def test_they_make_the_batches_of_the_rank_itself_from_any_step_on(
     local, expected = made_here(config, ranks, 1, 2, *place)
     assert len(expected) == 3 * STEPS - place[0] * STEPS - place[1]
     how = local.learner.collate_options(), local.exchange.planner
-    work = pickle.loads(pickle.dumps(BatchWork(config, *how, 1, 2, of)))
+    work = pickle.loads(pickle.dumps(BatchWork(settings_of(config), *how, 1, 2, of)))
     places = list(places_from(place, STEPS, config.run.epochs))
     with ExitStack() as held:
         splits = [TrainingSplit(work, held) for _ in range(of)]
@@ -156,7 +161,14 @@ def test_behind_one_that_cannot_be_read_the_next_is_read_anew(
 ) -> None:
     config = config_of(click_logs, tmp_path)
     local, (_, wanted, *_) = made_here(config, ranks, 0, 1, 0, 0)
-    work = BatchWork(config, local.learner.collate_options(), local.exchange.planner, 0, 1, 1)
+    work = BatchWork(
+        settings_of(config),
+        local.learner.collate_options(),
+        local.exchange.planner,
+        0,
+        1,
+        1,
+    )
     compose, failures = pipeline.compose, [OSError("gone")]
 
     def composed(*given: Any) -> Any:
@@ -285,7 +297,7 @@ def started(
     config = config_of(click_logs, folder, f"data.processes={number}")
     dataset, learner = build(config)
     sharded = shard_learner(learner, dataset.features, config, ranks)
-    return BatchWorkers(number, config, ranks), sharded.local
+    return BatchWorkers(number, BatchSettings.of(config, dataset), ranks), sharded.local
 
 
 def test_one_that_is_killed_is_named_and_ends_the_run_behind_a_step(
@@ -320,7 +332,7 @@ def test_ctrl_c_is_for_the_rank_alone(click_logs: Path, tmp_path: Path, ranks: R
 def test_what_one_cannot_read_is_told_alike(click_logs: Path, tmp_path: Path, ranks: Ranks) -> None:
     processes, local = started(click_logs, tmp_path, ranks, 2)
     gone = config_of(tmp_path / "gone", tmp_path)
-    processes._config = gone
+    processes._settings = replace(processes._settings, data=gone.data)
     with pytest.raises(NoDatasetError) as expected:
         build(gone)
     assert catch_message(NoDatasetError, next, episodes_of(processes, local)) == str(expected.value)

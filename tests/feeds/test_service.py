@@ -26,13 +26,13 @@ def test_the_configs_address_goes_before_the_environments(
     else:
         monkeypatch.setenv(SERVICE_VARIABLE, of_environment)
     config = job("service", of_config)
-    assert service_address(config) == address
-    assert needs_own_service(config) == (not address)
+    assert service_address(config.data) == address
+    assert needs_own_service(config.data) == (not address)
 
 
 def test_a_job_that_leases_no_shards_needs_no_service(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv(SERVICE_VARIABLE, raising=False)
-    assert not needs_own_service(job("static"))
+    assert not needs_own_service(job("static").data)
 
 
 def test_a_rank_keeps_and_shows_the_environments_name(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -39,10 +39,10 @@ CONFIGS = {
     "chain": LabelsConfig(adapt=("stars",), entire_space={"buy": "click", "stars": "buy"}),
 }
 MODELS = {
-    name: ModelConfig(
-        name=name, embedding_dim=4, hidden=(5, 3), bottom=(3,), history="m0", clusters=2,
-        attention=(4,), cross_layers=1, experts=2, own_experts=1, expert=(4,),
-    )
+    name: ModelConfig(name=name, embedding_dim=4, hidden=(5, 3), options={
+        "bottom": (3,), "history": "m0", "clusters": 2, "attention": (4,), "cross_layers": 1,
+        "experts": 2, "own_experts": 1, "expert": (4,),
+    })
     for name in ("dlrm", "melu", "cbml", "din", "deepfm", "dcnv2", "mmoe", "ple")
 }  # fmt: skip
 

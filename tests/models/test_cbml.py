@@ -15,7 +15,7 @@ from gmeta_models.cbml import CBML
 from tests.models.inputs import some_inputs
 from tests.support import reference
 
-CONFIG = ModelConfig(name="cbml", embedding_dim=4, hidden=(6, 5), clusters=3)
+CONFIG = ModelConfig(name="cbml", embedding_dim=4, hidden=(6, 5), options={"clusters": 3})
 
 
 def cbml(sizes: InputSizes) -> CBML:

@@ -14,7 +14,9 @@ from tests.models.inputs import some_inputs
 @pytest.mark.parametrize("structure", ["stacked", "parallel"])
 def test_the_layers_cross_as_the_paper_says(structure: str, rank: int, outputs: int) -> None:
     sizes = InputSizes(2, 1, 2, outputs=outputs)
-    config = ModelConfig("dcnv2", 4, (5,), cross_layers=2, cross_rank=rank, structure=structure)
+    config = ModelConfig(
+        "dcnv2", 4, (5,), options={"cross_layers": 2, "cross_rank": rank, "structure": structure}
+    )
     model = build_model(config, sizes).double()
     named = dict(model.named_parameters())
     inputs = some_inputs(6, sizes, 4)

@@ -10,7 +10,9 @@ from tests.support.refusals import catch_message
 
 
 def din(sizes: InputSizes, history: str = "m0") -> DIN:
-    config = ModelConfig(name="din", embedding_dim=4, hidden=(6,), attention=(5,), history=history)
+    config = ModelConfig(
+        name="din", embedding_dim=4, hidden=(6,), options={"attention": (5,), "history": history}
+    )
     model = build_model(config, sizes)
     assert isinstance(model, DIN)
     return model
@@ -63,13 +65,13 @@ def test_the_order_of_the_history_does_not_matter() -> None:
         (
             "seen",
             ["s0"],
-            "model.history = 'seen' is no multi-id column: this dataset has m0. "
+            "model.options.history = 'seen' is no multi-id column: this dataset has m0. "
             "Name the one that holds the behaviour history",
         ),
         (
             "m0",
             ["user"],
-            "model.history = 'm0' has table 's0', which 0 single-id columns share (none): "
+            "model.options.history = 'm0' has table 's0', which 0 single-id columns share (none): "
             "DIN takes exactly 1, the target item. "
             "Give that column table = 's0' in the schema, and no other, and prepare again",
         ),

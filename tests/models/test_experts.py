@@ -31,7 +31,7 @@ def mixture(gate: nn.Module, seen: Tensor, experts: Sequence[Tensor]) -> Tensor:
 @pytest.mark.parametrize("outputs", [1, 3])
 def test_mmoe_mixes_the_shared_experts_for_each_output(outputs: int) -> None:
     sizes = InputSizes(2, 1, 2, outputs=outputs)
-    config = ModelConfig("mmoe", 4, (5,), experts=3, expert=(7, 6))
+    config = ModelConfig("mmoe", 4, (5,), options={"experts": 3, "expert": (7, 6)})
     model = build_model(config, sizes).double()
     assert isinstance(model, MMoE)
     inputs = some_inputs(5, sizes, 4)
@@ -51,7 +51,9 @@ def test_mmoe_mixes_the_shared_experts_for_each_output(outputs: int) -> None:
 @pytest.mark.parametrize("levels", [1, 2, 3])
 def test_ple_extracts_level_by_level(levels: int, outputs: int) -> None:
     sizes = InputSizes(2, 1, 2, outputs=outputs)
-    config = ModelConfig("ple", 4, (5,), experts=2, own_experts=3, expert=(6,), levels=levels)
+    config = ModelConfig(
+        "ple", 4, (5,), options={"experts": 2, "own_experts": 3, "expert": (6,), "levels": levels}
+    )
     model = build_model(config, sizes).double()
     assert isinstance(model, PLE)
     inputs = some_inputs(4, sizes, 4)
@@ -77,7 +79,7 @@ def test_ple_extracts_level_by_level(levels: int, outputs: int) -> None:
 
 @pytest.mark.parametrize("name", ["mmoe", "ple"])
 def test_the_heads_are_the_last_layers_of_all_towers_and_take_the_output_bias(name: str) -> None:
-    config = ModelConfig(name, 4, hidden=(5,), experts=2, expert=(6,))
+    config = ModelConfig(name, 4, hidden=(5,), options={"experts": 2, "expert": (6,)})
     sizes = InputSizes(2, 0, 0, outputs=2)
     torch.manual_seed(0)
     plain = build_model(config, sizes)

@@ -25,9 +25,7 @@ def test_a_row_scores_the_same_alone_and_among_others(
         name=name,
         embedding_dim=4,
         hidden=(6, 5),
-        bottom=(3,),
-        interaction=interaction,
-        history="m0",
+        options={"bottom": (3,), "interaction": interaction, "history": "m0"},
     )
     model = build_model(config, sizes).double()
     inputs = some_inputs(5, sizes, 4)
@@ -45,7 +43,7 @@ def test_the_output_bias_lifts_every_output(name: str) -> None:
     for bias in (0.0, 3.5):
         torch.manual_seed(0)
         config = ModelConfig(
-            name=name, embedding_dim=4, hidden=(6,), history="m0", output_bias=bias
+            name=name, embedding_dim=4, hidden=(6,), options={"history": "m0"}, output_bias=bias
         )
         outputs.append(build_model(config, sizes).double()(inputs))
     torch.testing.assert_close(outputs[1] - outputs[0], torch.full_like(outputs[0], 3.5))
@@ -137,12 +135,14 @@ def test_dlrm_refuses_dot_products_of_a_single_column() -> None:
     """All that its top MLP saw would be nothing: a model of one number."""
     config = ModelConfig(name="dlrm", embedding_dim=4)
     assert catch_message(ValueError, build_model, config, InputSizes(1, 0, 0)) == (
-        'model.interaction = "dot" takes the dot products of pairs of columns: this dataset has 1 '
-        "column, so no row would differ from another. "
-        'Set model.interaction = "cat", or add a column to the schema and prepare again'
+        'model.options.interaction = "dot" takes the dot products of pairs of columns: this '
+        "dataset has 1 column, so no row would differ from another. "
+        'Set model.options.interaction = "cat", or add a column to the schema and prepare again'
     )
     build_model(config, InputSizes(1, 0, 1))
-    build_model(replace(config, interaction="cat"), InputSizes(1, 0, 0))
+    build_model(
+        replace(config, options={**config.options, "interaction": "cat"}), InputSizes(1, 0, 0)
+    )
 
 
 def test_a_dataset_without_sparse_columns_is_refused() -> None:

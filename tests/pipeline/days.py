@@ -37,7 +37,7 @@ path = ""
 tasks_per_step = 16
 [model]
 hidden = [8]
-bottom = [4]
+options.bottom = [4]
 embedding_dim = 4
 [algorithm]
 name = "maml"

@@ -17,7 +17,7 @@ INTERRUPTED = """
 import os, signal, time
 from multiprocessing import forkserver, util
 from pathlib import Path
-from gmeta.cli.main import _leave
+from gmeta.cli.main import _exit_now
 from gmeta.platform.forking import forking_context, start
 
 context = forking_context(["json"])
@@ -41,7 +41,7 @@ except KeyboardInterrupt:
     print(process.exitcode)
 print(b"PYTORCH_NVML_BASED_CUDA_CHECK=1" in (server / "environ").read_bytes())
 print(util.get_temp_dir())
-_leave(0)  # as every command ends
+_exit_now(0)  # as every command ends
 """
 
 

@@ -47,7 +47,7 @@ def test_bf16_is_close_to_float32(general: bool, algorithm: str, model: str) -> 
     torch.manual_seed(0)
     learner = build_learner(
         FEATURES,
-        ModelConfig(name=model, embedding_dim=8, hidden=(32, 16), bottom=(16,)),
+        ModelConfig(name=model, embedding_dim=8, hidden=(32, 16), options={"bottom": (16,)}),
         AlgorithmConfig(name=algorithm, inner_lr=0.1, inner_steps=2),
         "bce",
     )

@@ -148,19 +148,23 @@ def learner_of(case: Case) -> MetaLearner:
         inner_steps=2,
         adapt_layers=(layers,),
         adapt_embeddings=adapting,
-        learned_rates=case.rates,  # type: ignore[arg-type]
-        inner_path=case.path,  # type: ignore[arg-type]
-        content=("s2",) if case.algorithm == "metaemb" else (),
+        options={
+            "learned_rates": case.rates,
+            "content": ("s2",) if case.algorithm == "metaemb" else (),
+        },
+        layer_paths=("*=" + (case.path),),
     )
     model = ModelConfig(
         name=case.model,
         embedding_dim=WIDTH,
         hidden=(16, 8),
-        bottom=(8,),
-        history="m0" if history else "",
-        expert=(8,),
-        experts=2,
-        own_experts=1,
+        options={
+            "bottom": (8,),
+            "history": "m0" if history else "",
+            "expert": (8,),
+            "experts": 2,
+            "own_experts": 1,
+        },
     )
     torch.manual_seed(0)
     of_labels = LabelsConfig(

@@ -21,7 +21,11 @@ ROWS = {
 ALGORITHMS: dict[str, dict[str, Any]] = {
     **{name: {"name": name} for name in ("maml", "anil", "metasgd", "encoder", "encoder_maml")},
     "ridge": {"name": "ridge"},
-    "metaemb": {"name": "metaemb", "adapt_embeddings": ("city",), "content": ("tags",)},
+    "metaemb": {
+        "name": "metaemb",
+        "adapt_embeddings": ("city",),
+        "options": {"content": ("tags",)},
+    },
     **{name: {"name": "maml", **more} for name, more in ROWS.items()},
     "metasgd of rows": {"name": "metasgd", "adapt_embeddings": True},
 }
@@ -51,7 +55,8 @@ def compared(inside: Inside = PretendedDevice) -> dict[str, list[float]]:
     cases.append(("dlrm with statistics", {"name": "dlrm"}, SAID))
     for case, model, more in cases:
         with tempfile.TemporaryDirectory() as folder:
-            sizes = {"embedding_dim": 4, "hidden": (8,), "bottom": (6,), "history": "seen"}
+            options = {"bottom": (6,), "history": "seen"}
+            sizes = {"embedding_dim": 4, "hidden": (8,), "options": options}
             write_random_model(Path(folder), model=ModelConfig(**{**sizes, **model}), **more)
             found[case] = differences(Path(folder), inside)
     return found

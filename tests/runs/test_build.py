@@ -101,7 +101,7 @@ def test_rows_are_not_drawn_anew_where_the_support_is_the_past(
         {
             "data": {"path": str(tmp_path / "data"), "valid_split": ""},
             "augment": {"resplit_support": True},
-            "model": {"interaction": "cat"},
+            "model": {"options": {"interaction": "cat"}},
         }
     )
     if not is_past:
@@ -116,10 +116,11 @@ def test_rows_are_not_drawn_anew_where_the_support_is_the_past(
 def test_a_frozen_base_needs_a_run_to_begin_with(click_logs: Path) -> None:
     raw: dict[str, Any] = {
         "data": {"path": str(click_logs)},
-        "algorithm": {"name": "encoder", "train_base": False},
+        "algorithm": {"name": "encoder", "options": {"train_base": False}},
     }
     assert catch_message(ConfigError, build, config_from_dict(raw)) == (
-        "algorithm.train_base = false and run.start_from is empty: model and tables would stay as "
+        "algorithm.options.train_base = false and run.start_from is empty: model and tables "
+        "would stay as "
         "they are drawn. Name the run to begin with in run.start_from, or set it to true"
     )
     build(config_from_dict({**raw, "run": {"start_from": "runs/plain"}}))
@@ -135,9 +136,10 @@ def test_a_frozen_base_needs_a_run_to_begin_with(click_logs: Path) -> None:
             "set algorithm.name = 'none'",
         ),
         (
-            {"name": "encoder", "plain_epochs": 1, "train_base": False},
+            {"name": "encoder", "plain_epochs": 1, "options": {"train_base": False}},
             4,
-            "algorithm.plain_epochs = 1 with algorithm.train_base = false: plain training teaches "
+            "algorithm.plain_epochs = 1 with algorithm.options.train_base = false: plain "
+            "training teaches "
             "model and tables, which are to stay. Set one of them back",
         ),
         ({"name": "none", "plain_epochs": 4}, 4, ""),

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from gmeta.config.train_config import TrainConfig, config_from_dict, load_config
+from gmeta.config.train_config import config_from_dict, load_config
 from gmeta.runs.listing import RunSummary, find_differing_keys, find_runs, summarise_run
 from gmeta.runs.run_folder import create_run_folder
 from tests.support.commands import gmeta, succeed
@@ -56,7 +56,7 @@ def test_what_is_no_run_is_passed_by(tmp_path: Path) -> None:
 
 
 def test_only_keys_that_differ_are_compared() -> None:
-    first = TrainConfig()
+    first = config_from_dict({})
     second = config_from_dict({"run": {"dir": "x"}, "outer": {"dense_lr": 0.5}})
     third = config_from_dict({"model": {"hidden": [8]}})
     assert find_differing_keys([first, second, third]) == [

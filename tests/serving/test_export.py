@@ -32,6 +32,7 @@ from gmeta.serving.exported_folder import LAYERS_FILE, read_config
 from gmeta.serving.formats.export_runtime import export_for
 from gmeta_models import MODELS, InputSizes, ModelConfig
 from gmeta_models.dlrm import DLRM
+from gmeta_models.options import DlrmOptions
 from metaio import FormatError, open_dataset
 from metaio.prepare.local import prepare
 from metaio.prepare.schema.schema_file import parse_schema
@@ -503,8 +504,8 @@ def test_a_diverged_model_is_not_exported(
 class Masked(DLRM):
     """It has a mask, as attention of one's own often does."""
 
-    def __init__(self, config: ModelConfig, sizes: InputSizes) -> None:
-        super().__init__(config, sizes)
+    def __init__(self, config: ModelConfig, sizes: InputSizes, options: DlrmOptions) -> None:
+        super().__init__(config, sizes, options)
         self.register_buffer("mask", torch.tensor([0.0, -torch.inf]))
 
 

@@ -74,12 +74,19 @@ def test_every_model_and_algorithm_can_be_served(
     config = AlgorithmConfig(algorithm, inner_steps=2, inner_lr=0.3)
     if algorithm == "metaemb":
         rate = metaemb_rate(model)
-        config = replace(config, inner_lr=rate, adapt_embeddings=("city",), content=("tags",))
+        config = replace(
+            config,
+            inner_lr=rate,
+            adapt_embeddings=("city",),
+            options={**config.options, "content": ("tags",)},
+        )
     write_random_model(
         tmp_path,
         table_format=table_format,
         algorithm=config,
-        model=ModelConfig(model, 4, hidden=(8,), bottom=(8,), history="seen", attention=(4,)),
+        model=ModelConfig(
+            model, 4, hidden=(8,), options={"bottom": (8,), "history": "seen", "attention": (4,)}
+        ),
     )
     assert_as_one_by_one(gmeta.load(tmp_path), num_rows=40, num_tasks=4)
 
@@ -109,7 +116,9 @@ def test_statistics_of_support_rows_are_served(tmp_path: Path, model: str) -> No
     write_random_model(
         tmp_path,
         algorithm=AlgorithmConfig(inner_steps=2, inner_lr=0.3),
-        model=ModelConfig(model, 4, hidden=(8,), bottom=(8,), history="seen", attention=(4,)),
+        model=ModelConfig(
+            model, 4, hidden=(8,), options={"bottom": (8,), "history": "seen", "attention": (4,)}
+        ),
         support_features=SupportFeaturesConfig(
             task=True, columns=("city", "tags"), label_prior=(0.5, 0.5)
         ),

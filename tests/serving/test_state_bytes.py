@@ -30,7 +30,9 @@ def served(
     model: str = "dlrm",
     statistics: SupportFeaturesConfig | None = None,
 ) -> ServedModel:
-    config = ModelConfig(model, 4, hidden=(8,), bottom=(8,), history="seen", attention=(4,))
+    config = ModelConfig(
+        model, 4, hidden=(8,), options={"bottom": (8,), "history": "seen", "attention": (4,)}
+    )
     write_random_model(folder, algorithm=algorithm, model=config, support_features=statistics)
     return gmeta.load(folder)
 
@@ -39,7 +41,12 @@ def algorithm_of(name: str, model: str = "dlrm") -> AlgorithmConfig:
     config = replace(MAML, name=name)
     if name == "metaemb":
         rate = metaemb_rate(model)
-        config = replace(config, inner_lr=rate, adapt_embeddings=("city",), content=("tags",))
+        config = replace(
+            config,
+            inner_lr=rate,
+            adapt_embeddings=("city",),
+            options={**config.options, "content": ("tags",)},
+        )
     return config
 
 
@@ -189,6 +196,6 @@ def test_parts_that_do_not_fit_the_model_are_refused(
 
 
 def test_a_state_of_few_rows_is_a_few_kilobytes(tmp_path: Path) -> None:
-    found = served(tmp_path, replace(MAML, inner_steps=1, inner_path="low_rank"))
+    found = served(tmp_path, replace(MAML, inner_steps=1, layer_paths=("*=low_rank",)))
     small, large = (len(found.adapt(random_rows(n, seed=1)).state()) for n in (1, 20))
     assert small < 2_500 < large

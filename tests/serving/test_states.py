@@ -33,7 +33,12 @@ def test_tasks_adapted_at_once_predict_as_alone(tmp_path: Path, model: str, algo
     rates = AlgorithmConfig(name=algorithm, inner_steps=2, inner_lr=0.3)
     if algorithm == "metaemb":
         rate = metaemb_rate(model)
-        rates = replace(rates, inner_lr=rate, adapt_embeddings=("city",), content=("tags",))
+        rates = replace(
+            rates,
+            inner_lr=rate,
+            adapt_embeddings=("city",),
+            options={**rates.options, "content": ("tags",)},
+        )
     assert_together_as_alone(served(tmp_path / "model", rates, model))
 
 
@@ -65,7 +70,7 @@ def assert_together_as_alone(found: ServedModel) -> None:
 
 
 def test_a_state_is_as_small_as_its_task(tmp_path: Path) -> None:
-    paths = AlgorithmConfig(inner_steps=1, inner_lr=0.3, inner_path="low_rank")
+    paths = AlgorithmConfig(inner_steps=1, inner_lr=0.3, layer_paths=("*=low_rank",))
     found = served(tmp_path / "model", paths)
     rows = found.encode(random_rows(10, seed=1), "support", True)
     small, large = found.adapt_encoded(rows, (1, 9))
@@ -85,7 +90,9 @@ def test_a_state_is_as_small_as_its_task(tmp_path: Path) -> None:
 @pytest.mark.parametrize("algorithm", ["maml", "ridge"])
 def test_a_state_has_no_graph_but_bytes(tmp_path: Path, algorithm: str, path: InnerPath) -> None:
     """A layer's inputs follow from the layer before it, whose outputs took a gradient."""
-    found = served(tmp_path / "model", AlgorithmConfig(algorithm, 1, 0.3, inner_path=path))
+    found = served(
+        tmp_path / "model", AlgorithmConfig(algorithm, 1, 0.3, layer_paths=(f"*={path}",))
+    )
     support, query = random_rows(6, seed=1), random_rows(4, seed=2)
     (state,) = found.adapt_encoded(found.encode(support, "support", True), [6])
     held = [value for change in state.changes.values() for value in vars(change).values()]

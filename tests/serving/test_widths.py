@@ -22,7 +22,7 @@ METAEMB = AlgorithmConfig(
     inner_steps=2,
     inner_lr=metaemb_rate("melu"),
     adapt_embeddings=("city",),
-    content=("tags",),
+    options={"content": ("tags",)},
 )
 
 

@@ -10,7 +10,7 @@ from typing import Any
 from tests.support.forked import run_forked
 from tests.support.waiting import PATIENCE_S
 
-SMALL_MODEL = ["model.hidden=[16]", "model.bottom=[8]", "model.embedding_dim=4"]
+SMALL_MODEL = ["model.hidden=[16]", "model.options.bottom=[8]", "model.embedding_dim=4"]
 
 
 def environment() -> dict[str, str]:

@@ -9,7 +9,8 @@ HEAD = """\
 # Config keys
 
 A training config is TOML with these sections. `gmeta train CONFIG section.key=value ...` replaces
-any key: the value is TOML, text needs no quotes. An unknown key is refused with the nearest name.
+any key: the value is TOML, text needs no quotes. An unknown key is refused with the nearest name;
+one that an older release had loads, or is refused with a line on what became of it.
 The run folder keeps the resolved config as `config.json`; `gmeta config` prints this list.
 
 The data-shard service's monitor and controller have keys of their own

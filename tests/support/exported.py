@@ -47,7 +47,7 @@ def write_random_model(
 ) -> dict[str, torch.Tensor]:
     """An exported model of random values in `folder`; returns its float32 tables by name."""
     config = ExportedConfig(
-        model=model or ModelConfig(embedding_dim=4, hidden=(16,), bottom=(8,)),
+        model=model or ModelConfig(embedding_dim=4, hidden=(16,), options={"bottom": (8,)}),
         algorithm=algorithm or AlgorithmConfig(inner_steps=2, inner_lr=0.3),
         loss=loss,
         features=features,

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from gmeta_models.dlrm import DLRM
 from gmeta_models.melu import MeLU
 from gmeta_models.model_config import InputSizes, ModelConfig
+from gmeta_models.options import DlrmOptions
 from metaio.read.batch import TaskBatch
 
 GOLDEN = Path(__file__).resolve().parents[3] / "shared" / "oracle" / "golden.npz"
@@ -37,7 +38,9 @@ def build(case: str, golden: dict[str, np.ndarray]) -> tuple[nn.Module, dict[str
     if case[0] == "A":
         model: nn.Module = MeLU(ModelConfig(embedding_dim=3, hidden=(4, 3), pooling="mean"), sizes)
     else:
-        model = DLRM(ModelConfig(embedding_dim=3, hidden=(4,), bottom=(), pooling="sum"), sizes)
+        model = DLRM(
+            ModelConfig(embedding_dim=3, hidden=(4,), pooling="sum"), sizes, DlrmOptions(bottom=())
+        )
     model.to(torch.float64)
     for theirs, parameter in layer_parameters(case, model):
         parameter.data.copy_(torch.from_numpy(golden[f"{case}/init/{theirs}"]))

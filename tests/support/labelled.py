@@ -38,7 +38,7 @@ valid_split = "valid"
 name = "dlrm"
 embedding_dim = 4
 hidden = [8]
-bottom = [4]
+options.bottom = [4]
 [labels]
 loss = {{ stars = "mse" }}
 entire_space = {{ buy = "click" }}

@@ -11,6 +11,7 @@ from gmeta.tuning.search_space import (
     SearchChoices,
     SearchRange,
     check_metric,
+    check_space,
     make_default_space,
     make_plain_config,
     make_plain_space,
@@ -18,7 +19,7 @@ from gmeta.tuning.search_space import (
     replace_values,
 )
 
-CONFIG = TrainConfig()
+CONFIG = config_from_dict({})
 EXAMPLES = Path(__file__).parents[2] / "examples"
 INNER = ["algorithm.inner_lr", "algorithm.inner_steps"]
 
@@ -59,8 +60,9 @@ def test_a_file_names_ranges_and_choices(tmp_path: Path) -> None:
 def test_the_space_of_the_examples_suits_both_sides(name: str) -> None:
     adapted = load_config(EXAMPLES / f"{name}.toml", [])
     space = read_space(EXAMPLES / "tune" / "by-time.toml", adapted)
-    plain = make_plain_config(adapted)
-    assert [each.key for each in space if each not in make_plain_space(space, plain)] == INNER
+    of_plain = make_plain_space(space)
+    check_space(of_plain, make_plain_config(adapted))
+    assert [each.key for each in space if each not in of_plain] == INNER
     # What the other side's example was found to be lies in it, too.
     found = load_config(EXAMPLES / "plain" / f"{name}.toml", [])
     for config in (adapted, found):
@@ -215,7 +217,7 @@ def test_the_default_has_what_labels_losses_and_a_number_of_epochs_allow() -> No
 
 def test_plain_training_is_tuned_by_all_but_the_algorithm_and_its_inner_loop() -> None:
     config = config_from_dict({"run": {"epochs": 4}})
-    kept = make_plain_space(make_default_space(config), make_plain_config(config))
+    kept = make_plain_space(make_default_space(config))
     assert {each.key for each in make_default_space(config)} - {each.key for each in kept} == {
         "algorithm.name",
         "algorithm.plain_epochs",
@@ -232,3 +234,13 @@ def test_a_config_whose_rates_are_all_0_has_no_default_space() -> None:
 def test_a_value_at_the_end_of_its_range_is_told() -> None:
     rate = SearchRange("algorithm.inner_lr", 0.001, 1.0, True, False)
     assert [rate.find_edge(value) for value in (0.0012, 0.03, 0.9)] == ["lowest", "", "highest"]
+
+
+def test_options_of_models_are_tuned_too(tmp_path: Path) -> None:
+    changed = replace_values(CONFIG, {"model.options.bottom": [8]})
+    assert changed.model.options == {"bottom": (8,), "interaction": "dot"}
+    assert replace_values(changed, {"model.name": "ple"}).model.options["levels"] == 2
+    path = tmp_path / "space.toml"
+    path.write_text('["model.experts"]\nlow = 2\nhigh = 4\n')  # of an older release
+    (dimension,) = read_space(path, CONFIG)
+    assert dimension == SearchRange("model.options.experts", 2, 4, log=False, whole=True)

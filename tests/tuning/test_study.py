@@ -257,3 +257,14 @@ def test_a_score_of_a_run_that_diverged_is_short() -> None:
 def test_a_key_is_shown_without_its_section_where_that_is_clear() -> None:
     space = (*SPACE, SearchChoices("model.name", ("dlrm", "melu")))
     assert shorten_keys(space) == ["inner_lr", "algorithm.name", "model.name"]
+
+
+def test_a_study_that_an_older_release_began_goes_on(tmp_path: Path) -> None:
+    opened(tmp_path)
+    path = tmp_path / "study.json"
+    told = json.loads(path.read_text())
+    model = told["config"]["model"]
+    model |= model.pop("options") | {"clusters": 4}
+    told["config"]["data"]["lanes"] = 1
+    path.write_text(json.dumps(told))
+    opened(tmp_path)

@@ -39,7 +39,7 @@ def test_what_was_trained_is_gone_before_it_is_scored_as_in_a_process_of_its_own
     def work_alone(device: str, timeout_s: int, told: Any, work: Callable[[Any], None]) -> None:
         work(ranks)
 
-    for name, fake in (("train", train), ("evaluate_run", evaluate), ("be_rank", work_alone)):
+    for name, fake in (("train", train), ("evaluate_run", evaluate), ("run_as_rank", work_alone)):
         monkeypatch.setattr(tune, name, fake)
     before = matmul.fp32_precision
     try:

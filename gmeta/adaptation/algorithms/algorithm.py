@@ -104,3 +104,4 @@ class Algorithm:
     takes_steps: bool = True  # False: adapting is a forward pass alone
     # A task counts in the mean over the tasks if it has rows of this side.
     learns_from: Literal["query", "support"] = "query"
+    options: type | None = None  # of somebody's own: a dataclass of the keys of algorithm.options

@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING
 from gmeta.adaptation.adaptation_plan import adaptable_layers
 from gmeta.adaptation.algorithms.algorithm import Algorithm, without_embeddings
 from gmeta.adaptation.learned_parts import LearnedParts
+from gmeta.config.algorithm import EncoderOptions
 from gmeta_models.support_encoder import SupportEncoder
 
 if TYPE_CHECKING:
@@ -39,7 +40,7 @@ def cold_and_query_loss_sum(inner_loop: GeneralLoop, rows: WorkingRows, tasks: S
     """Return the sum over the tasks of the mean query loss, with and without their support: a
     scalar.
     """
-    share = inner_loop.config.cold_weight
+    share = inner_loop.config.options_of(EncoderOptions).cold_weight
     adapted = inner_loop.adapt(rows, tasks, second_order=True)
     loss_sum = inner_loop.query_loss_sum(adapted, tasks) * (1.0 - share)
     if not share:
@@ -67,12 +68,13 @@ def support_encoder(model: nn.Module, config: AlgorithmConfig, tables: TableSize
             f'algorithm.name = "{config.name}" reads the support rows, and 0 columns are known: '
             "tell the learner their TableSizes, as gmeta.runs.build.build_learner does"
         )
+    options = config.options_of(EncoderOptions)
     encoder = SupportEncoder(
         width,
-        config.encoder_hidden,
+        options.encoder_hidden,
         {name: layer.out_features for name, layer in layers.items()},
-        attention=config.encoder_pooling == "attention",
-        shifts=config.encoder_modulation == "film",
+        attention=options.encoder_pooling == "attention",
+        shifts=options.encoder_modulation == "film",
         prior=config.support_prior,
     )
     return LearnedParts(encoder=encoder)

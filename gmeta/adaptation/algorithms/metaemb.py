@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING
 
 from gmeta.adaptation.algorithms.algorithm import Algorithm
 from gmeta.adaptation.learned_parts import LearnedParts
-from gmeta.config.algorithm import AlgorithmConfig
+from gmeta.config.algorithm import AlgorithmConfig, MetaEmbOptions
 from gmeta_models.id_generator import IdGenerator, content_columns
 from gmeta_models.model_config import resolve_pooling
 
@@ -42,7 +42,7 @@ def cold_and_warm_loss_sum(inner_loop: GeneralLoop, rows: WorkingRows, tasks: Si
     """Return the sum over the tasks of the cold loss on the support and the warm one on the query:
     a scalar.
     """
-    share = inner_loop.config.cold_weight
+    share = inner_loop.config.options_of(MetaEmbOptions).cold_weight
     adapted = inner_loop.adapt(rows, tasks, second_order=True)
     warm = inner_loop.query_loss_sum(adapted, tasks) * (1.0 - share)
     # The loss before the first step is the one of the generated embedding.
@@ -75,9 +75,8 @@ def id_generator(model: nn.Module, config: AlgorithmConfig, tables: TableSizes) 
     places = tables.adapting_tables(config)
     assert places is not None  # embedding_alone has seen to it
     (place,) = places
-    columns = content_columns(
-        tables.names[place], config.content, tables.inputs, resolve_pooling(model)
-    )
+    content = config.options_of(MetaEmbOptions).content
+    columns = content_columns(tables.names[place], content, tables.inputs, resolve_pooling(model))
     return LearnedParts(generator=IdGenerator(columns, tables.width), generated_table=place)
 
 

@@ -4,7 +4,7 @@
     min over theta and alpha of  mean_t L_query,t(theta_t)
 
 Li et al., "Meta-SGD: Learning to Learn Quickly for Few-Shot Learning", arXiv 1707.09835. There
-alpha has the shape of theta: `algorithm.learned_rates = "weight"`. Departures: alpha may also be
+alpha has the shape of theta: `learned_rates = "weight"`. Departures: alpha may also be
 coarser, one rate a `layer` (and a table) or an `output` (and a table's column; the default), which
 keeps the inner loop's low rank and so MAML's cost; a rate for each element of a table would double
 the table, so with "weight" too a table has one for each column; all rates start at inner_lr, where
@@ -23,12 +23,12 @@ from torch import Tensor, nn
 from gmeta.adaptation.algorithms.algorithm import Algorithm
 from gmeta.adaptation.algorithms.maml import QueryLoss
 from gmeta.adaptation.rates import WeightRates, select_by_table
+from gmeta.config.algorithm import MetaSgdOptions
 
 if TYPE_CHECKING:
     from gmeta.adaptation.adaptation_plan import AdaptationPlan
     from gmeta.adaptation.algorithms.algorithm import TableSizes
     from gmeta.adaptation.rates import LayerRate
-    from gmeta.config.algorithm import AlgorithmConfig
 
 
 class LayerRates(nn.Module):
@@ -37,13 +37,13 @@ class LayerRates(nn.Module):
     weight: nn.Parameter
     bias: nn.Parameter | None
 
-    def __init__(self, layer: nn.Linear, config: AlgorithmConfig) -> None:
+    def __init__(self, layer: nn.Linear, learned_rates: str, inner_lr: float) -> None:
         super().__init__()
         shapes = {"layer": (), "output": (layer.out_features,), "weight": layer.weight.shape}
-        self.weight = _rates(shapes[config.learned_rates], config.inner_lr, layer.weight)
+        self.weight = _rates(shapes[learned_rates], inner_lr, layer.weight)
         # A coarser rate is shared by an output's weights and its bias, so the factors stay factors.
-        elementwise = config.learned_rates == "weight" and layer.bias is not None
-        self.bias = _rates(layer.bias.shape, config.inner_lr, layer.bias) if elementwise else None
+        elementwise = learned_rates == "weight" and layer.bias is not None
+        self.bias = _rates(layer.bias.shape, inner_lr, layer.bias) if elementwise else None
 
     @property
     def rate(self) -> LayerRate:
@@ -61,11 +61,12 @@ class LearnedRates(nn.Module):
     def __init__(self, plan: AdaptationPlan, tables: TableSizes) -> None:
         super().__init__()
         config, layers = plan.config, plan.layers
-        if config.learned_rates == "weight" and "low_rank" in plan.paths.values():
+        kind = config.options_of(MetaSgdOptions).learned_rates
+        if kind == "weight" and "low_rank" in plan.paths.values():
             raise ValueError(
-                'algorithm.inner_path or layer_paths says "low_rank" with algorithm.learned_rates '
-                '= "weight": a rate for each weight leaves a change no low rank. '
-                'Set "auto" in its place, or learned_rates = "layer" or "output"'
+                'algorithm.layer_paths says "low_rank" with algorithm.options.learned_rates = '
+                '"weight": a rate for each weight leaves a change no low rank. Leave it out, or '
+                'set learned_rates = "layer" or "output"'
             )
         if plan.adapts_rows and not tables.num_tables:
             raise ValueError(
@@ -75,7 +76,10 @@ class LearnedRates(nn.Module):
             )
         # A module's name may hold no dot.
         self.layers = nn.ModuleDict(
-            {name.replace(".", "/"): LayerRates(layer, config) for name, layer in layers.items()}
+            {
+                name.replace(".", "/"): LayerRates(layer, kind, config.inner_lr)
+                for name, layer in layers.items()
+            }
         )
         # Rates of the tables that adapt, and each table's place among them; past the end is a 0.
         self.tables_BC: nn.Parameter | None = None
@@ -84,7 +88,7 @@ class LearnedRates(nn.Module):
             chosen = tables.adapting_tables(config)
             chosen = tuple(place_B) if chosen is None else chosen
             place_B = [chosen.index(b) if b in chosen else len(chosen) for b in place_B]
-            columns = 1 if config.learned_rates == "layer" else tables.width
+            columns = 1 if kind == "layer" else tables.width
             like = next((layer.weight for layer in layers.values()), torch.empty(0))
             self.tables_BC = _rates((len(chosen), columns), config.inner_lr, like)
         self.register_buffer("_place_B", torch.tensor(place_B), persistent=False)

@@ -298,7 +298,7 @@ class _Gradients(torch.autograd.Function):
                 found.gates[at], shared = carried * grad, grad * gate_SO
                 carried = carried.mul_(gate_SO) if onto is None else onto.addcmul_(carried, gate_SO)
             found.weights[at] = shared.mT @ below
-            found.updates[at] = layers.updates[at].subtract_back_backward(
+            found.updates[at] = layers.updates[at].subtract_from_gradients_backward(
                 saved[at - lowest], below, grad, carried, layers.sides[1]
             )
             below = carried

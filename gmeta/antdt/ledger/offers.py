@@ -135,8 +135,8 @@ def grant(
             "LIMIT",
             f"worker {worker.worker_id!r} holds {len(worker.tokens)} leases and asks for "
             f"{len(positions)} more; at most "
-            f"{MAX_LEASES_PER_WORKER} are allowed. Complete or release some first, or cut the "
-            "dataset into larger shards (data.tasks_per_shard).",
+            f"{MAX_LEASES_PER_WORKER} are allowed. Complete or release some first, or "
+            "cut the dataset into larger shards.",
         )
     if state.token_counter + len(positions) >= TOKEN_COUNTER_MASK:
         raise RefusedError(

@@ -110,7 +110,9 @@ def evaluate(
     if not os.access(place, os.W_OK):  # reported before minutes are spent
         raise UserError(f"{place} cannot be written: name another folder for the report by --out")
     config, overrides = configs[0], overrides or []
-    _check_overrides(run, config, overrides, label)
+    _check_overrides(run, config.algorithm.name, overrides)
+    chosen = overridden(config, overrides)
+    Scoring(chosen.loss_of(label), chosen.evaluation)
     if on_ranks.starts_ranks(nproc_per_node):
         arguments = ["evaluate", str(run), *overrides]
         arguments += [word for path in against or [] for word in ("--against", str(path))]
@@ -143,12 +145,12 @@ def _support_sizes(text: str) -> tuple[int, ...]:
     return tuple(sorted(sizes))
 
 
-def _check_overrides(run: Path, config: TrainConfig, overrides: list[str], label: str) -> None:
-    """Refuse what evaluation cannot adapt with or measure, before torch is loaded."""
+def _check_overrides(run: Path, algorithm: str, overrides: list[str]) -> None:
+    """Refuse what evaluation cannot change, before torch is loaded."""
     keys: tuple[str, ...] = FREE_KEYS
-    if config.algorithm.name == "anil":  # what adapts is its head
+    if algorithm == "anil":  # what adapts is its head
         keys = FREE_KEYS[:3]
-    if config.algorithm.name == "metasgd":
+    if algorithm == "metasgd":
         # Its rates, one for each of what adapts, are weights of the run.
         keys = FREE_KEYS[1:3]
     allowed = [f"algorithm.{key}" for key in keys]
@@ -159,11 +161,9 @@ def _check_overrides(run: Path, config: TrainConfig, overrides: list[str], label
             near = difflib.get_close_matches(key, allowed, n=1)
             raise UserError(
                 f"{override!r} cannot be changed for the evaluation of {run}, trained with "
-                f"{config.algorithm.name}: allowed are {', '.join(allowed)}. "
+                f"{algorithm}: allowed are {', '.join(allowed)}. "
                 + (f"Did you mean {near[0]}?" if near else "Train another run instead")
             )
-    chosen = overridden(config, overrides)
-    Scoring(chosen.loss_of(label), chosen.evaluation)
 
 
 def _check_comparable(roots: list[Path], configs: list[TrainConfig], label: str) -> None:

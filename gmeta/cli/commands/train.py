@@ -78,10 +78,10 @@ def train(
         check_for_ranks(resolved, is_new)
         # The run folder was checked above; by the time a rank looks, the service's store is in it.
         arguments = ["train", str(config), *(overrides or []), "--resume"]
-        if needs_own_service(resolved):
+        if needs_own_service(resolved.data):
             # Started here, not in a rank, so that it outlives the restarts of all ranks.
             os.environ[SERVICE_VARIABLE] = stack.enter_context(
-                start_embedded_service(resolved)
+                start_embedded_service(resolved.run.dir)
             ).address
             os.environ[AGENT_SERVES_VARIABLE] = "1"
         on_ranks.start_ranks_here(arguments, nproc_per_node, master_port, max_restarts)

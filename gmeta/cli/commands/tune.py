@@ -16,12 +16,12 @@ from rich.table import Table
 from gmeta.cli.commands.console import make_console, make_table, print_result, show_table
 from gmeta.cli.commands.overrides import Overrides
 from gmeta.cli.commands.rank_launch import faster_import
-from gmeta.config.train_config import TrainConfig, load_config
+from gmeta.config.train_config import DataConfig, RunConfig, load_config
 from gmeta.errors import ConfigError, GMetaError, UserError
 from gmeta.platform.files.atomic_write import write_atomically
 from gmeta.platform.files.local_paths import check_local
-from gmeta.runs.checkpoints.named import with_names
 from gmeta.runs.early_stop import EarlyStop, make_early_stop
+from gmeta.runs.resolve_names import with_names
 from gmeta.runs.run_folder import LOCK_FILE
 from gmeta.runs.run_lock import lock_run_folder
 from gmeta.tuning.outcome import (
@@ -38,6 +38,7 @@ from gmeta.tuning.outcome import (
 from gmeta.tuning.search_space import (
     Space,
     check_metric,
+    check_space,
     make_default_space,
     make_plain_config,
     make_plain_space,
@@ -46,7 +47,7 @@ from gmeta.tuning.search_space import (
 from gmeta.tuning.study import STUDY_FILE, VALIDATIONS, PrunerName, Study, StudyPlan, import_optuna
 from gmeta.tuning.trials import (
     TrialRunner,
-    make_trial_config,
+    make_trial_run,
     start_process,
     trial_processes,
     wait_for_report,
@@ -104,16 +105,17 @@ def tune(
     folder = study or Path(f"{base.run.dir}-tune")
     check_local("--study", folder)
     base, dataset = with_names(base)
-    _check_tunable(base, dataset)
+    _check_tunable(base.data, dataset)
     decides = make_early_stop(base)
-    base = _with_validations(base, dataset)
+    base = replace(base, run=_with_validations(base.run, base.data, dataset))
     labels = dataset.features.labels
     chosen = read_space(space, base) if space else make_default_space(base, labels)
     ends_early = choose_pruner(pruner, with_plain)
     sides = {"": (folder, StudyPlan(base, chosen, ends_early, seed, dataset.fingerprint))}
     if with_plain:
         plain = make_plain_config(base)
-        of_plain = make_plain_space(chosen, plain) if space else make_default_space(plain, labels)
+        of_plain = make_plain_space(chosen) if space else make_default_space(plain, labels)
+        check_space(of_plain, plain)
         plain_folder = folder.with_name(f"{folder.name}-plain")
         sides["plain"] = (
             plain_folder,
@@ -127,7 +129,8 @@ def tune(
     with trial_processes(at_a_time, WORK) as context:
         for side, (place, plan) in sides.items():
             with lock_run_folder(place):
-                _check_on_data(plan.base, place, context)
+                checked = replace(plan.base, run=make_trial_run(plan.base.run, place / "check"))
+                _check_on_data(checked.to_json(), place, context)
                 opened = Study(place, plan, decides)
                 runner = TrialRunner(
                     opened, place, decides.metric, partial(_run_trial, False), context
@@ -159,10 +162,9 @@ def choose_pruner(pruner: PrunerName | None, with_plain: bool) -> PrunerName:
     return "none" if with_plain else pruner or "median"
 
 
-def _check_tunable(config: TrainConfig, dataset: Dataset) -> None:
+def _check_tunable(data: DataConfig, dataset: Dataset) -> None:
     """Raise ConfigError where scores would say nothing: there is no split to score trials on, or it
     is one that the config trains on or reports on."""
-    data = config.data
     if not data.valid_splits:
         raise ConfigError(
             'data.valid_split = "": trials are scored on a validation split, and on no other. '
@@ -211,22 +213,21 @@ def _check_folder(folder: Path) -> None:
         )
 
 
-def _with_validations(config: TrainConfig, dataset: Dataset) -> TrainConfig:
-    """Return the config with VALIDATIONS validations a run unless it says how many: a run that
+def _with_validations(run: RunConfig, data: DataConfig, dataset: Dataset) -> RunConfig:
+    """Return the section with VALIDATIONS validations a run unless it says how many: a run that
     validates only at its end cannot be pruned."""
-    run, data = config.run, config.data
     if run.valid_every_steps or data.blocks_per_step or data.train_split not in dataset.splits:
-        return config
+        return run
     steps = dataset.splits[data.train_split].num_episodes // data.tasks_per_step * run.epochs
     total = min(steps, run.max_steps or steps)
-    return replace(config, run=replace(run, valid_every_steps=max(1, total // VALIDATIONS)))
+    return replace(run, valid_every_steps=max(1, total // VALIDATIONS))
 
 
-def _check_on_data(config: TrainConfig, folder: Path, context: ForkServerContext) -> None:
+def _check_on_data(config: dict[str, Any], folder: Path, context: ForkServerContext) -> None:
     """Check the config itself, before trials of it fail one by one. Raise GMetaError with the line
     of `gmeta train` where it does not fit its dataset."""
-    log, checked = folder / CHECK_LOG, make_trial_config(config, folder / "check")
-    process, receiver = start_process(context, partial(_run_trial, True), checked, log)
+    log = folder / CHECK_LOG
+    process, receiver = start_process(context, partial(_run_trial, True), config, log)
     if line := wait_for_report(process, receiver).failure:
         raise UserError(line)
     if process.exitcode:

@@ -96,7 +96,7 @@ class ItemStatistics(nn.Module):
             self.register_buffer(_buffer(index), torch.zeros(column.num_values, 2))
         self._without_fold: list[npt.NDArray[np.float32]] | None = None  # of each [folds, R, 2]
         self._on_host: list[npt.NDArray[Any]] | None = None
-        self.register_load_state_dict_post_hook(lambda module, _: module.forget_copies())
+        self.register_load_state_dict_post_hook(lambda module, _: module.drop_host_copies())
 
     @property
     def width(self) -> int:

@@ -145,8 +145,10 @@ class _SwapRows(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[None, ...]:
         swap, scale, grad = ctx.swap, ctx.scale, grads[0].contiguous()
         ctx.swap = None  # the graph may outlive the step, but not the memory of its rows
-        swap.saw_gradient(grad)
-        to_others, own_grad = grad.split_with_sizes([swap.taken.numel(), swap.num_asked[-1]])
-        message = swap.send(to_others, swap.num_asked, swap.num_given, scale=scale)
-        swap.update([*swap.received(message, scale), own_grad])
+        swap.on_gradient(grad)
+        to_others, own_grad = grad.split_with_sizes(
+            [swap.remote_values.numel(), swap.num_requested[-1]]
+        )
+        message = swap.send(to_others, swap.num_requested, swap.num_sent, scale=scale)
+        swap.update([*swap.receive(message, scale), own_grad])
         return None, None, None

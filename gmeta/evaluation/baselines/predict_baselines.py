@@ -13,7 +13,8 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
-from gmeta.config.train_config import TrainConfig
+from gmeta.config.labels import Loss
+from gmeta.config.train_config import DataConfig
 from gmeta.data.support_views import EvalProtocol, SupportView
 from gmeta.errors import UserError
 from gmeta.evaluation.baselines import boosted_trees as trees
@@ -64,7 +65,9 @@ def find_item_index(dataset: Dataset, name: str) -> int | None:
 
 
 def predict_baselines(
-    config: TrainConfig,
+    data: DataConfig,
+    loss: Loss,
+    huber_delta: float,
     dataset: Dataset,
     splits: Sequence[str],
     item_column: str = "",
@@ -78,8 +81,7 @@ def predict_baselines(
     where the label is known, for the query rows of `splits` of `on` (None: of the same dataset), as
     the runs were shown them."""
     item = find_item_index(dataset, item_column)
-    loss, train_split = config.loss_of(label.name), config.data.train_split
-    valid_splits = config.data.valid_splits
+    train_split, valid_splits = data.train_split, data.valid_splits
     is_own = on is None or on.fingerprint == dataset.fingerprint
     trained = find_overlapping_splits(train_split, dataset) if is_own else ()
     scored_splits = [split for split in splits if split not in trained]
@@ -110,8 +112,8 @@ def predict_baselines(
         return Baselines(found, (trees.MISSING,))
     describing = find_item_columns(train, dataset.features, bias.item)
     known = StatisticsMaker(sums, dataset.features, bias, describing)
-    is_past, delta = dataset.manifest.support_is_past, config.outer.huber_delta
-    grown = trees.grow_trees(loss, known, train, valid, is_past, SEED, delta)
+    is_past = dataset.manifest.support_is_past
+    grown = trees.grow_trees(loss, known, train, valid, is_past, SEED, huber_delta)
     if grown is None:
         few = f"boosted trees{of_label}: none, there are too few training tasks"
         return Baselines(found, (few,))

@@ -9,7 +9,7 @@ from typing import Literal
 
 import numpy as np
 
-from gmeta.config.train_config import TrainConfig
+from gmeta.config.train_config import OuterConfig, TrainConfig
 from gmeta.distributed.optim.optimizers import OuterOptimizer
 from gmeta.distributed.ranks import Ranks
 from gmeta.distributed.sharded_learner import DistributedLearner
@@ -35,7 +35,7 @@ class Beginning:
     how: Literal["fresh", "resumed", "weights", "continued"]
     checkpoint: Path | None
     lineage: Lineage
-    read_reset_rows: dict[str, Int64]
+    reset_rows: dict[str, Int64]
 
     @property
     def told(self) -> list[str]:
@@ -45,7 +45,7 @@ class Beginning:
         if self.how == "resumed":
             return [f"goes on from {self.checkpoint}"]
         if self.how == "continued":
-            num_reset = sum(rows.size for rows in self.read_reset_rows.values())
+            num_reset = sum(rows.size for rows in self.reset_rows.values())
             reset = f"; {num_reset:,} reused rows begin anew" if num_reset else ""
             before, own = (one.increment for one in self.lineage[-2:])
             numbers = ", ".join(map(str, range(before + 1, own)))
@@ -55,7 +55,7 @@ class Beginning:
 
     def load(
         self,
-        config: TrainConfig,
+        outer: OuterConfig,
         sharded: DistributedLearner,
         optimizer: OuterOptimizer,
         ranks: Ranks,
@@ -66,7 +66,7 @@ class Beginning:
             GMetaError: the checkpoint is damaged; on every rank alike.
             UserError: it is of another model.
         """
-        optimizer.count_earlier_steps = count_earlier_steps(self.lineage)
+        optimizer.steps_before = count_earlier_steps(self.lineage)
         if self.checkpoint is None:
             return RunProgress()
         if self.how == "resumed":
@@ -74,8 +74,8 @@ class Beginning:
         if self.how == "weights":
             load_checkpoint(self.checkpoint, sharded, None, ranks, PARTS_OF_ALGORITHMS)
         else:
-            rows = self.read_reset_rows
-            load_into_grown_tables(self.checkpoint, sharded, optimizer, ranks, config.outer, rows)
+            rows = self.reset_rows
+            load_into_grown_tables(self.checkpoint, sharded, optimizer, ranks, outer, rows)
         return RunProgress()
 
 
@@ -91,7 +91,7 @@ def beginning_of(
     if newest is not None:
         check_resumable(folder, newest, config, dataset)
         return Beginning("resumed", newest, read_lineage(read_about(newest)), {})
-    if start := find_start_checkpoint(config, dataset):
+    if start := find_start_checkpoint(config.run, dataset):
         # The same data, so its increment is the last one of theirs; its steps were taken by
         # optimizers that begin anew.
         seen = tuple(replace(one, steps=0) for one in read_lineage(read_about(start)))

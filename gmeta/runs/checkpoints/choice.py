@@ -6,7 +6,7 @@ Needs no TorchRec: a launcher checks a config in less time than importing it tak
 from pathlib import Path
 from typing import Any
 
-from gmeta.config.train_config import TrainConfig, config_from_dict
+from gmeta.config.train_config import RunConfig, TrainConfig, config_from_dict, flat
 from gmeta.errors import ConfigError, GMetaError, UserError
 from gmeta.platform.files.local_paths import check_local
 from gmeta.runs.checkpoints.progress_file import read_about, read_progress
@@ -19,14 +19,14 @@ from gmeta.runs.run_folder import (
 )
 
 
-def checkpoint_to_use(folder: Path, config: TrainConfig) -> Path | None:
+def checkpoint_to_use(folder: Path, run: RunConfig) -> Path | None:
     """Return the checkpoint that stands for a run: of its best validation if it stops early, else
     the newest; None if there is none.
     """
     checkpoints = list_checkpoints(folder)
     if not checkpoints:
         return None
-    if config.run.early_stop_patience:
+    if run.early_stop_patience:
         best = folder / checkpoint_name(read_progress(checkpoints[-1]).best_step)
         if best in checkpoints:
             return best
@@ -47,7 +47,7 @@ def named_checkpoint(key: str, named: str) -> tuple[RunFolder, Path]:
         folder, found = RunFolder(path.parent.parent), path if path.is_dir() else None
     else:
         folder = RunFolder(path)
-        found = checkpoint_to_use(folder.checkpoints, folder.read_config())
+        found = checkpoint_to_use(folder.checkpoints, folder.read_config().run)
     if found is None:
         raise UserError(
             f"{key} = {named!r} has no checkpoint: a run folder that has one, or one of "
@@ -86,20 +86,20 @@ def check_config(path: Path, config: TrainConfig) -> None:
         return
     try:
         # Through the settings: a later release may have keys beyond, with defaults.
-        before = tied_config(config_from_dict(told))
+        before = tied_config(config_from_dict(told, is_saved=True))
     except ConfigError as error:
         raise GMetaError(
             f"checkpoint {path} was trained with what this release does not have ({error}). "
             "Use the release that wrote it"
         ) from error
-    for section, now in tied_config(config).items():
-        for key, value in now.items():
-            if value != before[section][key]:
-                raise UserError(
-                    f"{section}.{key} = {value!r}, but checkpoint {path} was trained with "
-                    f"{before[section][key]!r}, and its weights mean nothing with another. Set it "
-                    "as it was, or train a new run, which may begin with run.start_from"
-                )
+    was, now = flat(before), flat(tied_config(config))
+    for key in {**now, **was}:
+        if now.get(key) != was.get(key):
+            raise UserError(
+                f"{key} = {now.get(key)!r}, but checkpoint {path} was trained with "
+                f"{was.get(key)!r}, and its weights mean nothing with another. Set it as it was, "
+                "or train a new run, which may begin with run.start_from"
+            )
 
 
 def tied_config(config: TrainConfig) -> dict[str, Any]:

@@ -8,8 +8,9 @@ trained twice, and ids mean what they meant.
 
 from collections.abc import Collection
 from pathlib import Path
+from typing import Any
 
-from gmeta.config.train_config import ADAGRADS, OuterConfig, TrainConfig
+from gmeta.config.train_config import ADAGRADS, OuterConfig, RunConfig, TrainConfig
 from gmeta.errors import ConfigError, UserError
 from gmeta.runs.checkpoints.choice import check_config, named_checkpoint
 from gmeta.runs.checkpoints.lineage import (
@@ -20,7 +21,7 @@ from gmeta.runs.checkpoints.lineage import (
 )
 from gmeta.runs.checkpoints.progress_file import read_about, read_progress
 from gmeta.runs.checkpoints.resume import find_changed_optimizer_keys
-from gmeta.runs.early_stop import make_early_stop
+from gmeta.runs.early_stop import EarlyStop, make_early_stop
 from gmeta.runs.run_folder import RunFolder, list_checkpoints
 from metaio.format.dataset import Dataset
 from metaio.stream.chain import find_earlier_increment
@@ -46,8 +47,10 @@ def find_continued_checkpoint(
     check_config(checkpoint, config)
     before = folder.read_config()
     if folder.root == Path(named):
-        _check_finished(folder, before)
-    _check_same_training(folder, before, config)
+        _check_finished(folder, before.run, make_early_stop(before))
+    _check_same_training(folder, before.outer, config.outer)
+    if before.run.seed != config.run.seed:
+        raise _differs(folder, "run.seed", before.run.seed, config.run.seed)
     return checkpoint, lineage, skipped
 
 
@@ -137,15 +140,14 @@ def _check_discount(outer: OuterConfig) -> None:
         )
 
 
-def _check_finished(folder: RunFolder, config: TrainConfig) -> None:
+def _check_finished(folder: RunFolder, run: RunConfig, early_stop: EarlyStop) -> None:
     """Refuse a run that has not seen all of its increment: the next one would leave out the rest.
     Whoever names one of its checkpoints instead has chosen so."""
     progress = read_progress(list_checkpoints(folder.checkpoints)[-1])
-    run = config.run
     if not (
         progress.epoch >= run.epochs
         or 0 < run.max_steps <= progress.step
-        or make_early_stop(config).is_over(progress)
+        or early_stop.is_over(progress)
     ):
         raise UserError(
             f"run.continue_from = {str(folder.root)!r} is not over: it stands at step "
@@ -154,20 +156,19 @@ def _check_finished(folder: RunFolder, config: TrainConfig) -> None:
         )
 
 
-def _check_same_training(folder: RunFolder, before: TrainConfig, now: TrainConfig) -> None:
+def _check_same_training(folder: RunFolder, before: OuterConfig, now: OuterConfig) -> None:
     """Refuse another loss or optimizer, whose state is of no use to this one, and what would give
     new rows other values than the old ones began with."""
-    previous, requested = before.by_key(), now.by_key()
-    optimizers = find_changed_optimizer_keys(before.outer, now.outer)
-    for key in (
-        "outer.loss",
-        *(f"outer.{name}" for name in optimizers),
-        "outer.embedding_init_std",
-        "run.seed",
-    ):
-        if previous[key] != requested[key]:
-            raise UserError(
-                f"{key} = {requested[key]!r}, but run {folder.root}, which run.continue_from "
-                f"goes on from, was trained with {previous[key]!r}: weights, optimizer state "
-                "and new rows would not belong together. Set it as it was"
-            )
+    for key in ("loss", *find_changed_optimizer_keys(before, now), "embedding_init_std"):
+        was, requested = getattr(before, key), getattr(now, key)
+        if was != requested:
+            raise _differs(folder, f"outer.{key}", was, requested)
+
+
+def _differs(folder: RunFolder, key: str, previous: Any, requested: Any) -> UserError:
+    return UserError(
+        f"{key} = {requested!r}, but run {folder.root}, which run.continue_from goes on from, was "
+        f"trained with {previous!r}: weights, optimizer state and new rows would not belong "
+        "together. "
+        "Set it as it was"
+    )

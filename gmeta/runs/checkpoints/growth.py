@@ -20,8 +20,6 @@ from gmeta.platform.internals import ShardedTensor
 from gmeta.runs.checkpoints.loader import collect_state, load_checkpoint
 from metaio.ragged import Int64
 
-_ROWS_AT_ONCE = 65_536
-
 
 def load_into_grown_tables(
     path: Path,
@@ -42,24 +40,20 @@ def load_into_grown_tables(
     load_checkpoint(path, sharded, optimizer, ranks, tables_may_grow=True)
     with torch.no_grad():
         for values in _iterate_adagrad_sums(sharded, optimizer, outer):
-            decay_sums(values, outer.adagrad_decay, outer.adagrad_floor)
+            decay_sums(values, outer.adagrad_decay)
         # Loading wrote the old values there: back to what the fresh model and its optimizer had.
         for part, rows, values in fresh:
             part[rows] = values
 
 
-def decay_sums(sums: Tensor, decay: float, floor: float) -> None:
-    """Multiply Adagrad's sums of squares by `decay`, in place; none falls below `floor` that was
-    not below it already: max(decay s, min(s, floor)).
+def decay_sums(sums: Tensor, decay: float) -> None:
+    """Multiply Adagrad's sums of squares by `decay`, in place.
 
     Without it the rates of rows that are seen every day fall for ever (DeepRec's AdagradDecay does
     the same by steps, from a first value above 0).
     """
-    if decay == 1.0:
-        return
-    # Some rows at a time: a second table's worth of memory may not be there.
-    for part in sums.split(_ROWS_AT_ONCE) if sums.dim() else [sums]:
-        torch.maximum(part * decay, part.clamp(max=floor), out=part)
+    if decay != 1.0:
+        sums.mul_(decay)
 
 
 def _iterate_table_parts(

@@ -2,30 +2,23 @@
 what a new run begins with.
 """
 
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
-from gmeta.config.train_config import OuterConfig, TrainConfig
+from gmeta.config.train_config import DataConfig, OuterConfig, RunConfig, TrainConfig
 from gmeta.errors import UserError
 from gmeta.metrics.catalogue import label_of
 from gmeta.runs.checkpoints.choice import check_config, named_checkpoint
 from gmeta.runs.checkpoints.progress_file import read_progress
 from gmeta.runs.early_stop import make_early_stop, make_scoring
 from gmeta.runs.run_folder import CONFIG_FILE, RunFolder
-from gmeta.runs.run_progress import RunProgress
 from metaio.format.dataset import Dataset
 from metaio.quantities import format_count
 
-# What decides which episodes a static step of an epoch holds. The service keeps its own account.
-ORDER_KEYS = (
-    "data.train_split",
-    "data.tasks_per_step",
-    "data.shuffle",
-    "data.lanes",
-    "data.window_blocks",
-    "data.blocks_per_step",
-    "data.drop_last",
-    "run.seed",
-)
+# What decides, with run.seed, which episodes a static step of an epoch holds. The service keeps its
+# own account.
+ORDER_KEYS = ("train_split", "tasks_per_step", "shuffle", "blocks_per_step")
 
 
 def check_resumable(
@@ -43,9 +36,19 @@ def check_resumable(
         return
     before, progress = folder.read_config(), read_progress(checkpoint)
     _check_training(folder, before.outer, config.outer)
-    _check_scores(folder, before, config, progress)
+    if config.data.valid_splits and progress.best_score is not None:
+        was, now = what_decides(before), what_decides(config)
+        _check_scores(folder, was, now, progress.best_score)
     if config.data.source == "static" and progress.epoch_step:
-        _check_order(folder, before, config, progress.epoch_step)
+        if gone := folder.gone_keys("data"):
+            raise UserError(
+                f"run {folder.root} stands {format_count(progress.epoch_step, 'step')} into an "
+                "epoch in "
+                f"an order that is no more: {gone[0]}. Begin a new run with the weights: add "
+                f"run.start_from={folder.root} and choose another run.dir"
+            )
+        was, now = (_order_of(one.data, one.run.seed) for one in (before, config))
+        _check_order(folder, was, now, progress.epoch_step)
 
 
 def _check_training(folder: RunFolder, before: OuterConfig, now: OuterConfig) -> None:
@@ -80,41 +83,40 @@ def find_changed_optimizer_keys(before: OuterConfig, now: OuterConfig) -> list[s
 
 
 def _check_scores(
-    folder: RunFolder, before: TrainConfig, now: TrainConfig, progress: RunProgress
+    folder: RunFolder, before: Mapping[str, Any], now: Mapping[str, Any], best: float
 ) -> None:
     """Refuse another metric or validation split: the best score so far compares with neither."""
-    if progress.best_score is None or not now.data.valid_splits:
-        return  # there is nothing to compare
-    for key, previous, requested in (
-        ("run.early_stop_metric", make_early_stop(before).metric, make_early_stop(now).metric),
-        ("data.valid_split", before.data.valid_split, now.data.valid_split),
-        (
-            "evaluation.positive_rating",
-            _find_positive_threshold(before),
-            _find_positive_threshold(now),
-        ),
-    ):
-        if previous != requested:
+    for key, previous in before.items():
+        if previous != now[key]:
             raise UserError(
-                f"{key} = {requested!r}, but run {folder.root} holds its best {previous!r} so far "
-                f"({progress.best_score:.4g}), with which no other can be compared. Set it as it "
+                f"{key} = {now[key]!r}, but run {folder.root} holds its best {previous!r} so far "
+                f"({best:.4g}), with which no other can be compared. Set it as it "
                 f"was, or begin a new run with the weights: add run.start_from={folder.root} and "
                 "choose another run.dir"
             )
 
 
-def _find_positive_threshold(config: TrainConfig) -> float | None:
-    """Return from which label on the metric that decides counts rows as positive; None: it asks
-    for no such label."""
-    name, label = label_of(make_early_stop(config).metric)
-    return make_scoring(config, label).threshold_of(name)
+def what_decides(config: TrainConfig) -> dict[str, Any]:
+    """Return which metric of which splits decides, and from which label on it counts rows as
+    positive, by key; None: it asks for no such label."""
+    metric = make_early_stop(config).metric
+    name, label = label_of(metric)
+    return {
+        "run.early_stop_metric": metric,
+        "data.valid_split": config.data.valid_split,
+        "evaluation.positive_rating": make_scoring(config, label).threshold_of(name),
+    }
+
+
+def _order_of(data: DataConfig, seed: int) -> dict[str, Any]:
+    """Return what decides the order of a run's episodes, by key."""
+    return {**{f"data.{key}": getattr(data, key) for key in ORDER_KEYS}, "run.seed": seed}
 
 
 def _check_order(
-    folder: RunFolder, config_before: TrainConfig, config: TrainConfig, epoch_step: int
+    folder: RunFolder, before: Mapping[str, Any], now: Mapping[str, Any], epoch_step: int
 ) -> None:
-    before, now = config_before.by_key(), config.by_key()
-    for name in ORDER_KEYS:
+    for name in before:
         if before[name] != now[name]:
             raise UserError(
                 f"{name} = {now[name]!r}, but run {folder.root} stands "
@@ -124,11 +126,11 @@ def _check_order(
             )
 
 
-def find_start_checkpoint(config: TrainConfig, dataset: Dataset) -> Path | None:
+def find_start_checkpoint(run: RunConfig, dataset: Dataset) -> Path | None:
     """Return the checkpoint whose weights a new run begins with; None if `run.start_from` is empty.
     Raises GMetaError: it was trained on another dataset, in which an id may mean another value."""
-    if not config.run.start_from:
+    if not run.start_from:
         return None
-    folder, found = named_checkpoint("run.start_from", config.run.start_from)
+    folder, found = named_checkpoint("run.start_from", run.start_from)
     folder.check_dataset(dataset.url, dataset.fingerprint)
     return found

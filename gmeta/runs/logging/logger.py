@@ -6,6 +6,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+from gmeta.config.train_config import flat
+
 Status = Literal["finished", "stopped", "failed"]
 
 
@@ -22,11 +24,8 @@ class RunInfo:
     def parameters(self) -> dict[str, Any]:
         """Return the config as `section.key` -> value: bool, number, text, or a list as text."""
         return {
-            f"{section}.{name}": value
-            if isinstance(value, bool | int | float | str)
-            else str(value)
-            for section, keys in self.config.items()
-            for name, value in keys.items()
+            key: value if isinstance(value, bool | int | float | str) else str(value)
+            for key, value in flat(self.config).items()
         }
 
 

@@ -99,7 +99,7 @@ def publish(channel: Channel, url: str) -> list[int]:
         if is_local(fs):  # elsewhere an object appears whole
             write_atomically(Path(root) / CURRENT_FILE, (channel.root / CURRENT_FILE).read_bytes())
         else:
-            fs.upload_file(str(channel.root / CURRENT_FILE), f"{root}/{CURRENT_FILE}")
+            fs.put_file(str(channel.root / CURRENT_FILE), f"{root}/{CURRENT_FILE}")
         if is_own:
             kept = {channel.folder_of(number).name for number in channel.numbers()}
             for name in set(remote_sizes) - kept:

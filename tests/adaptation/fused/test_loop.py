@@ -29,7 +29,7 @@ from metaio.recipes.synthetic import SyntheticConfig, features
 from tests.adaptation.fused.plain_mlp import PlainMlp
 from tests.support import reference
 
-MELU = ModelConfig(name="melu", embedding_dim=4, hidden=(6, 5), bottom=(3,))
+MELU = ModelConfig(name="melu", embedding_dim=4, hidden=(6, 5), options={"bottom": (3,)})
 FEATURES = reference.some_features(2, 2, 2, history=True)
 OF_DECISION = [("*",), ("0",), ("2", "4"), ("4",)]
 LAYERS = {
@@ -139,12 +139,14 @@ def test_the_fused_step_equals_the_general_one(
         inner_steps=steps,
         adapt_embeddings=embeddings,
         adapt_layers=("*",) if name == "anil" else layers,
-        learned_rates=rates,
-        inner_path=path,
+        options={"learned_rates": rates},
+        layer_paths=(f"*={path}",),
         support_prior=0.5,
         bias_rate=bias_rate if adapts_head else 1.0,
     )
-    config = replace(MELU, name=model, history="m0", interaction=interaction)
+    config = replace(
+        MELU, name=model, options={**MELU.options, "history": "m0", "interaction": interaction}
+    )
     learner = learner_of(algorithm, config, loss)
     batch = batch_of(sizes, num_common)
     fused, general = learner.collate(batch), arranged_together(learner, batch)
@@ -165,12 +167,15 @@ def test_the_fused_step_equals_the_general_one(
     ("algorithm", "model"),
     [
         (AlgorithmConfig(name="reptile"), MELU),
-        (AlgorithmConfig(name="metasgd", learned_rates="weight"), MELU),
-        (AlgorithmConfig(name="maml"), replace(MELU, name="din", history="m0")),
+        (AlgorithmConfig(name="metasgd", options={"learned_rates": "weight"}), MELU),
+        (
+            AlgorithmConfig(name="maml"),
+            replace(MELU, name="din", options={**MELU.options, "history": "m0"}),
+        ),
         (
             AlgorithmConfig(
                 name="metasgd",
-                learned_rates="weight",
+                options={"learned_rates": "weight"},
                 adapt_layers=("bottom.*",),
                 adapt_embeddings=False,
             ),
@@ -187,7 +192,7 @@ def test_what_the_fused_loop_cannot_do_goes_to_the_general_one(
 @pytest.mark.parametrize("name", ["maml", "fomaml"])
 def test_a_step_may_have_no_history_at_all(name: str) -> None:
     """As where all users of a small step are new."""
-    din = replace(MELU, name="din", history="m0")
+    din = replace(MELU, name="din", options={**MELU.options, "history": "m0"})
     algorithm = AlgorithmConfig(name=name, adapt_embeddings=False, adapt_layers=("decision.*",))
     learner = learner_of(algorithm, din)
     task = reference.random_task(FEATURES, 3, 2, random.Random(0))
@@ -233,7 +238,7 @@ def test_layers_that_the_outer_loop_does_not_train_adapt_all_the_same(
     name: str, embeddings: bool, frozen: str
 ) -> None:
     algorithm = AlgorithmConfig(
-        name=name, inner_steps=2, adapt_embeddings=embeddings, inner_path="low_rank"
+        name=name, inner_steps=2, adapt_embeddings=embeddings, layer_paths=("*=low_rank",)
     )
     learner = learner_of(algorithm, replace(MELU, name="dlrm"))
     learner.model.get_submodule(frozen).requires_grad_(False)
@@ -255,7 +260,7 @@ def test_learned_rates_learn_in_first_order_too(
     first_order = replace(ALGORITHMS["metasgd"], loss_sum=QueryLoss(second_order=False))
     monkeypatch.setitem(ALGORITHMS, "first-order", first_order)
     algorithm = AlgorithmConfig(
-        name="first-order", inner_steps=2, inner_path="low_rank", adapt_embeddings=embeddings
+        name="first-order", inner_steps=2, layer_paths=("*=low_rank",), adapt_embeddings=embeddings
     )
     learner = learner_of(algorithm, replace(MELU, name=model))
     batch = batch_of([(3, 2), (0, 1), (1, 4)])
@@ -329,9 +334,9 @@ def test_a_change_is_held_in_the_cheaper_way_unless_the_config_says_how(
     algorithm=st.sampled_from(
         [
             AlgorithmConfig(name="reptile"),
-            AlgorithmConfig(name="maml", inner_path="materialised", inner_steps=2),
-            AlgorithmConfig(name="metasgd", learned_rates="weight"),
-            AlgorithmConfig(name="fomaml", inner_path="materialised"),
+            AlgorithmConfig(name="maml", layer_paths=("*=materialised",), inner_steps=2),
+            AlgorithmConfig(name="metasgd", options={"learned_rates": "weight"}),
+            AlgorithmConfig(name="fomaml", layer_paths=("*=materialised",)),
         ]
     ),
     model=st.sampled_from(["melu", "cbml", "din"]),
@@ -340,7 +345,9 @@ def test_a_change_is_held_in_the_cheaper_way_unless_the_config_says_how(
 def test_groups_of_similar_tasks_give_the_step_of_all_tasks_together(
     algorithm: AlgorithmConfig, model: str, sizes: list[tuple[int, int]]
 ) -> None:
-    learner = learner_of(algorithm, replace(MELU, name=model, history="m0"))
+    learner = learner_of(
+        algorithm, replace(MELU, name=model, options={**MELU.options, "history": "m0"})
+    )
     learner.use_general_loop()
     batch = batch_of(sizes)
     grouped, together = learner.collate(batch), arranged_together(learner, batch)
@@ -354,17 +361,19 @@ def test_groups_of_similar_tasks_give_the_step_of_all_tasks_together(
 @pytest.mark.parametrize(
     ("algorithm", "model"),
     [
-        (AlgorithmConfig(name="maml", inner_path="low_rank"), "melu"),
+        (AlgorithmConfig(name="maml", layer_paths=("*=low_rank",)), "melu"),
         (AlgorithmConfig(name="maml", adapt_embeddings=False, inner_steps=2), "melu"),
         (AlgorithmConfig(name="fomaml", adapt_embeddings=False), "melu"),
         (
-            AlgorithmConfig(name="metasgd", adapt_embeddings=False, inner_path="materialised"),
+            AlgorithmConfig(
+                name="metasgd", adapt_embeddings=False, layer_paths=("*=materialised",)
+            ),
             "melu",
         ),
-        (AlgorithmConfig(name="metasgd", inner_path="low_rank"), "melu"),
-        (AlgorithmConfig(name="maml", inner_path="low_rank", inner_steps=2), "dlrm"),
-        (AlgorithmConfig(name="maml", inner_path="materialised", inner_steps=2), "dlrm"),
-        (AlgorithmConfig(name="metasgd", inner_path="materialised", inner_steps=2), "dlrm"),
+        (AlgorithmConfig(name="metasgd", layer_paths=("*=low_rank",)), "melu"),
+        (AlgorithmConfig(name="maml", layer_paths=("*=low_rank",), inner_steps=2), "dlrm"),
+        (AlgorithmConfig(name="maml", layer_paths=("*=materialised",), inner_steps=2), "dlrm"),
+        (AlgorithmConfig(name="metasgd", layer_paths=("*=materialised",), inner_steps=2), "dlrm"),
     ],
 )
 @pytest.mark.parametrize("num_common", [0, 1])

@@ -63,7 +63,7 @@ def test_a_reason_that_only_a_newer_service_knows_is_a_refusal_like_others(
     address: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     refusal = pb.Refusal(code=9, reason=4321, message="the moon is full")
-    monkeypatch.setattr("gmeta.antdt.service.edge.refusal_to", lambda error: refusal)
+    monkeypatch.setattr("gmeta.antdt.service.edge.encode_refusal", lambda error: refusal)
     with ShardClient(address, "a") as client:
         with pytest.raises(RefusedError) as refused:
             client.lease("unknown", 0)

@@ -46,14 +46,14 @@ class Mutant:
 MUTANTS = (
     Mutant(
         "no token check",
-        "ledger/results.py",
+        "ledger/worker_results.py",
         "if token in worker.tokens:\n",
         "if token in state.leases:\n",
     ),
     Mutant(
         "END when TODO is empty",
         "ledger/ledger.py",
-        "nothing = offers.nothing_left(table, command.seq)",
+        "nothing = offers.wait_for_others(table, command.seq)",
         "nothing = cmd.End(command.seq)",
     ),
     Mutant(
@@ -65,8 +65,8 @@ MUTANTS = (
     Mutant(
         "ack before commit",
         "storage/committer.py",
-        "        self._store.append(Batch(first_event, records, self.ledger.head))\n",
-        "        late, self.late = getattr(self, 'late', None), Batch(first_event, records, "
+        "        self._store.append(RecordBatch(first_event, records, self.ledger.head))\n",
+        "        late, self.late = getattr(self, 'late', None), RecordBatch(first_event, records, "
         "self.ledger.head)\n"
         "        late and self._store.append(late)\n",
     ),
@@ -78,13 +78,13 @@ MUTANTS = (
     ),
     Mutant(
         "expiry by wall clock",
-        "service/server.py",
+        "service/shard_server.py",
         "time.monotonic, self.config",
         "time.time, self.config",
     ),
     Mutant(
         "lease retry takes new shards",
-        "ledger/numbers.py",
+        "ledger/call_numbers.py",
         "if command.seq == last_seq + 1:",
         "if command.seq == last_seq + 1 or isinstance(command, cmd.LeaseShards):",
     ),
@@ -122,8 +122,8 @@ MUTANTS = (
     Mutant(
         "END before the disk has it",
         "storage/request.py",
-        "isinstance(answer, cmd.Granted | cmd.Beat)",
-        "isinstance(answer, cmd.Granted | cmd.Beat | cmd.End)",
+        "isinstance(answer, cmd.GrantReply | cmd.HeartbeatReply)",
+        "isinstance(answer, cmd.GrantReply | cmd.HeartbeatReply | cmd.End)",
     ),
     Mutant(
         "heartbeat renews what it does not name",
@@ -131,10 +131,10 @@ MUTANTS = (
         "self._renew(live, now_s)\n        revoked",
         "self._renew(list(worker.tokens), now_s)\n        revoked",
     ),
-    Mutant("WAIT uses no number", "ledger/numbers.py", "found.seq > worker.last_seq", "False"),
+    Mutant("WAIT uses no number", "ledger/call_numbers.py", "call.seq > worker.last_seq", "False"),
     Mutant(
         "END of a group that the store did not take",
-        "ledger/numbers.py",
+        "ledger/call_numbers.py",
         "self._unrecorded = older._unrecorded",
         "self._unrecorded = older._unrecorded | older._unstored",
     ),
@@ -149,7 +149,7 @@ MUTANTS = (
     Mutant(
         "no epoch check in the store",
         "storage/store.py",
-        "    if found != mine:\n",
+        "    if stored_epoch != mine:\n",
         "    if False:\n",
     ),
     Mutant(
@@ -166,7 +166,7 @@ MUTANTS = (
     ),
     Mutant(
         "parts of two leases counted together",
-        "ledger/results.py",
+        "ledger/worker_results.py",
         "if table.spec.speculative or units_done",
         "if units_done",
     ),

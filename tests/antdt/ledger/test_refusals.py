@@ -204,7 +204,7 @@ def test_a_store_of_another_job_is_not_served(scene: Scene) -> None:
             (offers, "MAX_LEASES_PER_WORKER"),
             lambda service, worker: worker.grant(),
             "worker 'a' holds 1 leases and asks for 1 more; at most 1 are allowed. Complete or "
-            "release some first, or cut the dataset into larger shards (data.tasks_per_shard).",
+            "release some first, or cut the dataset into larger shards.",
         ),
     ],
 )

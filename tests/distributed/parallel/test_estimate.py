@@ -37,7 +37,7 @@ def estimated(
 ) -> tuple[ShardingEstimate, dict[str, object], Cluster]:
     config = TrainConfig(model=ModelConfig(embedding_dim=width), outer=outer, sharding=sharding)
     cluster = Cluster(gpus, min(gpus, 8), "cuda", 80 * GB, 125 * GB)
-    tables = make_unsharded_tables(features_of(rows), config)
+    tables = make_unsharded_tables(features_of(rows), config.model, config.outer)
     plan = merge_plans(plan_on(tables, sharding, 4096, cluster))
     described = describe_plan(plan, gpus)
     step = StepWork(64, 2560, dict.fromkeys(rows, ids), 6e9, 100_000)

@@ -27,8 +27,11 @@ def few_trees(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def measured(path: Path, loss: Loss, *splits: str, **options: object) -> Baselines:
+    config = config_of(path, loss, str(options.pop("valid_split", "")))
     return predict_baselines(
-        config_of(path, loss, str(options.pop("valid_split", ""))),
+        config.data,
+        loss,
+        config.outer.huber_delta,
         open_dataset(str(path)),
         splits or ("cold",),
         **options,  # type: ignore[arg-type]
@@ -61,7 +64,7 @@ def test_no_test_label_changes_a_prediction(tmp_path: Path, loss: Loss, valid_sp
 
 def test_rows_are_those_of_the_split_query_rows_alone(tmp_path: Path) -> None:
     dataset = open_dataset(str(write_data(tmp_path / "data", "mse")))
-    found = predict_baselines(config_of(tmp_path / "data", "mse"), dataset, ["cold", "valid"])
+    found = measured(tmp_path / "data", "mse", "cold", "valid")
     table = found.models[0].predictions
     columns = ["split", "task", "support_rows", "label", "draw", "prediction"]
     assert [name for name in table.column_names if name != "task_id"] == columns
@@ -102,7 +105,8 @@ def test_trees_have_the_run_s_huber_delta(tmp_path: Path, monkeypatch: pytest.Mo
     monkeypatch.setattr(trees, "grow_trees", lambda *given: asked.extend(given))
     config = config_of(write_data(tmp_path / "data", "huber"), "huber")
     config = replace(config, outer=replace(config.outer, huber_delta=7.0))
-    found = predict_baselines(config, open_dataset(str(tmp_path / "data")), ["cold"])
+    dataset = open_dataset(str(tmp_path / "data"))
+    found = predict_baselines(config.data, "huber", config.outer.huber_delta, dataset, ["cold"])
     assert asked[-1] == 7.0
     assert found.notes == ("boosted trees: none, there are too few training tasks",)
 

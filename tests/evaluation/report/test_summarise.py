@@ -187,7 +187,7 @@ def test_a_diverged_stage_is_reported_as_such() -> None:
     assert result
     reasons = {one.reason for one in result.metrics.values()}
     assert reasons == {"1 of 320 predictions are not finite: the model diverged"}
-    assert [(one.run, one.stage) for one in group.calibrate] == [("melu-maml", "before")]
+    assert [(one.run, one.stage) for one in group.calibration] == [("melu-maml", "before")]
 
 
 def test_support_bins_cover_every_task_once() -> None:

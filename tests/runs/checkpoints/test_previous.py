@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 import gmeta
+from gmeta.config.train_config import config_from_dict
 from gmeta.runs.checkpoints.integrity import check_files
 from gmeta.runs.checkpoints.progress_file import read_progress
 from gmeta.runs.run_folder import list_checkpoints
@@ -85,6 +86,12 @@ def test_a_run_of_the_previous_release_is_exported_as_it_was_there(folder: Path)
     was, told = (json.loads((each / "config.json").read_text()) for each in (before, now))
     for body in (was, told):
         del body["checksum"], body["source"]["exported_at"], body["source"]["torch"]
+    # Options of a model or an algorithm were keys of its section.
+    mine, theirs = (
+        config_from_dict({part: body.pop(part) for part in ("model", "algorithm")}, is_saved=True)
+        for body in (told, was)
+    )
+    assert mine == theirs
     assert known(told, was) == was  # the files' checksums too
 
 

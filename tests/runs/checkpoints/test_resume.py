@@ -175,21 +175,21 @@ def starting_from(config: TrainConfig, path: Path) -> TrainConfig:
 def test_a_new_run_starts_from_a_run_or_from_one_of_its_checkpoints(
     config: TrainConfig, dataset: Dataset
 ) -> None:
-    assert find_start_checkpoint(config, dataset) is None
+    assert find_start_checkpoint(config.run, dataset) is None
     folder, older = begun(config, dataset.fingerprint, epoch_step=5)
     _, newest = begun(config, dataset.fingerprint, epoch_step=9)
-    assert find_start_checkpoint(starting_from(config, folder.root), dataset) == newest
-    assert find_start_checkpoint(starting_from(config, older), dataset) == older
+    assert find_start_checkpoint(starting_from(config, folder.root).run, dataset) == newest
+    assert find_start_checkpoint(starting_from(config, older).run, dataset) == older
     missing = folder.checkpoints / "step-00000007"
     with pytest.raises(UserError) as caught:
-        find_start_checkpoint(starting_from(config, missing), dataset)
+        find_start_checkpoint(starting_from(config, missing).run, dataset)
     assert str(caught.value) == (
         f"run.start_from = '{missing}' has no checkpoint: a run folder that has one, or one of its "
         "checkpoints is needed. Correct it, or leave it empty"
     )
     begun(config, "0" * 32, epoch_step=9)
     with pytest.raises(GMetaError, match="has fingerprint"):
-        find_start_checkpoint(starting_from(config, folder.root), dataset)
+        find_start_checkpoint(starting_from(config, folder.root).run, dataset)
 
 
 def test_a_run_goes_on_with_the_data_that_it_began_with(

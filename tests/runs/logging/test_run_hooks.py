@@ -97,7 +97,7 @@ class Needy(Callback):
 @pytest.fixture(autouse=True)
 def alone(monkeypatch: pytest.MonkeyPatch) -> None:
     """One rank, which has nobody to wait for; nothing was noted yet."""
-    for name in ("by_first", "by_all"):
+    for name in ("run_on_first", "run_on_all"):
         monkeypatch.setattr(run_hooks, name, lambda work, ranks: work())
     Recorder.calls, Recorder.fails_in = [], ()
 

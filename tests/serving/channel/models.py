@@ -58,7 +58,7 @@ class Model:
             dense=("price",),
         )
         config = ExportedConfig(
-            model=ModelConfig(embedding_dim=WIDTH, hidden=(16,), bottom=(8,)),
+            model=ModelConfig(embedding_dim=WIDTH, hidden=(16,), options={"bottom": (8,)}),
             algorithm=AlgorithmConfig(inner_steps=max(steps, 1), inner_lr=0.3 * min(steps, 1)),
             loss=loss,
             positive_rating=positive_rating,

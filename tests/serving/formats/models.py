@@ -1,7 +1,6 @@
 """Models of every kind, exported, for the tests of programs."""
 
 import shutil
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,27 +18,35 @@ from metaio import Dataset
 from metaio.prepare.schema.schema_file import parse_schema
 from tests.support.exported import write_random_model
 
-SMALL = {"embedding_dim": 4, "hidden": (8,), "bottom": (6,), "experts": 2}
+SMALL = {"embedding_dim": 4, "hidden": (8,)}
+OPTIONS = {"bottom": (6,), "experts": 2}
 MODELS_BY_CASE: dict[str, dict[str, Any]] = {
     "dlrm": {},
-    "dlrm cat": {"name": "dlrm", "interaction": "cat", "pooling": "sum"},
+    "dlrm cat": {"name": "dlrm", "pooling": "sum", "options": {"interaction": "cat"}},
     "melu": {"name": "melu"},
     "cbml": {"name": "cbml"},
-    "din": {"name": "din", "history": "seen"},
+    "din": {"name": "din", "options": {"history": "seen"}},
     "deepfm": {"name": "deepfm"},
     "dcnv2": {"name": "dcnv2"},
-    "dcnv2 parallel": {"name": "dcnv2", "structure": "parallel", "cross_rank": 2},
+    "dcnv2 parallel": {
+        "name": "dcnv2",
+        "options": {"structure": "parallel", "cross_rank": 2},
+    },
     "mmoe": {"name": "mmoe"},
     "narrow tables": {"embedding_dim": 8, "widths": ("item=4", "city=4")},
-    "ple": {"name": "ple", "expert": (8,), "own_experts": 1},
+    "ple": {"name": "ple", "options": {"expert": (8,), "own_experts": 1}},
 }
 ALGORITHMS_BY_CASE: dict[str, dict[str, Any]] = {
     **{name: {"name": name} for name in ("maml", "fomaml", "anil", "reptile", "metasgd", "none")},
     "some tables": {"name": "maml", "adapt_embeddings": ("item",)},
     "encoder": {"name": "encoder"},
-    "encoder_maml": {"name": "encoder_maml", "encoder_pooling": "attention"},
+    "encoder_maml": {"name": "encoder_maml", "options": {"encoder_pooling": "attention"}},
     "ridge": {"name": "ridge"},
-    "metaemb": {"name": "metaemb", "adapt_embeddings": ("city",), "content": ("tags",)},
+    "metaemb": {
+        "name": "metaemb",
+        "adapt_embeddings": ("city",),
+        "options": {"content": ("tags",)},
+    },
 }
 
 
@@ -47,9 +54,11 @@ def model_of(
     folder: Path, model: str = "dlrm", algorithm: str = "maml", **more: Any
 ) -> ServedModel:
     """An exported model of random values."""
+    chosen = MODELS_BY_CASE[model]
+    options = {**OPTIONS, **chosen.get("options", {})}
     write_random_model(
         folder,
-        model=replace(ModelConfig(**SMALL), **MODELS_BY_CASE[model]),
+        model=ModelConfig(**{**SMALL, **chosen, "options": options}),
         algorithm=AlgorithmConfig(inner_steps=2, inner_lr=0.3, **ALGORITHMS_BY_CASE[algorithm]),
         **more,
     )
@@ -61,7 +70,7 @@ def write_schema_model(folder: Path, dataset: Dataset) -> None:
     recipe, features = dataset.manifest.recipe, dataset.features
     moments = {name: tuple(pair) for name, pair in recipe.get("moments", {}).items()}
     schema = parse_schema(recipe["schema"])
-    model, algorithm = ModelConfig(**SMALL), AlgorithmConfig(inner_lr=0.3)
+    model, algorithm = ModelConfig(**SMALL, options=OPTIONS), AlgorithmConfig(inner_lr=0.3)
     config = ExportedConfig(
         model=model,
         algorithm=algorithm,

@@ -1,6 +1,7 @@
 """`gmeta evaluate` as a rank; rank 0 writes the report and says where."""
 
 import json
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -28,6 +29,7 @@ from gmeta.evaluation.report.console_table import make_console_table
 from gmeta.evaluation.report.evaluated_runs import EvaluatedRun
 from gmeta.evaluation.report.report_files import write_report
 from gmeta.metrics.catalogue import Scoring
+from gmeta.metrics.scored_label import ScoredLabel
 from gmeta.runs.checkpoints.choice import best_not_kept
 from gmeta.runs.chosen_adaptation import CHOSEN_ADAPTATION_FILE, write_chosen_adaptation
 from gmeta.runs.run_folder import RunFolder
@@ -67,8 +69,9 @@ def evaluate_on_rank(
         configs = {root: RunFolder(root).read_config() for root in roots}
         own_data = {root: open_data(own.data) for root, own in configs.items()}
         for root, config_of_run in configs.items():
-            with_judged_label(label, config_of_run, own_data[root])
-        chosen = with_judged_label(label, overridden(config, options.overrides), dataset)
+            with_judged_label(label, config_of_run.labels, own_data[root])
+        chosen = overridden(config, options.overrides)
+        chosen = replace(chosen, labels=with_judged_label(label, chosen.labels, dataset))
         if chosen.evaluation.candidates:
             _check_same_items(own_data, chosen.evaluation.candidates)
         if options.item_column:  # an error is reported before minutes are spent
@@ -78,8 +81,8 @@ def evaluate_on_rank(
         on = translate_dataset(open_by_name(increment_name), dataset) if increment_name else None
         protocol, note = limit_to_one_draw(wanted_protocol, on or dataset)
         notes = [one for one in (describe_missing_ids(on or dataset), note) if one]
-        scored = chosen if on is None else replace(chosen, data=data_config_for(chosen.data, on))
-        splits = choose_splits(scored, on or dataset, options.splits)
+        data = chosen.data if on is None else data_config_for(chosen.data, on)
+        splits = choose_splits(data, on or dataset, options.splits)
         names = {root: root.name if short else str(root) for root in roots}
         for root, name in names.items():
             notes += describe_trained_splits(
@@ -88,7 +91,11 @@ def evaluate_on_rank(
         if ranks.rank == 0:
             for one in notes:
                 make_console(stderr=True).print(one)
-        candidates = _sample_candidates(scored, on or dataset, splits, options.item_column, ranks)
+        scoring = Scoring(chosen.loss_of(), chosen.evaluation)
+        scored = scored_labels(chosen.labels, on or dataset)
+        candidates = _sample_candidates(
+            scoring, scored, on or dataset, splits, options.item_column, ranks
+        )
         overrides_adapting = any(each.startswith("algorithm.") for each in options.overrides)
         runs = []
         for root, name in names.items():
@@ -116,7 +123,9 @@ def evaluate_on_rank(
             )
             baselines = [
                 predict_baselines(
-                    chosen,
+                    chosen.data,
+                    chosen.loss_of(one.name),
+                    chosen.outer.huber_delta,
                     dataset,
                     splits,
                     options.item_column,
@@ -126,7 +135,7 @@ def evaluate_on_rank(
                     candidates if one.is_judged else None,
                     one,
                 )
-                for one in scored_labels(chosen, dataset)
+                for one in scored_labels(chosen.labels, dataset)
             ]
             models = [model for baseline in baselines for model in baseline.models]
             baseline_notes = dict.fromkeys(note for found in baselines for note in found.notes)
@@ -196,26 +205,24 @@ def _check_same_items(own_data: dict[Path, Dataset], candidates: int) -> None:
 
 
 def _sample_candidates(
-    config: TrainConfig, dataset: Dataset, splits: list[str], item_column: str, ranks: Ranks
+    scoring: Scoring,
+    labels: Sequence[ScoredLabel],
+    dataset: Dataset,
+    splits: list[str],
+    item_column: str,
+    ranks: Ranks,
 ) -> Candidates | None:
     """Return what is sampled beside positive rows, made by rank 0 for all; None where nothing is.
     Collective."""
-    if not config.evaluation.candidates:
+    if not (number := scoring.config.candidates):
         return None
     sampled: list[Candidates] = []
 
     def sample() -> None:
-        scoring = Scoring(config.loss_of(), config.evaluation)
-        (judged,) = (one for one in scored_labels(config, dataset) if one.is_judged)
-        made = make_candidates(
-            dataset,
-            splits,
-            config.evaluation.candidates,
-            scoring.threshold,
-            item_column,
-            judged,
+        (judged,) = (one for one in labels if one.is_judged)
+        sampled.append(
+            make_candidates(dataset, splits, number, scoring.threshold, item_column, judged)
         )
-        sampled.append(made)
 
     run_on_first(sample, ranks)
     return broadcast_value(sampled[0] if sampled else None, ranks)

@@ -8,7 +8,6 @@ from gmeta.cli.commands.work.rank_process import run_as_rank
 from gmeta.config.train_config import TrainConfig
 from gmeta.distributed.launch import restarts
 from gmeta.distributed.ranks import Ranks
-from gmeta.runs.alike import settings_of_all
 from gmeta.runs.checkpoints.choice import best_not_kept
 from gmeta.runs.checkpoints.run_mirror import check_new_mirror
 from gmeta.runs.run_folder import CONFIG_FILE, RunFolder
@@ -34,8 +33,9 @@ def train_on_rank(config: TrainConfig, is_new: bool) -> None:
         if ranks.rank == 0:
             _print_outcome(folder)
 
+    # Whether all ranks were started alike is asked as the config is resolved.
     run = config.run
-    run_as_rank(run.device, run.collective_timeout_s, settings_of_all(config), work)
+    run_as_rank(run.device, run.collective_timeout_s, {}, work)
 
 
 def _print_outcome(folder: RunFolder) -> None:

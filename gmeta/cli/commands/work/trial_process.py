@@ -21,7 +21,6 @@ from gmeta.errors import NotWrittenError
 from gmeta.evaluation.evaluate import evaluate_run
 from gmeta.evaluation.validation import average_scores, score_predictions
 from gmeta.platform.numerics import choose_products
-from gmeta.runs.alike import settings_of_all
 from gmeta.runs.build import check_on_data
 from gmeta.runs.early_stop import make_early_stop
 from gmeta.train import train
@@ -87,7 +86,7 @@ def _train(config: TrainConfig, says: Connection) -> None:
         )
 
     run = config.run
-    run_as_rank(run.device, run.collective_timeout_s, settings_of_all(config), work)
+    run_as_rank(run.device, run.collective_timeout_s, {}, work)
 
 
 def _leave_with_tune() -> None:

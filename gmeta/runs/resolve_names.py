@@ -6,7 +6,7 @@ Needs no torch.
 from dataclasses import replace
 from pathlib import Path
 
-from gmeta.config.train_config import TrainConfig
+from gmeta.config.train_config import DataConfig, RunConfig, TrainConfig
 from gmeta.data.opening import open_data, parse_increment
 from gmeta.errors import UserError
 from gmeta.runs.checkpoints.choice import named_checkpoint
@@ -25,20 +25,20 @@ def with_names(config: TrainConfig) -> tuple[TrainConfig, Dataset]:
         ConfigError, UserError, FormatError: the stream has no such increment, or is damaged.
         NoDatasetError: there is no dataset.
     """
-    data = replace(config.data, increment=_increment(config))
+    data = replace(config.data, increment=_increment(config.data, config.run))
     config, dataset = replace(config, data=data), open_data(data)
     if (names := dataset.features.labels) and not config.labels.judged:
         config = replace(config, labels=replace(config.labels, judged=names[0]))
     return config, dataset
 
 
-def config_of_begun_run(config: TrainConfig) -> TrainConfig | None:
-    """Return the config that the run in run.dir was begun with, if there is one."""
-    folder = RunFolder(Path(config.run.dir))
+def config_of_begun_run(run_dir: str) -> TrainConfig | None:
+    """Return the config that the run in a folder was begun with, if there is one."""
+    folder = RunFolder(Path(run_dir))
     return folder.read_config() if (folder.root / CONFIG_FILE).exists() else None
 
 
-def _increment(config: TrainConfig) -> str:
+def _increment(data: DataConfig, run: RunConfig) -> str:
     """Return the number of the increment that a run is trained on, as text; "" of a dataset that
     stands alone.
 
@@ -50,10 +50,9 @@ def _increment(config: TrainConfig) -> str:
         UserError: the stream has none behind that.
         GMetaError: the checkpoint of run.continue_from is damaged.
     """
-    data, run = config.data, config.run
     if data.increment != "next":
         return str(parse_increment(data.increment)) if data.increment else ""
-    if (before := config_of_begun_run(config)) and before.data.increment:
+    if (before := config_of_begun_run(run.dir)) and before.data.increment:
         return before.data.increment
     last = 0
     if run.continue_from:

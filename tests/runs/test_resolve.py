@@ -9,7 +9,7 @@ import pytest
 from gmeta.config.train_config import TrainConfig, config_from_dict, load_config
 from gmeta.data.opening import open_by_name, open_data, resolve_newest
 from gmeta.errors import ConfigError, UserError
-from gmeta.runs.checkpoints.settled import settled
+from gmeta.runs.resolve import resolve
 from gmeta.runs.run_folder import RunFolder
 from metaio.errors import NoDatasetError
 from tests.support.commands import evaluate, succeed
@@ -44,26 +44,26 @@ def asked(stream: Path, increment: str, **run: Any) -> TrainConfig:
 
 def test_next_is_the_first_then_the_one_after_the_run_before(stream: Path) -> None:
     one = str(stream.parent / "one")
-    assert settled(asked(stream, "next")).data.increment == "1"
-    assert settled(asked(stream, "next", continue_from=one)).data.increment == "2"
-    assert settled(asked(stream, "002")).data.increment == "2"
+    assert resolve(asked(stream, "next")).data.increment == "1"
+    assert resolve(asked(stream, "next", continue_from=one)).data.increment == "2"
+    assert resolve(asked(stream, "002")).data.increment == "2"
     # A run that was begun stays with its increment, whatever has come since.
     assert RunFolder(Path(one)).read_config().data.increment == "1"
     resumed = asked(stream, "next", dir=one)
-    assert settled(resumed).data.increment == "1"
+    assert resolve(resumed).data.increment == "1"
 
 
 def test_the_label_prior_is_that_of_the_first_run(stream: Path) -> None:
     one = str(stream.parent / "one")
-    first = settled(asked(stream, "1")).support_features.label_prior
-    second = settled(asked(stream, "2")).support_features.label_prior
+    first = resolve(asked(stream, "1")).support_features.label_prior
+    second = resolve(asked(stream, "2")).support_features.label_prior
     assert len(first) == 2
     assert first != second
     for config in (asked(stream, "next", continue_from=one), asked(stream, "next", dir=one)):
-        assert settled(config).support_features.label_prior == first
+        assert resolve(config).support_features.label_prior == first
     given = asked(stream, "2", continue_from=one)
     chosen = replace(given.support_features, label_prior=(0.5, 0.5))
-    assert settled(replace(given, support_features=chosen)).support_features == chosen
+    assert resolve(replace(given, support_features=chosen)).support_features == chosen
 
 
 def test_an_increment_that_is_not_there_is_refused_in_one_line(stream: Path) -> None:
@@ -75,13 +75,13 @@ def test_an_increment_that_is_not_there_is_refused_in_one_line(stream: Path) -> 
         f"run.continue_from={stream.parent / 'one'}",
     )
     with pytest.raises(UserError) as caught:
-        settled(asked(stream, "next", continue_from=str(stream.parent / "two")))
+        resolve(asked(stream, "next", continue_from=str(stream.parent / "two")))
     assert str(caught.value) == (
         f'data.increment = "next", but stream {stream} has no increment after 2, the last that '
         "run.continue_from was trained on. Append one with gmeta prepare --extend"
     )
     with pytest.raises(ConfigError, match=r"data\.increment = 'last' is no increment: a number"):
-        settled(asked(stream, "last"))
+        resolve(asked(stream, "last"))
     for opening in (
         lambda: open_data(asked(stream, "9").data),
         lambda: open_by_name(f"{stream}:9"),

@@ -1,0 +1,84 @@
+"""Resolves the config of a run, once and on one rank: what it leaves to its data, and to the run
+that it goes on from.
+"""
+
+from dataclasses import replace
+from pathlib import Path
+
+from gmeta.config.train_config import DataConfig, RunConfig, TrainConfig, with_every_option
+from gmeta.distributed.collective_errors import run_on_first
+from gmeta.distributed.ranks import Ranks, broadcast_value
+from gmeta.runs.alike import OF_ONE_MACHINE, check_alike, settings_of_all
+from gmeta.runs.build import estimate_label_prior
+from gmeta.runs.checkpoints.choice import named_checkpoint
+from gmeta.runs.checkpoints.run_mirror import fetch_run
+from gmeta.runs.resolve_names import config_of_begun_run, with_names
+from metaio.format.dataset import Dataset
+
+
+def resolve(config: TrainConfig) -> TrainConfig:
+    """Return the config of a run with what its stream decides filled in: the number of the
+    increment, and, for the statistics of support rows, the label prior of the stream's first run:
+    that of another day's labels would change what the inputs mean. Of several labels the first is
+    judged, if none is named. An increment is not validated on splits in which it has no task.
+
+    Raises:
+        ConfigError, UserError, FormatError: the stream has no such increment, or is damaged.
+    """
+    # A caller of train() may leave some options out.
+    config, dataset = with_names(with_every_option(config))
+    data, run = _validated(config.data, config.run, dataset)
+    config, inputs = replace(config, data=data, run=run), config.support_features
+    if not inputs.is_used or inputs.label_prior or dataset.manifest.stream is None:
+        return config
+    before = config_of_begun_run(run.dir)
+    if before is None and run.continue_from:
+        before = named_checkpoint("run.continue_from", run.continue_from)[0].read_config()
+    known = before.support_features.label_prior if before else ()
+    prior = known or tuple(estimate_label_prior(data.train_split, config.outer.loss, dataset))
+    return replace(config, support_features=replace(inputs, label_prior=prior))
+
+
+def resolve_on_first(config: TrainConfig, ranks: Ranks) -> TrainConfig:
+    """Return the config as rank 0 resolves it, behind the run's copy in its mirror, if any: an
+    increment may land while others would. Where the data is stays each machine's own. Collective.
+
+    Raises:
+        UserError: on all ranks, where one was started with other settings than rank 0.
+    """
+    check_alike(settings_of_all(config.by_key()), ranks)
+    found = [config]
+
+    def work() -> None:
+        fetch_run(config.run.mirror, Path(config.run.dir))
+        found.append(resolve(config))
+
+    run_on_first(work, ranks)
+    first = broadcast_value(found[-1], ranks)
+    own = {key.removeprefix("data."): config.by_key()[key] for key in OF_ONE_MACHINE}
+    return replace(first, data=replace(first.data, **own))
+
+
+def passed_over(asked: DataConfig, data: DataConfig) -> list[str]:
+    """Return what to tell of the validation splits that were asked for, and that `resolve` left
+    out."""
+    splits = [name for name in asked.valid_splits if name not in data.valid_splits]
+    then = "" if data.valid_splits else ": no validation, no early stopping in this run"
+    return [f"split {name} has no task in increment {data.increment}{then}" for name in splits]
+
+
+def _validated(data: DataConfig, run: RunConfig, dataset: Dataset) -> tuple[DataConfig, RunConfig]:
+    """Return the sections without the validation splits in which an increment has no task: a loop
+    may get small increments, whose gate may be empty."""
+    if dataset.manifest.stream is None:
+        return data, run
+    splits = tuple(
+        name
+        for name in data.valid_splits
+        if name not in dataset.splits or dataset.splits[name].num_episodes
+    )
+    if splits == data.valid_splits:
+        return data, run
+    # Without a score there is nothing to stop early by.
+    run = run if splits else replace(run, valid_every_steps=0, early_stop_patience=0)
+    return replace(data, valid_split=splits or ""), run
