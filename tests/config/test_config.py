@@ -66,11 +66,6 @@ def test_a_key_of_an_earlier_release_loads_with_its_default(good: Path) -> None:
     [
         ("outer.dense_lrr=1", "outer.dense_lrr is unknown; did you mean outer.dense_lr?"),
         ("otter.dense_lr=1", "otter is unknown; did you mean outer?"),
-        (
-            "sharding.shared_memory=true",
-            "sharding.shared_memory is no more: ranks of one host exchange over TCP, with the same "
-            "results. Leave it out",
-        ),
         ("foo=1", "override 'foo=1' is not of the form section.key=value. Write e.g. run.epochs=3"),
         ("outer.dense_lr=nan", "outer.dense_lr = nan is not a finite number. Correct the value"),
         (
@@ -82,7 +77,8 @@ def test_a_key_of_an_earlier_release_loads_with_its_default(good: Path) -> None:
         ("model.hidden=8", "model.hidden = 8 is not a list. Write e.g. model.hidden = [...]"),
         (
             "labels.loss={click=bce}",
-            "labels.loss = '{click=bce}' is not a table of texts. Write e.g. labels.loss.NAME = ...",
+            "labels.loss = '{click=bce}' is not a table of texts. Write e.g. labels.loss.NAME = "
+            "...",
         ),
         (
             "algorithm.learned_rates=row",
@@ -95,7 +91,8 @@ def test_a_key_of_an_earlier_release_loads_with_its_default(good: Path) -> None:
         ),
         (
             "algorithm.options.rate=1",
-            "algorithm.options.rate is given, but algorithm.name = 'maml' has no options. Remove it",
+            "algorithm.options.rate is given, but algorithm.name = 'maml' has no options. Remove "
+            "it",
         ),
         (
             "data.lanes=2",

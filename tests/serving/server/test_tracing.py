@@ -34,12 +34,8 @@ def test_a_request_is_its_callers_span(exported: Path, monkeypatch: pytest.Monke
     assert right.name == "infer http"
     assert f"{right.context.trace_id:032x}" == TRACE
     assert f"{right.parent.span_id:016x}" == PARENT
-    version = service.loaded.version
-    assert dict(right.attributes) == {
-        "gmeta.adaptation.layout": 6,
-        "gmeta.version": version,
-        "gmeta.cache": "",
-    }
+    told = {"gmeta.rows": 6, "gmeta.version": service.loaded.version, "gmeta.cache": ""}
+    assert dict(right.attributes) == told
     assert wrong.parent is None
     assert wrong.status.status_code.name == "ERROR"
 
