@@ -189,9 +189,8 @@ def test_a_wheel_works_beside_a_users_models_protos_and_tests(wheel: Path, tmp_p
 
     lines = [line.split() for line in told.read_text().splitlines()]
     assert {"0", "1"} <= {rank for rank, *_ in lines}
-    assert [
-        origin for _, *found in lines for origin in found if not origin.startswith(str(site))
-    ] == []
+    seen = [origin for _, *found in lines for origin in found if not origin.startswith(str(site))]
+    assert seen == []
 
 
 def test_the_citation_is_of_this_version_and_names_both_papers() -> None:

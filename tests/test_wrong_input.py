@@ -206,9 +206,8 @@ def test_an_unknown_split_to_evaluate_is_named_with_those_that_are(config: Path)
 def test_a_file_where_a_folder_belongs_is_named(config: Path, tmp_path: Path) -> None:
     file = tmp_path / "taken"
     file.write_text("mine")
-    assert refused(2, "train", config, f"run.dir={file}") == (
-        f"error: run.dir = '{file}' is a file: a folder is needed. Choose another run.dir"
-    )
+    expected = f"error: run.dir = '{file}' is a file: a folder is needed. Choose another run.dir"
+    assert refused(2, "train", config, f"run.dir={file}") == expected
     assert refused(2, "train", config, f"run.dir={file}/a/b") == (
         f"error: run.dir = '{file}/a/b' lies below '{file}', which is a file: a folder is needed. "
         "Choose another run.dir"
@@ -228,9 +227,8 @@ def test_a_place_that_cannot_be_written_is_told_before_anything_is_scored(
     create_run_folder(config_from_dict(described), describe_environment(1, "0" * 32))
     # Of a read-only mount; root may write where permissions forbid it.
     monkeypatch.setattr(os, "access", lambda path, mode: path != tmp_path / "a")
-    assert catch_message(UserError, evaluate, tmp_path / "a") == (
-        f"{tmp_path / 'a'} cannot be written: name another folder for the report by --out"
-    )
+    expected = f"{tmp_path / 'a'} cannot be written: name another folder for the report by --out"
+    assert catch_message(UserError, evaluate, tmp_path / "a") == expected
 
 
 def test_a_run_without_a_checkpoint_has_nothing_to_evaluate(tmp_path: Path) -> None:
@@ -307,9 +305,8 @@ def test_what_cannot_be_compared_is_told_before_anything_is_evaluated(tmp_path: 
         f"run {tmp_path}/b was trained with loss mse, {tmp_path}/a with bce: their predictions "
         "mean different things. Compare runs of one loss"
     )
-    assert catch_message(UserError, evaluate, tmp_path / "a", [tmp_path / "a"]) == (
-        f"{tmp_path}/a is named twice: a run says nothing beside itself. Leave one out"
-    )
+    expected = f"{tmp_path}/a is named twice: a run says nothing beside itself. Leave one out"
+    assert catch_message(UserError, evaluate, tmp_path / "a", [tmp_path / "a"]) == expected
     with pytest.raises(UserError) as caught:
         evaluate(tmp_path / "a", [tmp_path / "nowhere"])
     assert str(caught.value).startswith(f"{tmp_path}/nowhere is no run folder: ")

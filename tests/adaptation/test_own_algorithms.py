@@ -108,9 +108,8 @@ def test_a_loss_that_nothing_can_learn_from_is_told_in_a_line(
         return made(inner_loop.query_loss_sum(adapted, tasks))
 
     learner = learner_of(Algorithm(loss_sum), monkeypatch)
-    assert catch_message(ConfigError, step, learner) == (
-        f"algorithm.name = 'own' makes a loss {told}. Correct its loss_sum"
-    )
+    expected = f"algorithm.name = 'own' makes a loss {told}. Correct its loss_sum"
+    assert catch_message(ConfigError, step, learner) == expected
 
 
 def test_a_loss_that_fails_is_told_in_a_line(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -117,9 +117,8 @@ def test_drain_and_undo(server: ShardServer, client: ShardClient) -> None:
     drained = run(server, "drain", "--worker", "rank0")
     assert drained == "worker rank0 is draining; shards that went back: 1\n"
     assert run(server, "drain") == "the service is draining; shards that went back: 0\n"
-    assert (
-        run(server, "drain", "--undo") == "the service hands out again; shards that went back: 0\n"
-    )
+    found = run(server, "drain", "--undo")
+    assert found == "the service hands out again; shards that went back: 0\n"
 
 
 def test_an_operator_command_without_a_dataset_name_asks_for_one(server: ShardServer) -> None:
@@ -172,9 +171,8 @@ def test_audit_is_not_ok_with_quarantined_shards(client: ShardClient, tmp_path: 
     path = checkpoint(client, tmp_path, "c1")
     result = CliRunner().invoke(shards, ["audit", str(path)])
     assert result.exit_code == 1
-    assert result.output.splitlines()[-1] == (
-        "NOT OK: dataset train: 1 quarantined shards wait for an operator"
-    )
+    found = result.output.splitlines()[-1]
+    assert found == "NOT OK: dataset train: 1 quarantined shards wait for an operator"
 
 
 def test_audit_tells_a_checkpoint_of_another_lineage(client: ShardClient, tmp_path: Path) -> None:

@@ -125,9 +125,8 @@ def test_evaluations_of_seeds_become_rows(tmp_path: Path) -> None:
     (row,) = rows_of(two_seeds(tmp_path), ["cold"], ["auc"])
     assert row.value == pytest.approx(0.71)
     # The trees were not measured: they have no column.
-    assert [each.baseline for each in row.leads] == [
-        head for (run, _), head in BASELINES.items() if run != "boosted trees"
-    ]
+    found = [each.baseline for each in row.leads]
+    assert found == [head for (run, _), head in BASELINES.items() if run != "boosted trees"]
     assert [each.verdict for each in row.leads] == ["better", "better", "noise", "worse"]
     assert [each.value for each in row.leads] == pytest.approx([0.61, 0.65, 0.71, 0.75])
     assert counts([row], "plain") == {"better": 1, "noise": 0, "worse": 0}

@@ -70,10 +70,8 @@ def test_a_run_and_its_checkpoints_are_described_a_cut_file_told(run: Path, tmp_
     of_run = succeed("inspect", run)
     rows = [line.split() for line in of_run.stdout.splitlines()]
     # step, epoch, ranks, config, size
-    assert [row[:6] for row in rows if row[-1:] == ["complete"]] == [
-        ["4", "1", "+", "4", "steps", "1"],
-        ["8", "1", "+", "8", "steps", "1"],
-    ]
+    expected = [["4", "1", "+", "4", "steps", "1"], ["8", "1", "+", "8", "steps", "1"]]
+    assert [row[:6] for row in rows if row[-1:] == ["complete"]] == expected
     (item,) = [row for row in rows if row[:1] == ["item"]]
     num_rows = int(item[1].replace(",", ""))
     assert item[2:] == ["4", "float32", *size(num_rows * 16), "momentum1", *size(num_rows * 4)]
@@ -100,9 +98,8 @@ def test_a_run_and_its_checkpoints_are_described_a_cut_file_told(run: Path, tmp_
     )
     refused = gmeta("inspect", run, "--picture", tmp_path / "sizes.png")
     assert refused.returncode == 2
-    assert refused.stderr.strip() == (
-        f"error: {run} is no dataset: --picture is for datasets. Leave it out"
-    )
+    expected = f"error: {run} is no dataset: --picture is for datasets. Leave it out"
+    assert refused.stderr.strip() == expected
 
 
 def test_one_checkpoint_is_the_best_and_one_behind_an_epoch_says_so(
@@ -119,10 +116,8 @@ def test_one_checkpoint_is_the_best_and_one_behind_an_epoch_says_so(
         (path / "progress.json").write_text(written)
     inspect_run(run, verify=False)
     rows = [line.split() for line in capsys.readouterr().out.splitlines()]
-    assert [(*row[:3], row[-1]) for row in rows if "complete" in row] == [
-        ("4", "1", "+", "complete"),
-        ("8", "1", "done", "best"),
-    ]
+    expected = [("4", "1", "+", "complete"), ("8", "1", "done", "best")]
+    assert [(*row[:3], row[-1]) for row in rows if "complete" in row] == expected
     inspect_checkpoint(path, verify=False)
     assert ": step 8, behind epoch 1, written by ? ranks, " in capsys.readouterr().out
 
@@ -153,9 +148,8 @@ def test_checksums_of_a_checkpoint_are_checked_where_asked_for(
     capsys.readouterr()
     with pytest.raises(typer.Exit):
         inspect_run(run, verify=True)
-    assert last_line(capsys) == (
-        f"{file} differs from the checksum in progress.json: it was altered"
-    )
+    expected = f"{file} differs from the checksum in progress.json: it was altered"
+    assert last_line(capsys) == expected
 
 
 def test_a_checkpoint_without_checksums_is_held_against_its_index(

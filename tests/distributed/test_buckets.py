@@ -93,9 +93,8 @@ def test_on_a_cpu_shapes_are_as_asked_and_steps_eager_and_the_log_says_why(
     ranks: Any = SimpleNamespace(device=torch.device("cpu"), rank=0)
     _choose_shapes(learner, RunConfig(shape_buckets=buckets, cuda_graphs="on"), ranks)
     assert (learner.in_buckets, learner._graphs) == (expected, None)
-    assert caplog.messages == [
-        "run.cuda_graphs: steps are taken eagerly, as this run computes on the CPU"
-    ]
+    wanted = ["run.cuda_graphs: steps are taken eagerly, as this run computes on the CPU"]
+    assert caplog.messages == wanted
 
 
 @pytest.mark.parametrize(

@@ -130,10 +130,8 @@ def test_an_increment_is_scored_before_it_is_trained_on(tmp_path: Path) -> None:
     on_ranks(2, train_each, configs)
     told = json.loads((runs[1] / PREQUENTIAL_FILE).read_text())
     assert (told["increment"], told["trained_on"]) == (2, [1])
-    assert {name: one["num_tasks"] for name, one in told["splits"].items()} == {
-        "train": NUM_TASKS,
-        "gate": NUM_TASKS // 4,
-    }
+    expected = {"train": NUM_TASKS, "gate": NUM_TASKS // 4}
+    assert {name: one["num_tasks"] for name, one in told["splits"].items()} == expected
     (valid,) = [line["valid"] for line in RunFolder(runs[1]).read_metrics() if "valid" in line]
     assert told["splits"]["gate"]["scores"] == pytest.approx(valid, abs=1e-7)
     assert not (runs[0] / PREQUENTIAL_FILE).exists()
@@ -157,9 +155,7 @@ def test_a_forecast_is_the_served_models_before_the_increments_labels(tmp_path: 
     known = {"item_features__columns": ["item"], "item_features__shrinkage": 0.0}
     one = config_of(tmp_path / "one", first, **known)
     two = config_of(tmp_path / "two", second, tmp_path / "one", **known)
-
     (served,) = on_ranks(1, train_and_evaluate, [one, two], second)
-
     told = json.loads((tmp_path / "two" / PREQUENTIAL_FILE).read_text())
     assert told["splits"]["train"]["scores"]["logloss"] == pytest.approx(served, abs=1e-7)
 

@@ -153,7 +153,6 @@ def tasks_of_step(case: str) -> tuple[Features, list[list[list[reference.Task]]]
         reference.some_features(*COLUMNS),
         labels_of(case)[1],
     )
-
     tasks = [
         [
             [

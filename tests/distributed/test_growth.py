@@ -50,7 +50,6 @@ def test_a_part_has_the_rows_of_the_whole_table(width: int, first_row: int, num_
     part, whole = torch.zeros(num_rows, width), torch.zeros(2 * INIT_BLOCK_ROWS, width)
     _fill(part, first_row, 0, width, 0.1, 3, 5)
     _fill(whole, 0, 0, width, 0.1, 3, 5)
-
     assert torch.equal(part, whole[first_row : first_row + num_rows])
 
 

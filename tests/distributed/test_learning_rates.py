@@ -131,6 +131,5 @@ def test_a_warm_up_rises_to_the_full_rate_and_the_schedule_follows() -> None:
     cosine = [rate_scale("cosine", 0, step, 4) for step in range(4)]
     assert cosine == pytest.approx([1, (1 + 2**-0.5) / 2, 0.5, (1 - 2**-0.5) / 2])
     # A run no longer than its warm-up never reaches the decay.
-    assert [rate_scale("linear", 3, step, 3) for step in range(3)] == pytest.approx(
-        [1 / 3, 2 / 3, 1]
-    )
+    found = [rate_scale("linear", 3, step, 3) for step in range(3)]
+    assert found == pytest.approx([1 / 3, 2 / 3, 1])

@@ -306,9 +306,8 @@ def test_the_short_form_of_a_plan_names_six_tables_and_what_each_rank_holds() ->
 
 def test_the_short_form_of_a_plan_of_no_shards_holds_nothing() -> None:
     copied = {"item": described("data_parallel")}
-    assert describe_in_words({"world_size": 1, "tables": copied}) == [
-        "tables data_parallel: 1 (item)"
-    ]
+    expected = ["tables data_parallel: 1 (item)"]
+    assert describe_in_words({"world_size": 1, "tables": copied}) == expected
 
 
 def cluster_of(world_size: int, device_bytes: int, host_bytes: int = 1 << 40) -> Cluster:

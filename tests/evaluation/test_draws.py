@@ -92,9 +92,8 @@ def test_draws_sizes_and_ids_are_the_same_on_one_rank_and_two(run: Path) -> None
     assert sizes == {user: sum(1 for row in raw.values() if row["user"] == user) for user in sizes}
     order = [("run", "ascending"), ("draw", "ascending"), ("row_id", "ascending")]
     one, two = (part.sort_by(order).to_pydict() for part in (table, again))
-    assert {name: one[name] for name in ("task", "label")} == {
-        name: two[name] for name in ("task", "label")
-    }
+    found = {name: one[name] for name in ("task", "label")}
+    assert found == {name: two[name] for name in ("task", "label")}
     mine = np.array(one["run"]) == "run"
     for name in ("before", "after"):
         values = [np.array(part[name], np.float64)[mine] for part in (one, two)]
@@ -107,9 +106,8 @@ def test_draws_sizes_and_ids_are_the_same_on_one_rank_and_two(run: Path) -> None
     ):
         assert [result["run"] for result in limit["results"]] == ["run", "bias model"]
         for here, there in zip(limit["results"], other["results"], strict=True):
-            assert here["metrics"]["mae"]["value"] == pytest.approx(
-                there["metrics"]["mae"]["value"], rel=1e-5
-            )
+            found = here["metrics"]["mae"]["value"]
+            assert found == pytest.approx(there["metrics"]["mae"]["value"], rel=1e-5)
 
 
 @pytest.mark.distributed

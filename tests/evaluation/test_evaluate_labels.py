@@ -122,9 +122,8 @@ def test_calibration_is_of_each_label_of_clicks(folder: Path) -> None:
         calibration = found[label]["groups"][0]["calibration"]
         (one,) = (one for one in calibration if (one["run"], one["stage"]) == ("run", "after"))
         assert one["predicted_over_observed"] == pytest.approx(predicted / positive, rel=1e-6)
-        assert sum(bin_["num_rows"] for bin_ in one["bins"]) == sum(
-            len(rows["label"]) for rows in drawn
-        )
+        told = sum(bin_["num_rows"] for bin_ in one["bins"])
+        assert told == sum(len(rows["label"]) for rows in drawn)
 
 
 def test_console_and_page_show_every_label_within_80_columns(folder: Path) -> None:

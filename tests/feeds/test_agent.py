@@ -67,7 +67,6 @@ def test_steps_that_wait_for_arranging_wait_for_data(monkeypatch: pytest.MonkeyP
     assert list(agent.collate_batches(iter(batches), arrange)) == wanted
     assert agent.wait_s == 3
     beside = StaticStepAgent(sharded, micro_batches=1, threads=0)
-    assert list(beside.collate_batches(iter(batches), arrange)) == [
-        f"{batch} arranged" for batch in batches
-    ]
+    found = list(beside.collate_batches(iter(batches), arrange))
+    assert found == [f"{batch} arranged" for batch in batches]
     assert beside.wait_s == 0

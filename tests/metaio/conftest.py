@@ -142,7 +142,6 @@ def session() -> Iterator[Any]:
 
     os.environ.setdefault("PYSPARK_PYTHON", sys.executable)
     os.environ.setdefault("SPARK_LOCAL_IP", "127.0.0.1")  # the machine's name may have no address
-
     builder = SparkSession.builder.master("local[2]").appName("metaio")
     for key, value in {
         "spark.ui.enabled": "false",

@@ -115,9 +115,8 @@ def test_auc_of_a_million_rows_does_not_overflow() -> None:
 @pytest.mark.parametrize(("num_rows", "num_tasks"), [(40, 3), (3_000, 200), (3_000, 2_000)])
 def test_gauc_equals_a_loop_over_tasks(num_rows: int, num_tasks: int) -> None:
     label_N, score_N, task_N = clicks(num_rows, num_tasks, levels=5)
-    assert gauc(label_N, score_N, task_N) == pytest.approx(
-        gauc_by_loop(label_N, score_N, task_N), abs=1e-14
-    )
+    found = gauc(label_N, score_N, task_N)
+    assert found == pytest.approx(gauc_by_loop(label_N, score_N, task_N), abs=1e-14)
 
 
 def test_gauc_leaves_out_tasks_of_one_class() -> None:
@@ -158,9 +157,8 @@ def test_errors_over_rows_equal_scikit_learn() -> None:
 def test_logloss_equals_scikit_learn_also_where_it_clips() -> None:
     label_N = np.array([0, 1, 1, 0, 1], np.float32)
     probability_N = np.array([0.2, 0.9, 0.0, 1.0, 1.0], np.float32)
-    assert logloss(label_N, probability_N) == pytest.approx(
-        scikit.log_loss(label_N, probability_N), rel=1e-6
-    )
+    found = logloss(label_N, probability_N)
+    assert found == pytest.approx(scikit.log_loss(label_N, probability_N), rel=1e-6)
     assert math.isfinite(logloss(label_N, probability_N))
 
 
@@ -242,10 +240,8 @@ def test_ranking_where_nothing_can_be_gained_has_no_score() -> None:
     """A 0 would pass for a model that ranks badly."""
     values = evaluate_split(np.zeros(4), np.arange(4.0), np.array([1, 1, 2, 2]), Scoring("mse"))
     assert math.isnan(values["ndcg@1"].value)
-    assert (values["ndcg@1"].num_tasks, values["ndcg@1"].reason) == (
-        0,
-        "no task holds a row with gain",
-    )
+    assert values["ndcg@1"].num_tasks == 0
+    assert values["ndcg@1"].reason == "no task holds a row with gain"
 
 
 @pytest.mark.parametrize(

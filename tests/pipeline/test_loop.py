@@ -419,18 +419,13 @@ def test_checkpoints_of_versions_that_later_ones_build_on_stay(tmp_path: Path) -
     done = loop.step()
     assert done is not None
     assert done.summary.startswith("version 4-")
-    assert [channel.version(number).kind for number in channel.numbers()] == [
-        "full",
-        "delta",
-        "delta",
-        "delta",
-    ]
+    expected = ["full", "delta", "delta", "delta"]
+    assert [channel.version(number).kind for number in channel.numbers()] == expected
     channel.rollback(1)
     assert loop.continued_from(5) == 1
     runs = tmp_path / "runs"
-    assert [n for n in numbers if list_checkpoints(runs / f"{n:06d}" / "run/checkpoints")] == [
-        *numbers
-    ]
+    found = [n for n in numbers if list_checkpoints(runs / f"{n:06d}" / "run/checkpoints")]
+    assert found == [*numbers]
 
 
 def test_a_store_that_cannot_be_listed_is_a_line_and_no_end(
@@ -483,9 +478,8 @@ def test_a_failed_stage_says_what_it_said(tmp_path: Path) -> None:
     with pytest.raises(UserError) as caught:
         loop_of(config, stage).step()
     log = tmp_path / "runs" / "logs" / "prepare-day=000.log"
-    assert str(caught.value) == (
-        f"prepare of {tmp_path}/logs/day=000 ended with 2: it is full (see {log})"
-    )
+    expected = f"prepare of {tmp_path}/logs/day=000 ended with 2: it is full (see {log})"
+    assert str(caught.value) == expected
 
 
 def test_a_killed_stage_says_by_what(tmp_path: Path) -> None:

@@ -109,11 +109,8 @@ def test_a_refused_candidate_is_crossed_a_lost_record_not(followed: Path, tmp_pa
     (root / "stages.jsonl").write_text('{"stage": "train", "took_s": 2.5}\n{"stage": "expo')
     loop = loop_of(config)
     days = read_days(loop)
-    assert (days[1].refused, dict(days[1].frozen), dict(days[1].took_s)) == (
-        True,
-        {},
-        {"train": 2.5},
-    )
+    expected = (True, {}, {"train": 2.5})
+    assert (days[1].refused, dict(days[1].frozen), dict(days[1].took_s)) == expected
     descriptions = [panel.description for panel in stream_chart(days).panels]
     assert any(", refused 0." in told for told in descriptions)
     assert not any("frozen" in told for told in descriptions)
@@ -225,9 +222,8 @@ def test_alarms_say_what_to_look_at() -> None:
         "increment 9: table item is 81 % full",
     ]
     assert PipelineStatus(event_end_s=0.0, fresh_s=0.0).alarms() == []
-    assert PipelineStatus(refused=3).alarms() == [
-        "3 candidates in a row refused: nothing of it is served"
-    ]
+    expected = ["3 candidates in a row refused: nothing of it is served"]
+    assert PipelineStatus(refused=3).alarms() == expected
 
 
 def test_an_address_that_strangers_reach_needs_a_proof(tmp_path: Path) -> None:

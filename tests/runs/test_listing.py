@@ -75,21 +75,17 @@ def test_the_command_lists_and_compares(tmp_path: Path) -> None:
     assert re.search(r"runs/maml +maml +dlrm +12 +0.5000 +auc +0.6000 +5 ", listed.stdout)
     assert "differ" not in listed.stdout
     assert listed.stderr.startswith("not listed: runs/broken is no run folder")
-
     compared = gmeta("runs", "runs/maml", "runs/plain", cwd=tmp_path)
     assert re.search(r'algorithm.name +"maml" +"none"', compared.stdout)
     assert re.search(r"metric +runs/maml +runs/plain", compared.stdout)
     assert re.search(r"logloss +0.6500 +0.6500", compared.stdout)
     told = json.loads(gmeta("runs", "runs/maml", "runs/plain", "--json", cwd=tmp_path).stdout)
     assert [run["best"] for run in told["runs"]] == [0.6, 0.6]
-    assert told["differing"] == [
-        {"key": "algorithm.name", "runs/maml": "maml", "runs/plain": "none"}
-    ]
+    expected = [{"key": "algorithm.name", "runs/maml": "maml", "runs/plain": "none"}]
+    assert told["differing"] == expected
     nothing = gmeta("runs", "elsewhere", cwd=tmp_path)
-    assert (nothing.returncode, nothing.stderr) == (
-        2,
-        "error: elsewhere is no folder. Give a run folder, or one with runs below it\n",
-    )
+    expected = (2, "error: elsewhere is no folder. Give a run folder, or one with runs below it\n")
+    assert (nothing.returncode, nothing.stderr) == expected
 
 
 def test_a_resolved_config_can_be_copied(tmp_path: Path) -> None:

@@ -121,9 +121,8 @@ def test_no_rows_of_plain_lists_are_no_rows(tmp_path: Path) -> None:
     """Empty Python lists have no type, that of the label neither."""
     encoder = encoder_of(prepared(tmp_path, raw_table(), SCHEMA))
     none = as_table({name: [] for name in encoder.names(True)}, "support")
-    assert (
-        encoder.encode(select_columns(none, encoder.names(True), [], "support"), True).num_rows == 0
-    )
+    found = encoder.encode(select_columns(none, encoder.names(True), [], "support"), True).num_rows
+    assert found == 0
 
 
 def test_a_column_without_values_has_no_kind(tmp_path: Path) -> None:

@@ -146,9 +146,8 @@ def test_statistics_of_support_rows_are_exported_with_their_prior(
     export_run(informed_run, tmp_path / "model")
     label_N = open_dataset(str(click_logs)).read_block("train", 0).label_N
     config = read_config(tmp_path / "model")
-    assert config.support_features.label_prior == pytest.approx(
-        (float(label_N.mean()), float(label_N.std())), rel=1e-5
-    )
+    found = config.support_features.label_prior
+    assert found == pytest.approx((float(label_N.mean()), float(label_N.std())), rel=1e-5)
     assert_served_as_evaluated(informed_run, tmp_path / "model", click_logs)
 
 

@@ -288,9 +288,8 @@ def test_a_fresh_process_serves_without_torchrec_fbgemm_or_a_process_group(
         "price": [0.1, 0.2],
     }
     expected = [*served.adapt({**rows, "click": [0, 1]}).predict(rows), *served.predict(rows)]
-    assert [float(number) for number in numbers.split()] == pytest.approx(
-        [float(value) for value in expected], abs=1e-6
-    )
+    found = [float(number) for number in numbers.split()]
+    assert found == pytest.approx([float(value) for value in expected], abs=1e-6)
     assert loaded == ""
 
 
@@ -449,12 +448,8 @@ def test_predict_says_what_is_wrong_with_its_files(exported: Path, tmp_path: Pat
     )
     out = tmp_path / "out.parquet"
     found, written = pq.read_table(out), out.read_bytes()
-    assert found.column_names == [
-        *query_names(query),
-        "prediction",
-        "prediction_before",
-        "support_rows",
-    ]
+    seen = found.column_names
+    assert seen == [*query_names(query), "prediction", "prediction_before", "support_rows"]
     assert found["prediction"].equals(found["prediction_before"])
     assert set(found["support_rows"].to_pylist()) == {0}
     for name, message in (

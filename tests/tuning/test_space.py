@@ -166,9 +166,8 @@ def test_a_config_with_a_value_differs_in_it_alone() -> None:
     changed = replace_values(CONFIG, {"algorithm.inner_lr": 0.5, "model.hidden": [7]})
     assert (changed.algorithm.inner_lr, changed.model.hidden) == (0.5, (7,))
     assert changed.by_key()["model.hidden"] == [7]
-    assert (
-        replace_values(changed, {"algorithm.inner_lr": 0.05, "model.hidden": [256, 128]}) == CONFIG
-    )
+    found = replace_values(changed, {"algorithm.inner_lr": 0.05, "model.hidden": [256, 128]})
+    assert found == CONFIG
 
 
 @pytest.mark.parametrize("loss", ["bce", "huber"])
@@ -218,11 +217,8 @@ def test_the_default_has_what_labels_losses_and_a_number_of_epochs_allow() -> No
 def test_plain_training_is_tuned_by_all_but_the_algorithm_and_its_inner_loop() -> None:
     config = config_from_dict({"run": {"epochs": 4}})
     kept = make_plain_space(make_default_space(config))
-    assert {each.key for each in make_default_space(config)} - {each.key for each in kept} == {
-        "algorithm.name",
-        "algorithm.plain_epochs",
-        *INNER,
-    }
+    found = {each.key for each in make_default_space(config)} - {each.key for each in kept}
+    assert found == {"algorithm.name", "algorithm.plain_epochs", *INNER}
 
 
 def test_a_config_whose_rates_are_all_0_has_no_default_space() -> None:

@@ -132,11 +132,8 @@ def test_a_whole_trial_has_the_score_of_its_end_whatever_its_validations_were(
         study.report_score(number, 0, 1.0 - at_end)
         study.finish_trial(number, "complete", f"adapts for {at_end}", at_end)
     again = opened(tmp_path)
-    assert [(one.number, one.score) for one in again.rank_trials()] == [
-        (1, 0.9),
-        (2, 0.8),
-        (0, 0.7),
-    ]
+    expected = [(1, 0.9), (2, 0.8), (0, 0.7)]
+    assert [(one.number, one.score) for one in again.rank_trials()] == expected
     best = again.best_trial()
     assert best is not None
     assert best.note == "adapts for 0.9"
@@ -230,10 +227,8 @@ def test_the_best_value_at_the_end_of_its_range_is_told(tmp_path: Path) -> None:
     assert describe_edges(SPACE, best) == [
         "algorithm.inner_lr = 0.97 is at the highest end of its range: widen it with --space"
     ]
-    assert (
-        describe_edges(SPACE, replace(best, values={**best.values, "algorithm.inner_lr": 0.1}))
-        == []
-    )
+    found = describe_edges(SPACE, replace(best, values={**best.values, "algorithm.inner_lr": 0.1}))
+    assert found == []
 
 
 def test_without_optuna_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -246,12 +241,8 @@ def test_without_optuna_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def test_a_score_of_a_run_that_diverged_is_short() -> None:
-    assert [format_score(score) for score in (None, 0.59123, -3.0, 1.127e28)] == [
-        "",
-        "0.5912",
-        "-3.0000",
-        "1.1e+28",
-    ]
+    expected = ["", "0.5912", "-3.0000", "1.1e+28"]
+    assert [format_score(score) for score in (None, 0.59123, -3.0, 1.127e28)] == expected
 
 
 def test_a_key_is_shown_without_its_section_where_that_is_clear() -> None:

@@ -164,9 +164,8 @@ def test_calls_with_a_proof_have_a_limit_of_their_own(
     with pytest.raises(grpc.RpcError) as full:
         stub.Status(pb.StatusRequest(), metadata=proof(WORKER))
     assert full.value.code().name == "RESOURCE_EXHAUSTED"
-    assert full.value.details() == (
-        "2 calls are under way; no more are taken. Retry after a pause."
-    )
+    found = full.value.details()
+    assert found == "2 calls are under way; no more are taken. Retry after a pause."
     request = health_pb2.HealthCheckRequest()
     assert health_pb2_grpc.HealthStub(channel).Check(request).status == 1
     for watch in watches:
@@ -282,11 +281,8 @@ def test_idle_connections_take_neither_the_probes_descriptors_nor_for_ever_the_w
         process.terminate()
         _, log = process.communicate(timeout=PATIENCE_S)
     warned = json.loads(log.splitlines()[0])
-    assert (warned["event"], warned["limit"], warned["max_connections"]) == (
-        "few_descriptors",
-        200,
-        100,
-    )
+    expected = ("few_descriptors", 200, 100)
+    assert (warned["event"], warned["limit"], warned["max_connections"]) == expected
 
 
 def test_the_limit_of_descriptors_is_raised_as_far_as_the_process_may() -> None:

@@ -493,10 +493,8 @@ def test_the_pages_open_to_operators_and_viewers_and_the_probe_to_all(
     assert get(f"{base}/metrics", pki, "Bearer nobody-0123456789")[0] == 401
     assert get(f"{base}/metrics", pki, "Basic ???")[0] == 401
     assert get(f"{base}/metrics", pki, "Basic \xe9")[0] == 401
-    assert told(f"{base}/metrics", pki, "Bearer nobody-0123456789") == (
-        401,
-        "show a token of the role operator or viewer\n",
-    )
+    expected = (401, "show a token of the role operator or viewer\n")
+    assert told(f"{base}/metrics", pki, "Bearer nobody-0123456789") == expected
     of_worker = 403, "a worker's credentials do not open this page\n"
     assert told(f"{base}/metrics", pki, f"Bearer {TOKENS['worker']}") == of_worker
     assert told(f"{base}/metrics", pki, pair=pki.issue("rank0", "worker")) == of_worker
@@ -538,9 +536,8 @@ def test_a_caller_with_many_connections_has_one_rate_for_all_of_them() -> None:
     }
     assert limits.refusal("connection 0", "worker 10.0.0.2") is None
     clock.advance(0.5)
-    assert [limits.refusal("new", "worker 10.0.0.1") is None for _ in range(6)] == [True] * 5 + [
-        False
-    ]
+    found = [limits.refusal("new", "worker 10.0.0.1") is None for _ in range(6)]
+    assert found == [True] * 5 + [False]
 
 
 def test_workers_count_by_address_and_everybody_else_by_credential(

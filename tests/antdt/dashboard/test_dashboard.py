@@ -130,11 +130,8 @@ def test_the_stream_tells_shards_workers_actions_checkpoints_audit(server: Shard
     assert dataset["done_open"] + dataset["done_committed"] == 24 * 4 * 10
     assert dataset["done_committed"] > 0
     slowest = seen["workers"][0]
-    assert (slowest["name"], slowest["verdict"], slowest["cause"]) == (
-        "rank3",
-        "transient",
-        "compute",
-    )
+    expected = ("rank3", "transient", "compute")
+    assert (slowest["name"], slowest["verdict"], slowest["cause"]) == expected
     assert slowest["evidence"].startswith("3.8 times the others' time per task")
     assert len(slowest["speeds"]) == 24
     assert seen["decisions"][-1]["kind"] == "ADJUST_BS"

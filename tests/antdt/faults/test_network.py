@@ -124,8 +124,7 @@ def test_a_link_that_swallows_every_reply_is_an_outage(tmp_path: Path) -> None:
         proxy.swallow_replies = True
         with pytest.raises(ServiceUnavailableError) as outage:
             client.register_dataset(DatasetSpec("d", 4, 4))
-        assert f"the shard service at {proxy.address} did not answer RegisterDataset for " in str(
-            outage.value
-        )
+        found = f"the shard service at {proxy.address} did not answer RegisterDataset for "
+        assert found in str(outage.value)
         client.close()
         proxy.close()

@@ -147,9 +147,8 @@ class LedgerAgainstModel(RuleBasedStateMachine):
             self.model.expires_s[token] = self.service.clock.now_s + TTL_S
         for worker, process in self.processes.items():
             reply = process.register()
-            assert {g.token for g in reply.leases} == {
-                t for t, w in self.model.holder.items() if w == worker
-            }
+            found = {g.token for g in reply.leases}
+            assert found == {t for t, w in self.model.holder.items() if w == worker}
 
     @rule()
     def job_restarts_in_a_new_round(self) -> None:
@@ -182,10 +181,8 @@ class LedgerAgainstModel(RuleBasedStateMachine):
         restored = process.restore(manifest, f"r{next(self.counter)}")
         self.model.restore(name)
         assert restored.digest == (parse_manifest(manifest).digest if manifest else "")
-        assert (
-            reason_of(lambda: self.service.call(cmd.ReportProgress(stale, ())))
-            == "FENCED_GENERATION"
-        )
+        found = reason_of(lambda: self.service.call(cmd.ReportProgress(stale, ())))
+        assert found == "FENCED_GENERATION"
         for other in set(self.processes) - {worker}:
             self.processes[other] = self.service.worker(other, f"n{next(self.counter)}")
 

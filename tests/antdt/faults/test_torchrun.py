@@ -92,10 +92,8 @@ def test_killed_ranks_and_services_train_each_unit_of_a_lineage_once(tmp_path: P
             assert job.wait(PATIENCE_S) == 0
     last = max(folder.glob("step-*"))
     assert torch.equal(torch.load(last / "weights.pt"), torch.ones(NUM_UNITS))
-    assert audit_manifest(load_manifest(last)).lines[-2:] == (
-        "  epoch finished",
-        "OK: no unit is in the model twice",
-    )
+    expected = ("  epoch finished", "OK: no unit is in the model twice")
+    assert audit_manifest(load_manifest(last)).lines[-2:] == expected
     for folder_of_step in folder.glob("step-*"):
         manifest = load_manifest(folder_of_step)
         (entry,) = manifest.datasets

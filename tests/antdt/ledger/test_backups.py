@@ -115,9 +115,8 @@ def test_an_idle_worker_gets_one_at_a_time_however_many_it_asks_for() -> None:
     held = slow.lease(3).grants
     assert back_up(service, "slow") == 3
     granted = [process.lease(5).grants for process in (fast, idle, fast)]
-    assert [[grant.shard_index for grant in grants] for grants in granted] == [
-        [grant.shard_index] for grant in held
-    ]
+    found = [[grant.shard_index for grant in grants] for grants in granted]
+    assert found == [[grant.shard_index] for grant in held]
 
 
 def test_slow_workers_get_no_second_lease_themselves() -> None:

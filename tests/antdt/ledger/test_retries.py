@@ -86,7 +86,6 @@ def test_what_the_store_did_not_take_did_not_happen_and_the_next_call_goes_on(
     held = worker.lease(4).grants
     last = waiting.lease()
     assert isinstance(waiting.lease(), cmd.Wait)  # leaves no event, and its number is known
-
     with refusing(service, error):
         with pytest.raises(RefusedError) as refused:
             worker.complete(held[0].token)
@@ -103,7 +102,6 @@ def test_what_the_store_did_not_take_is_in_no_snapshot_either(service: Service) 
     """A service that is stopped right behind the call that it refused stores one."""
     worker = service.worker("a")
     token = worker.grant().token
-
     with refusing(service, StoreFullError("the disk is full")), pytest.raises(RefusedError):
         worker.complete(token)
     service.committer.try_snapshot()
@@ -115,7 +113,6 @@ def test_what_no_event_holds_outlives_a_store_that_failed_once(service: Service)
     """Since when the service runs says whether a worker is silent; the live page has the curves."""
     worker, began_s = service.worker("a"), service.committer.ledger.started_s
     service.call(cmd.Heartbeat(worker.caller, (), (), (MetricReading(1, {"loss": 0.5}),)))
-
     with refusing(service, StoreFullError("the disk is full")), pytest.raises(RefusedError):
         worker.lease()
     worker.lease()
@@ -163,9 +160,7 @@ def test_what_is_remembered_for_retries_is_the_newest_and_no_more(
     # The same after a restart: replayed, not kept.
     service.restart()
     again: LedgerState = service.state
-    assert (list(again.checkpoints), again.acked, again.requests, again.closed) == (
-        list(state.checkpoints),
-        state.acked,
-        state.requests,
-        state.closed,
-    )
+    assert list(again.checkpoints) == list(state.checkpoints)
+    assert again.acked == state.acked
+    assert again.requests == state.requests
+    assert again.closed == state.closed

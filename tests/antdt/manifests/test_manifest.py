@@ -67,11 +67,8 @@ def test_a_manifest_holds_each_trained_unit_once_and_rebuilds_the_table(seed: in
     # What was in somebody's hands is free again.
     in_hand = bytes([ShardState.DOING])
     assert again.states == table.states.replace(in_hand, bytes([ShardState.READY]))
-    assert (again.epoch, again.units_done, again.attempts) == (
-        table.epoch,
-        table.units_done,
-        table.attempts,
-    )
+    expected = (table.epoch, table.units_done, table.attempts)
+    assert (again.epoch, again.units_done, again.attempts) == expected
 
 
 def test_a_checkpoint_continues_another_where_it_holds_all_of_its_units() -> None:

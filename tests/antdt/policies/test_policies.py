@@ -152,10 +152,8 @@ def test_a_worker_is_restarted_no_more_often_than_its_budget_allows() -> None:
     again = [*healthy(3), worker("w3", "persistent", 25.0, restarts=1)]
     assert kinds(snapshot(*again, remaining_s=1e6), ND) == ["ADJUST_BS"]
     (ruling,) = rule(snapshot(*again), ND, lambda s, c: [Decision("KILL_RESTART", "w3")])
-    assert (ruling.allowed, ruling.note) == (
-        False,
-        "the worker may not be restarted again; restarts_per_worker is 1",
-    )
+    expected = (False, "the worker may not be restarted again; restarts_per_worker is 1")
+    assert (ruling.allowed, ruling.note) == expected
 
 
 def test_the_hourly_budget_holds_back_the_restarts_beyond_it() -> None:
@@ -169,19 +167,15 @@ def test_the_hourly_budget_holds_back_the_restarts_beyond_it() -> None:
 def test_batches_go_on_being_balanced_while_the_hours_restarts_are_used_up() -> None:
     slow = [*healthy(3), worker("w3", "persistent", 25.0)]
     rulings = rule(snapshot(*slow, remaining_s=1e6, restarts_last_hour=1), ND, find_policy("nd"))
-    assert [(r.decision.kind, r.allowed) for r in rulings] == [
-        ("KILL_RESTART", False),
-        ("ADJUST_BS", True),
-    ]
+    expected = [("KILL_RESTART", False), ("ADJUST_BS", True)]
+    assert [(r.decision.kind, r.allowed) for r in rulings] == expected
 
 
 def test_the_cooldown_holds_a_second_change_of_batches_back() -> None:
     snap = snapshot(*healthy(3), worker("w3", "transient", 25.0), last_adjust_s=999.5)
     (ruling,) = rule(snap, ND, find_policy("nd"))
-    assert (ruling.allowed, ruling.note) == (
-        False,
-        "the shares were changed 0.5 s ago; cooldown_s is 1",
-    )
+    expected = (False, "the shares were changed 0.5 s ago; cooldown_s is 1")
+    assert (ruling.allowed, ruling.note) == expected
 
 
 def test_a_small_gain_changes_nothing() -> None:
@@ -221,13 +215,10 @@ def test_nd_backs_up_whoever_is_slow_and_holds_last_shards_the_slowest_first() -
     slow = [worker("s0", "transient", 50.0), worker("s1", "deterministic", 20.0)]
     snap = snapshot(*healthy(6), *(holding(view, 2) for view in slow), tasks_per_step=0)
     rulings = rule(snap, ASYNC, find_policy("nd"))
-    assert [(r.decision.kind, r.decision.worker_id, r.allowed) for r in rulings] == [
-        ("BACKUP_WORKERS", "s1", True),
-        ("BACKUP_WORKERS", "s0", True),
-    ]
-    assert rulings[0].decision.reason == (
-        "deterministic straggler (compute) with 2 of the last shards: evidence"
-    )
+    expected = [("BACKUP_WORKERS", "s1", True), ("BACKUP_WORKERS", "s0", True)]
+    assert [(r.decision.kind, r.decision.worker_id, r.allowed) for r in rulings] == expected
+    found = rulings[0].decision.reason
+    assert found == "deterministic straggler (compute) with 2 of the last shards: evidence"
 
 
 def test_nd_backs_up_nobody_who_is_healthy_or_holds_nothing() -> None:
@@ -386,10 +377,8 @@ def test_a_policy_that_cannot_be_found_is_named(tmp_path: Path) -> None:
         "FILE.py:FUNCTION"
     )
     (tmp_path / "p.py").write_text("x = 1\n")
-    assert (
-        catch_message(ConfigError, find_policy, f"{tmp_path}/p.py:decide")
-        == f"the policy file {tmp_path}/p.py has no function 'decide'. Name one that it has"
-    )
+    expected = f"the policy file {tmp_path}/p.py has no function 'decide'. Name one that it has"
+    assert catch_message(ConfigError, find_policy, f"{tmp_path}/p.py:decide") == expected
     assert catch_message(ConfigError, find_policy, f"{tmp_path}/none.py:decide") == (
         f"controller.policy names the file {tmp_path}/none.py, which does not exist. "
         "Correct the path"

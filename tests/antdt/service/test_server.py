@@ -81,21 +81,17 @@ def test_lists_are_bounded(stub: Any) -> None:
         "tokens has 70000 entries; allowed are 0 to 65536. Split the call.",
     )
     lease = pb.LeaseRequest(caller=who, seq=1, dataset="d", max_shards=257)
-    assert refused(lambda: stub.Lease(lease))[2] == (
-        "max_shards is 257; allowed is 1 to 256. Correct the request."
-    )
+    found = refused(lambda: stub.Lease(lease))[2]
+    assert found == "max_shards is 257; allowed is 1 to 256. Correct the request."
     many = pb.HeartbeatRequest(caller=who, readings=[pb.Reading()] * 65)
-    assert refused(lambda: stub.Heartbeat(many))[2] == (
-        "readings has 65 entries; allowed are 0 to 64. Split the call."
-    )
+    found = refused(lambda: stub.Heartbeat(many))[2]
+    assert found == "readings has 65 entries; allowed are 0 to 64. Split the call."
     wide = pb.Reading(values={f"loss-{number}": 1.0 for number in range(65)})
-    assert refused(lambda: stub.Heartbeat(pb.HeartbeatRequest(caller=who, readings=[wide])))[2] == (
-        "values has 65 entries; allowed are 0 to 64. Split the call."
-    )
+    found = refused(lambda: stub.Heartbeat(pb.HeartbeatRequest(caller=who, readings=[wide])))[2]
+    assert found == "values has 65 entries; allowed are 0 to 64. Split the call."
     long = pb.Reading(values={"l" * 129: 1.0})
-    assert refused(lambda: stub.Heartbeat(pb.HeartbeatRequest(caller=who, readings=[long])))[2] == (
-        "the name of a value has 129 characters; at most 128 are allowed. Shorten it."
-    )
+    found = refused(lambda: stub.Heartbeat(pb.HeartbeatRequest(caller=who, readings=[long])))[2]
+    assert found == "the name of a value has 129 characters; at most 128 are allowed. Shorten it."
 
 
 def test_a_huge_message_is_refused_and_the_service_goes_on(stub: Any) -> None:
@@ -224,9 +220,8 @@ def test_watch_streams_statuses_and_is_bounded(stub: Any) -> None:
     stream = stub.Watch(pb.WatchRequest(interval_ms=200))
     assert [next(stream).status.service_epoch for _ in range(2)] == [1, 1]
     stream.cancel()
-    assert refused(lambda: next(stub.Watch(pb.WatchRequest(interval_ms=1))))[2] == (
-        "interval_ms is 1; allowed is 200 to 60000. Correct the request."
-    )
+    found = refused(lambda: next(stub.Watch(pb.WatchRequest(interval_ms=1))))[2]
+    assert found == "interval_ms is 1; allowed is 200 to 60000. Correct the request."
     watchers = [stub.Watch(pb.WatchRequest()) for _ in range(9)]
     answers = []
     for watcher in watchers:
@@ -249,11 +244,8 @@ def test_health_and_reflection_answer(server: ShardServer) -> None:
         request = reflection_pb2.ServerReflectionRequest(list_services="")
         (answer,) = reflection.ServerReflectionInfo(iter([request]))
         names = {service.name for service in answer.list_services_response.service}
-    assert names == {
-        SERVICE_NAME,
-        "grpc.health.v1.Health",
-        "grpc.reflection.v1alpha.ServerReflection",
-    }
+    expected = {SERVICE_NAME, "grpc.health.v1.Health", "grpc.reflection.v1alpha.ServerReflection"}
+    assert names == expected
 
 
 def test_metrics_count_calls_and_shards(server: ShardServer, stub: Any) -> None:

@@ -187,10 +187,8 @@ def test_a_store_of_version_2_is_taken_over_whole(tmp_path: Path) -> None:
     state = committer.ledger.state
     # Its own start comes behind the 21 events.
     assert (committer.service_epoch, committer.ledger.num_events) == (2, 22)
-    assert {name: table.counts for name, table in state.tables.items()} == {
-        "d": [3, 3, 3, 1, 0],
-        "e": [0, 3, 0, 0, 0],
-    }
+    expected = {"d": [3, 3, 3, 1, 0], "e": [0, 3, 0, 0, 0]}
+    assert {name: table.counts for name, table in state.tables.items()} == expected
     first = 1 << 40
     assert sorted(state.leases) == [first + n for n in (3, 4, 7, 8, 9, 10, 12)]
     assert state.tables["d"].units_done == {2: 3}
@@ -202,9 +200,8 @@ def test_a_store_of_version_2_is_taken_over_whole(tmp_path: Path) -> None:
         assert db.execute("PRAGMA user_version").fetchone() == (3,)
         assert db.execute("SELECT count(*) FROM log").fetchone() == (0,)
     again = content(tmp_path)[0]
-    assert again["leases"] == [
-        [t, x.dataset, x.position, x.worker_id] for t, x in state.leases.items()
-    ]
+    found = again["leases"]
+    assert found == [[t, x.dataset, x.position, x.worker_id] for t, x in state.leases.items()]
 
 
 def test_a_damaged_store_of_version_2_is_not_believed_either(tmp_path: Path) -> None:

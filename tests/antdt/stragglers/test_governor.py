@@ -101,12 +101,8 @@ def test_every_rank_hears_its_own_part_of_one_plan() -> None:
     (actions,) = {tuple(a.action_id for a in beat.actions) for beat in beats.values()}
     assert len(actions) == 1
     parts = {name: beat.actions[0] for name, beat in beats.items()}
-    assert {name: part.parameters["tasks"] for name, part in parts.items()} == {
-        "rank0": 20.0,
-        "rank1": 20.0,
-        "rank2": 20.0,
-        "rank3": 4.0,
-    }
+    expected = {"rank0": 20.0, "rank1": 20.0, "rank2": 20.0, "rank3": 4.0}
+    assert {name: part.parameters["tasks"] for name, part in parts.items()} == expected
     assert {(part.kind, part.apply_at_step) for part in parts.values()} == {(ADJUST_BS, 61)}
 
 
@@ -292,9 +288,8 @@ def test_what_is_held_back_for_windows_is_told_once(caplog: pytest.LogCaptureFix
     for number in range(4):
         job.ms_per_task["rank3"] += number  # another reason each time
         job.windows(1)
-    assert [(said.kind, said.note) for said in job.governor.ruling_records] == [
-        ("ADJUST_BS", "dry run")
-    ]
+    expected = [("ADJUST_BS", "dry run")]
+    assert [(said.kind, said.note) for said in job.governor.ruling_records] == expected
     assert [record.getMessage() for record in caplog.records].count("decision") == 1
     assert job.governor.counts["ADJUST_BS", "held_back"] > 1
 
@@ -468,7 +463,6 @@ def test_the_speed_of_a_job_that_does_nothing_more_falls_to_nothing() -> None:
     job.windows(4)
     at_work = job.governor.tasks_per_s
     assert at_work == pytest.approx(4 * STEPS * 16 / CONFIG.monitor.window_s)
-
     for number in range(1, 4):  # the ranks live, and are in a long step
         job.beat()
         job.service.clock.advance(CONFIG.monitor.window_s)
@@ -477,7 +471,6 @@ def test_the_speed_of_a_job_that_does_nothing_more_falls_to_nothing() -> None:
     job.service.clock.advance(2 * TTL_S)
     job.governor.tick()
     assert job.governor.tasks_per_s == 0.0
-
     # Back again, the first look has nothing to compare with; then a step's time is known.
     job.windows(2)
     assert job.governor.tasks_per_s == pytest.approx(at_work)

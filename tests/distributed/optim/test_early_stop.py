@@ -134,9 +134,8 @@ def test_of_several_validation_splits_the_mean_decides(tmp_path: Path, click_log
         assert set(of_splits[0]) == {name for name in found if "/" not in name}
         for name in of_splits[0]:
             assert found[name] == pytest.approx(sum(one[name] for one in of_splits) / 2)
-            assert [found[f"{name}/{split}"] for split in splits] == [
-                one[name] for one in of_splits
-            ]
+            seen = [found[f"{name}/{split}"] for split in splits]
+            assert seen == [one[name] for one in of_splits]
     progress = tmp_path / "both" / "checkpoints" / "step-00000004" / "progress.json"
     best = max(line["auc"] for line in both)
     assert json.loads(progress.read_text())["best_score"] == pytest.approx(best)

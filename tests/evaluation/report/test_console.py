@@ -66,9 +66,8 @@ def test_a_row_holds_both_stages_the_change_and_the_baseline() -> None:
 
 
 def test_groups_are_headed_by_their_size() -> None:
-    assert "user-cold: 40 tasks, 320 query rows, 5 support rows" in printed(
-        80, run_of("mse", support_rows=5)
-    )
+    found = "user-cold: 40 tasks, 320 query rows, 5 support rows"
+    assert found in printed(80, run_of("mse", support_rows=5))
 
 
 def test_the_legend_tells_what_a_verdict_means() -> None:
@@ -82,10 +81,8 @@ def test_a_baseline_without_the_group_is_a_dash_not_a_number() -> None:
     lines = printed(80, run_of("mse"), baseline_of("mse", groups=("user-cold",)))
     last = [line for line in lines if line.startswith("MAE")][-1]
     assert last.split()[-2:] == ["\N{EM DASH}", "?"]
-    assert (
-        lines[-2].rstrip()
-        == "?, \N{EM DASH}: there is no such interval, or value; the report says why."
-    )
+    found = lines[-2].rstrip()
+    assert found == "?, \N{EM DASH}: there is no such interval, or value; the report says why."
 
 
 @pytest.mark.parametrize("loss", ["bce", "mse"])

@@ -131,9 +131,8 @@ def test_few_tasks_give_no_interval() -> None:
     interval = percentile_interval(np.ones(100), 9)
     assert math.isnan(interval.low)
     assert interval.reason == "rests on only 9 tasks: too few to resample"
-    assert (
-        percentile_interval(np.ones(100), 1).reason == "rests on only 1 task: too few to resample"
-    )
+    found = percentile_interval(np.ones(100), 1).reason
+    assert found == "rests on only 1 task: too few to resample"
 
 
 def test_undefined_draws_give_no_interval() -> None:

@@ -41,9 +41,8 @@ def test_one_draw_is_the_metric_itself() -> None:
     assert len(rows) == 1
     found = measure_metrics(rows, "after", Scoring("bce"))
     expected = evaluate_split(rows[0].label_N, rows[0].after_N, rows[0].task_N, Scoring("bce"))
-    assert {name: one.value for name, one in found.items()} == {
-        name: one.value for name, one in expected.items()
-    }
+    told = {name: one.value for name, one in found.items()}
+    assert told == {name: one.value for name, one in expected.items()}
 
 
 @pytest.mark.parametrize(("between", "within"), [(1.0, 0.0), (0.0, 1.0), (0.6, 1.2)])

@@ -160,10 +160,8 @@ def test_config_and_environment_are_folded_in_the_form_of_overrides() -> None:
 def test_missing_pictures_are_explained() -> None:
     text = text_of(html_of(replace(run_of("mse", support_rows=5), history=[])))
     assert "No learning curve: the run logged no steps." in text
-    assert (
-        "No picture against support size: the tasks of a group have equally large support sets."
-        in text
-    )
+    found = "No picture against support size: the tasks of a group have equally large support sets."
+    assert found in text
 
 
 def test_missing_facts_are_said_to_be_missing() -> None:

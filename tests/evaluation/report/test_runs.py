@@ -86,11 +86,8 @@ def test_logits_in_place_of_probabilities_are_refused() -> None:
 
 
 def test_splits_keep_the_order_of_the_table() -> None:
-    assert split_names(run_of("mse", groups=("warm", "cold", "both")).predictions) == [
-        "warm",
-        "cold",
-        "both",
-    ]
+    expected = ["warm", "cold", "both"]
+    assert split_names(run_of("mse", groups=("warm", "cold", "both")).predictions) == expected
 
 
 def test_the_same_rows_in_another_order_are_the_same() -> None:

@@ -60,18 +60,12 @@ def test_the_difference_to_a_rival_is_to_the_stage_that_is_shown() -> None:
 
 def test_nested_settings_read_like_overrides() -> None:
     settings = {"outer": {"lr": 0.1, "deep": {"on": True}}, "name": "x", "empty": {}}
-    assert dict(flatten_settings(settings)) == {
-        "outer.lr": "0.1",
-        "outer.deep.on": "True",
-        "name": "x",
-        "empty": "{}",
-    }
+    expected = {"outer.lr": "0.1", "outer.deep.on": "True", "name": "x", "empty": "{}"}
+    assert dict(flatten_settings(settings)) == expected
 
 
 def test_a_setting_that_one_run_lacks_is_a_dash() -> None:
     run, baseline = run_of("mse"), baseline_of("mse")
     baseline.config["extra"] = 1
-    assert find_differing_settings(summarise_evaluation([run, baseline])) == [
-        ("algorithm.name", ["maml", "none"]),
-        ("extra", ["\N{EM DASH}", "1"]),
-    ]
+    expected = [("algorithm.name", ["maml", "none"]), ("extra", ["\N{EM DASH}", "1"])]
+    assert find_differing_settings(summarise_evaluation([run, baseline])) == expected

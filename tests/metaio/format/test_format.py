@@ -93,9 +93,8 @@ def test_an_edited_manifest_is_refused(write: WriteFn) -> None:
 def test_a_missing_shard_file_is_named(write: WriteFn) -> None:
     path = write({"train": make_rows(3)})
     os.remove(f"{path}/train/00000.dense.parquet")
-    assert message_of(path) == (
-        f"{path}/train/00000.dense.parquet does not exist. Prepare the dataset again"
-    )
+    expected = f"{path}/train/00000.dense.parquet does not exist. Prepare the dataset again"
+    assert message_of(path) == expected
 
 
 def test_a_truncated_shard_file_is_named_with_both_sizes(write: WriteFn) -> None:
@@ -130,9 +129,8 @@ def test_a_flipped_bit_in_a_footer_is_found(write: WriteFn) -> None:
     path = write({"train": make_rows(4)})
     file = Path(path) / "train/00000.unique.parquet"
     flip(file, file.stat().st_size - 30)
-    assert message_of(path) == (
-        f"{file}: the footer differs from the checksum in the manifest. {REMEDY}"
-    )
+    expected = f"{file}: the footer differs from the checksum in the manifest. {REMEDY}"
+    assert message_of(path) == expected
 
 
 def test_a_flipped_bit_in_the_block_table_is_found(write: WriteFn) -> None:

@@ -98,18 +98,15 @@ def test_a_picture_that_cannot_be_written_whole_leaves_the_one_before(
     monkeypatch.setattr("os.fsync", full)
     code, output = run("inspect", path, "--picture", str(picture))
     assert (code, output) == (1, "[Errno 28] No space left on device")
-    assert [(file.name, file.read_bytes()) for file in picture.parent.iterdir()] == [
-        ("sizes.svg", before)
-    ]
+    expected = [("sizes.svg", before)]
+    assert [(file.name, file.read_bytes()) for file in picture.parent.iterdir()] == expected
 
 
 def test_inspect_verify_ends_with_code_1_on_damage(write: WriteFn) -> None:
     path = write({"train": make_rows(40)})
     code, output = run("inspect", path, "--verify", "--picture", "x.png")
-    assert (code, output) == (
-        1,
-        "--picture has no effect with --verify, which draws none. Leave one out",
-    )
+    assert code == 1
+    assert output == "--picture has no effect with --verify, which draws none. Leave one out"
     code, output = run("inspect", path, "--verify")
     assert code == 0
     assert "is intact: 8 files, every checksum matches." in output
@@ -117,10 +114,8 @@ def test_inspect_verify_ends_with_code_1_on_damage(write: WriteFn) -> None:
     Path(path, "train/blocks.parquet").write_bytes(b"nothing")
     code, output = run("inspect", path, "--verify")
     names = [line.split()[0] for line in output.splitlines()]
-    assert (code, names) == (
-        1,
-        [f"{path}/train/{n}" for n in ("blocks.parquet", "00000.dense.parquet")],
-    )
+    assert code == 1
+    assert names == [f"{path}/train/{n}" for n in ("blocks.parquet", "00000.dense.parquet")]
 
 
 def test_prepare_by_schema_from_the_command_line(tmp_path: Path) -> None:
@@ -166,8 +161,7 @@ def test_prepare_tells_of_what_a_killed_one_left_and_starts_over(tmp_path: Path)
     (left / "train" / "00000.dense.parquet").write_text("half")
     sizes = ("--tasks", "30", "--items", "40")
     result = succeed("prepare", "--recipe", "synthetic", *sizes, out)
-    assert result.stderr.splitlines()[0] == (
-        f"an earlier prepare of {out} was interrupted: starting over, without {left}"
-    )
+    expected = f"an earlier prepare of {out} was interrupted: starting over, without {left}"
+    assert result.stderr.splitlines()[0] == expected
     assert f"prepared: {out}  (look inside: gmeta inspect {out})" in result.stderr
     assert [path.name for path in tmp_path.iterdir()] == ["clicks"]

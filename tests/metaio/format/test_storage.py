@@ -61,9 +61,8 @@ def test_a_file_of_another_size_is_refused_wherever_it_is(tmp_path: Path, remote
             f"{storage.url}/a.bin has 120 bytes, the manifest says 200: it was cut short or "
             "rewritten. Copy the dataset again or prepare it again"
         )
-        assert message_of(storage, whole("b.bin")) == (
-            f"{storage.url}/b.bin does not exist. Prepare the dataset again"
-        )
+        expected = f"{storage.url}/b.bin does not exist. Prepare the dataset again"
+        assert message_of(storage, whole("b.bin")) == expected
 
 
 def test_a_store_that_does_not_answer_is_no_damaged_dataset(

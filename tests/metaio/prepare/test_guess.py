@@ -86,9 +86,8 @@ def test_words_for_nulls_and_a_second_label_are_no_inputs(tmp_path: Path) -> Non
     assert [column.name for column in found.select("dense")] == ["bid"]
     assert found.item == "item"
     assert found.reasons == {"purchased": "it looks like another label, known only afterwards"}
-    assert tomllib.loads(format_schema(found, [str(path)]))["text"] == {
-        "null": ["\\N", "NULL", "NA"]
-    }
+    expected = {"null": ["\\N", "NULL", "NA"]}
+    assert tomllib.loads(format_schema(found, [str(path)]))["text"] == expected
     path.write_text(path.read_text().replace(",NA", ",").replace("\\N", "NA").replace("NULL", "4"))
     assert infer_roles(read_log_sample([str(path)]), {}).text.null == ()
 
@@ -97,9 +96,8 @@ def test_a_text_of_yes_and_no_that_is_named_as_a_label_is_no_input() -> None:
     said = log().append_column(
         "Purchased?", pa.array(["yes" if row % 3 else "no" for row in range(ROWS)])
     )
-    assert (
-        guessed(said).reasons["Purchased?"] == "it looks like another label, known only afterwards"
-    )
+    found = guessed(said).reasons["Purchased?"]
+    assert found == "it looks like another label, known only afterwards"
 
 
 @pytest.mark.parametrize(
@@ -160,9 +158,8 @@ def test_what_init_writes_prepares_and_fits(tmp_path: Path, suffix: str) -> None
     succeed("prepare", "--schema", "made/schema.toml", path.name, "made/data", cwd=tmp_path)
     assert open_dataset(str(tmp_path / "made" / "data")).splits["train"].num_episodes > 50
     checked = succeed("config", "made/train.toml", "--check", cwd=tmp_path)
-    assert checked.stdout == (
-        "made/train.toml is right: maml with melu on made/data, into made/runs/maml\n"
-    )
+    found = checked.stdout
+    assert found == "made/train.toml is right: maml with melu on made/data, into made/runs/maml\n"
     written = tomllib.loads((tmp_path / "made" / "train.toml").read_text())
     # The baselines of an evaluation know what training rows say of an item: so does the model.
     assert written["item_features"] == {"columns": ["item"], "log_odds": True}  # not the session
@@ -219,10 +216,8 @@ def test_lists_of_numbers_are_vectors_where_all_are_as_long(tmp_path: Path) -> N
     ]  # fmt: skip
     schema = tmp_path / "schema.toml"
     schema.write_text(format_schema(found, ["log.parquet"]))
-    assert tomllib.loads(schema.read_text())["vector"] == [
-        {"column": "text", "width": 8},
-        {"column": "picture", "width": 2},
-    ]
+    expected = [{"column": "text", "width": 8}, {"column": "picture", "width": 2}]
+    assert tomllib.loads(schema.read_text())["vector"] == expected
     succeed("prepare", "--schema", schema, tmp_path / "log.parquet", tmp_path / "data")
 
 

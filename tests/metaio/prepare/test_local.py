@@ -149,10 +149,8 @@ def test_a_large_split_stands_in_bundles(tmp_path: Path, monkeypatch: pytest.Mon
     monkeypatch.setattr("metaio.format.layout.BUNDLED_ROWS", 100)
     monkeypatch.setattr("metaio.format.layout.BUNDLE_TASKS", 3)
     large = prepared(tmp_path, table, schema)
-    assert {name: split.blocks.bundle_tasks for name, split in large.splits.items()} == {
-        "train": 3,
-        "user-cold": 0,
-    }
+    expected = {"train": 3, "user-cold": 0}
+    assert {name: split.blocks.bundle_tasks for name, split in large.splits.items()} == expected
     monkeypatch.setattr("metaio.format.layout.BUNDLED_ROWS", table.num_rows)
     small, asked = (
         prepared(tmp_path, table, schema),
@@ -412,9 +410,8 @@ def with_column(name: str, values: Any) -> pa.Table:
 
 def test_nulls_are_refused_with_column_and_count(tmp_path: Path) -> None:
     table = with_column("clicked", [None, None, *[1] * 38])
-    assert refused(tmp_path, table, changed()) == (
-        "column clicked has 2 nulls; none are allowed. Remove those rows"
-    )
+    found = refused(tmp_path, table, changed())
+    assert found == "column clicked has 2 nulls; none are allowed. Remove those rows"
     table = with_column("shop", [None, *[1] * 39])
     assert refused(tmp_path, table, changed()) == (
         "column shop has 1 null; none are allowed. Remove those rows, or allow it in the schema: "
@@ -601,12 +598,8 @@ def test_replacing_a_dataset_whose_column_changed_its_kind_is_refused(tmp_path: 
     out = str(tmp_path / "out")
     overwrite = PrepareOptions(overwrite=True)  # allowed where there is nothing yet
     prepare([str(tmp_path / "raw.parquet")], out, changed(), overwrite)
-    assert open_dataset(out).manifest.recipe["kinds"] == {
-        "item": "integer",
-        "shop": "integer",
-        "city": "text",
-        "tags": "text",
-    }
+    expected = {"item": "integer", "shop": "integer", "city": "text", "tags": "text"}
+    assert open_dataset(out).manifest.recipe["kinds"] == expected
     before = open_dataset(out).fingerprint
     text = table.set_column(2, "shop", table["shop"].cast(pa.string()))
     pq.write_table(text, tmp_path / "raw.parquet")

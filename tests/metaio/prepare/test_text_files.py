@@ -179,17 +179,14 @@ def test_json_lines_give_the_dataset_of_a_csv(tmp_path: Path) -> None:
     found = prepared(
         tmp_path / "json", {"a.jsonl": text, "b.jsonl.gz": gzip.compress(text.encode())}
     )
-    assert (
-        found.fingerprint
-        == prepared(tmp_path, {"a.csv": HEAD + ROWS, "b.csv": HEAD + ROWS}).fingerprint
-    )
+    told = found.fingerprint
+    assert told == prepared(tmp_path, {"a.csv": HEAD + ROWS, "b.csv": HEAD + ROWS}).fingerprint
 
 
 def test_a_json_line_that_is_none_is_told_with_its_line(tmp_path: Path) -> None:
     line = '{"user": 1, "item": 2, "y": 1}\n'
-    assert refused(tmp_path, {"a.jsonl": line * 20 + "{oops\n" + line}) == (
-        "input a.jsonl, line 21: it is no JSON. Correct it"
-    )
+    found = refused(tmp_path, {"a.jsonl": line * 20 + "{oops\n" + line})
+    assert found == "input a.jsonl, line 21: it is no JSON. Correct it"
 
 
 def test_json_that_is_no_row_in_each_line_is_told_how_to_mend(tmp_path: Path) -> None:

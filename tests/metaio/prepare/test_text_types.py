@@ -147,10 +147,8 @@ def test_a_column_to_be_split_is_text_whatever_its_first_rows_hold(tmp_path: Pat
     texts = ["user,item,y,tags\n1,7,1,4\n1,8,0,5\n", "user,item,y,tags\n2,7,1,4|6\n2,8,0,5\n"]
     multi = [{"column": "tags", "separator": "|", "vocabulary": 1}]
     dataset = prepared(tmp_path, texts, multi=multi)
-    assert {table.name: table.num_rows for table in dataset.features.tables} == {
-        "item": 3,
-        "tags": 4,
-    }
+    expected = {"item": 3, "tags": 4}
+    assert {table.name: table.num_rows for table in dataset.features.tables} == expected
     assert sorted(dataset.read_block("train", 0).multi_lengths_NM[:, 0].tolist()) == [1, 1, 1, 2]
 
 

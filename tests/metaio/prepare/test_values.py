@@ -28,11 +28,8 @@ def test_the_mixer_is_the_published_one() -> None:
     """The first outputs of SplitMix64 from seed 0, as its reference implementation prints them."""
     states = (np.arange(3, dtype=np.uint64) * np.uint64(GOLDEN_GAMMA)).reshape(3, 1)
     before = states.copy()
-    assert splitmix64(states).tolist() == [
-        [0xE220A8397B1DCDAF],
-        [0x6E789E6AA1B965F4],
-        [0x06C45D188009454F],
-    ]
+    expected = [[0xE220A8397B1DCDAF], [0x6E789E6AA1B965F4], [0x06C45D188009454F]]
+    assert splitmix64(states).tolist() == expected
     assert (states == before).all()
     assert splitmix64(np.uint64(0)).shape == ()
 

@@ -134,9 +134,8 @@ def test_raw_files_alone_give_the_protocol_s_splits(tmp_path: Path, with_time: b
     assert (len(train), len(cold)) == (32, 8)
     assert not {task for task, _, _ in train} & {task for task, _, _ in cold}
     assert all(len(rows) - support == 10 for _, support, rows in train)
-    assert [feature.name for feature in dataset.features.sparse] == [
-        *("gender", "age", "occupation", "zip", "item", "genre")
-    ]
+    expected = [*("gender", "age", "occupation", "zip", "item", "genre")]
+    assert [feature.name for feature in dataset.features.sparse] == expected
 
 
 def test_order_by_time_makes_the_support_the_past(tmp_path: Path) -> None:

@@ -43,10 +43,8 @@ def test_csv_files_become_increments_that_inspect_shows(tmp_path: Path) -> None:
         pyarrow.csv.write_csv(log(day), tmp_path / f"{day}.csv")
     first = ("--schema", rules, "--extend", stream, tmp_path / "0.csv")
     result = succeed("prepare", *first)
-    assert (
-        "increment 1: 400 rows of 40 tasks, 0 of them returning; window from 380 to 86,067"
-        in result.stderr
-    )
+    found = "increment 1: 400 rows of 40 tasks, 0 of them returning; window from 380 to 86,067"
+    assert found in result.stderr
     assert "table city: 6 new ids, 7 of 65,536 rows in use" in result.stderr
     assert f"extended: {stream}  (look inside: gmeta inspect {stream})" in result.stderr
     assert gmeta("prepare", "--extend", stream, tmp_path / "1.csv").returncode == 0

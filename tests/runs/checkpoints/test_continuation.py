@@ -54,11 +54,8 @@ def test_the_newest_checkpoint_of_a_run_that_is_over_or_one_that_is_named_is_tak
         assert (found, skipped) == (newest, [])
         assert [one.increment for one in lineage] == [1]
     nothing = replace(going_on(trained).run, continue_from="")
-    assert find_continued_checkpoint(replace(going_on(trained), run=nothing), second) == (
-        None,
-        (),
-        [],
-    )
+    expected = (None, (), [])
+    assert find_continued_checkpoint(replace(going_on(trained), run=nothing), second) == expected
 
 
 @pytest.mark.parametrize(

@@ -47,9 +47,8 @@ def unpickled(checkpoint: Path) -> Metadata:
 def test_the_index_is_what_torch_reads(checkpoint: Path) -> None:
     mine, torchs = read_index(checkpoint), unpickled(checkpoint)
     assert mine.state_dict_metadata == torchs.state_dict_metadata
-    assert {key: asdict(place) for key, place in mine.storage_data.items()} == {
-        key: asdict(place) for key, place in torchs.storage_data.items()
-    }
+    found = {key: asdict(place) for key, place in mine.storage_data.items()}
+    assert found == {key: asdict(place) for key, place in torchs.storage_data.items()}
     # They compare equal whatever their hints.
     hints = [[key.index for key in index.storage_data] for index in (mine, torchs)]
     assert hints[0] == hints[1]
@@ -105,10 +104,8 @@ def test_a_pickle_among_the_tensors_is_not_run(checkpoint: Path, tmp_path: Path)
     # As an item that is no tensor torch would unpickle it freely.
     index.state_dict_metadata[LAYER] = BytesStorageMetadata()
     replace_file(checkpoint, "progress.json", ".metadata", pickle.dumps(index))
-    assert (
-        "its index holds a BytesStorageMetadata where a TensorStorageMetadata belongs"
-        in catch_message(GMetaError, CheckpointReader, checkpoint)
-    )
+    found = "its index holds a BytesStorageMetadata where a TensorStorageMetadata belongs"
+    assert found in catch_message(GMetaError, CheckpointReader, checkpoint)
     assert not mark.exists()
 
 

@@ -87,10 +87,8 @@ def test_the_best_checkpoint_survives_the_loss_of_a_disk(store: Any, tmp_path: P
         RunMirror(URL, root).upload(path)
     other = tmp_path / "other"
     fetch_run(URL, other)
-    assert [parse_checkpoint_step(path) for path in list_checkpoints(other / "checkpoints")] == [
-        10,
-        30,
-    ]
+    found = [parse_checkpoint_step(path) for path in list_checkpoints(other / "checkpoints")]
+    assert found == [10, 30]
     mirror = put(run_at(other, 40))
     assert mirror.checkpoints() == ["step-00000010", "step-00000030", "step-00000040"]
 

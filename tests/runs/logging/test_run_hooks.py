@@ -357,9 +357,8 @@ def test_a_logger_that_does_not_answer_is_told_of_once_and_left_out(
     with begun(tmp_path, loggers=named, collective_timeout_s=6) as (hooks, _):
         hooks.log(1, 0, READING)
         hooks.log(2, 0, READING)
-    assert (
-        silent.calls == {"log": ["begin", "log"], "end": ["begin", "log", "log", "end"]}[silent_in]
-    )
+    found = silent.calls
+    assert found == {"log": ["begin", "log"], "end": ["begin", "log", "log", "end"]}[silent_in]
     told = (
         f"the logger '{HERE}:Silent' failed and is left out from here on: NoAnswerError: none "
         "within 3 s"

@@ -91,10 +91,8 @@ def test_mlflow_gets_parameters_once_in_parts_and_metrics_under_names_that_it_ta
     assert together["model.hidden"] == "[8, 4]"
     assert together["run.keep_best"] is True
     scalars = {"loss": 0.5, "valid/ndcg_at_3": 0.25, "valid/auc_buy": 0.5, "epoch": 1}
-    assert calls[-2:] == [
-        ("log_metrics", scalars, {"step": 3}),
-        ("end_run", {"status": "KILLED"}),
-    ]
+    expected = [("log_metrics", scalars, {"step": 3}), ("end_run", {"status": "KILLED"})]
+    assert calls[-2:] == expected
     calls.clear()
     again = MLflow()
     again.begin(info_of(tmp_path, done_steps=3))
@@ -107,9 +105,8 @@ def test_a_missing_package_is_said(
 ) -> None:
     monkeypatch.setitem(sys.modules, name, None)
     logger = kind()
-    assert catch_message(UserError, logger.begin, info_of(tmp_path)) == (
-        f"run.loggers names {name!r}, which needs the extra: pip install 'gmeta[{name}]'"
-    )
+    expected = f"run.loggers names {name!r}, which needs the extra: pip install 'gmeta[{name}]'"
+    assert catch_message(UserError, logger.begin, info_of(tmp_path)) == expected
     logger.end("failed")  # closes what was never opened
 
 

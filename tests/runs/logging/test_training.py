@@ -101,7 +101,6 @@ def test_one_rank_asks_and_all_end_before_the_same_step(tmp_path: Path, click_lo
     # A rank's loss is its part: the mean over ranks is what is logged.
     parts = zip(*([one[2] for one in told if isinstance(one, list)] for told in heard), strict=True)
     assert [sum(pair) / 2 for pair in parts] == pytest.approx(losses(run.root), rel=1e-5)
-
     config = config_of(tmp_path, click_logs, "run.valid_every_steps=2")
     assert on_ranks(2, trained, config) == ["", ""]
     assert len(losses(run.root)) == 8  # as the config says, and no step twice

@@ -390,11 +390,8 @@ def test_a_promotion_waits_for_another(tmp_path: Path, monkeypatch: pytest.Monke
     monkeypatch.undo()
     delivery.promote_candidate(second, channel.root, "float32", None, None)
     assert channel.require_current().number == 3
-    assert sorted(path.name for path in channel.root.iterdir()) == [
-        "current.json",
-        "promotions.jsonl",
-        "versions",
-    ]
+    expected = ["current.json", "promotions.jsonl", "versions"]
+    assert sorted(path.name for path in channel.root.iterdir()) == expected
 
 
 def test_inspect_shows_versions_verdicts_and_what_serves(tmp_path: Path) -> None:

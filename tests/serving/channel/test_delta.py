@@ -163,10 +163,8 @@ def test_a_damaged_model_in_the_cache_is_made_anew(
     damage(copies[3])
     assert deliver(channel, model, tmp_path / "4").kind == "delta"
     assert content(materialize_version(channel, 4, tmp_path / "fresh")) == content(tmp_path / "4")
-    assert {path.name for path in copies[3].parent.iterdir()} == {
-        ".cache.lock",
-        *(channel.version(number).checksum for number in (3, 4)),
-    }
+    found = {path.name for path in copies[3].parent.iterdir()}
+    assert found == {".cache.lock", *(channel.version(number).checksum for number in (3, 4))}
 
 
 class Killed(BaseException):

@@ -184,10 +184,8 @@ def test_a_disk_that_is_full_for_a_while_delays_a_version_and_no_more(
         assert service.refused is not None
         assert service.refused[1].startswith(told)
         assert follower.refused.startswith(service.refused[1])
-        assert [one.name for one in caplog.records] == [
-            LOGGER_NAME,
-            "gmeta.serving.channel.follower",
-        ]
+        expected = [LOGGER_NAME, "gmeta.serving.channel.follower"]
+        assert [one.name for one in caplog.records] == expected
         page = get(service, "/metrics").text
         assert "gmeta_serve_model_refused 1.0" in page
         assert 'gmeta_serve_reloads_total{result="refused"} 1.0' in page

@@ -364,9 +364,8 @@ def test_the_command_publishes_and_refuses_no_channel(channel: Channel, tmp_path
     done = succeed("publish", channel.root, url, "--json")
     assert json.loads(done.stdout)["copied"] == [1, 2, 3]
     name = f"3-{channel.require_current().checksum[:12]}"
-    assert done.stderr == (
-        f"published: version {name} of {channel.root} at {url}  (3 versions copied)\n"
-    )
+    wanted = f"published: version {name} of {channel.root} at {url}  (3 versions copied)\n"
+    assert done.stderr == wanted
     channel.rollback(2)
     publish(channel, url)
     done = succeed("inspect", url, "--verify", "--json")

@@ -58,9 +58,8 @@ def test_the_newest_the_served_one_its_rollback_and_their_chains_stay(
     before = {number: content(channel.folder_of(number)) for number in channel.numbers()}
     gone = prune(channel, keep)
     assert (channel.numbers(), gone) == (left, [n for n in sorted(before)[::-1] if n not in left])
-    assert {number: content(channel.folder_of(number)) for number in left} == {
-        number: before[number] for number in left
-    }
+    found = {number: content(channel.folder_of(number)) for number in left}
+    assert found == {number: before[number] for number in left}
     assert kept_versions(channel, keep) <= set(left)
     assert prune(channel, keep) == []
     for number in left:
@@ -80,9 +79,8 @@ def test_a_model_whose_version_goes_while_it_serves_answers_on(tmp_path: Path) -
             channel.promote(Model.of(SIZES, seed=seed).write(tmp_path / f"s{seed}"))
         assert prune(channel, 1) == [1]
         # Every row of the mapped table, of which none was read before.
-        assert (
-            old.predict(query).tolist() == gmeta.load(tmp_path / "m1-copy").predict(query).tolist()
-        )
+        found = old.predict(query).tolist()
+        assert found == gmeta.load(tmp_path / "m1-copy").predict(query).tolist()
         assert follower.check()
         assert follower.served.number == 3
 

@@ -35,10 +35,8 @@ def test_the_command_scores_every_split_of_an_increment(tmp_path: Path) -> None:
     dataset = open_dataset(str(path))
     assert found == score_model(model, dataset)
     assert (found["increment"], found["fingerprint"]) == (2, dataset.fingerprint)
-    assert {name: split["num_tasks"] for name, split in found["splits"].items()} == {
-        "train": 40,
-        "gate": 10,
-    }
+    wanted = {"train": 40, "gate": 10}
+    assert {name: split["num_tasks"] for name, split in found["splits"].items()} == wanted
     rows = predict_gate(gmeta.load(model), model, dataset, "gate")
     liked, others = (rows.prediction_N[rows.label_N == one] for one in (1, 0))
     pairs = np.sign(liked[:, None] - others[None, :]).astype(np.float64)

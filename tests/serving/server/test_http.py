@@ -86,9 +86,8 @@ def test_a_task_is_kept_by_its_key(service: InferenceService, model: ServedModel
     for answer in (stored, hit):
         assert_close(values(answer), model.adapt(SUPPORT).predict(QUERY))
     alone = post(service, request_of(None, QUERY, key="user 8"))
-    assert alone.json()["outputs"] == [
-        {"name": "prediction", "datatype": "FP32", "shape": [0], "data": []}
-    ]
+    expected = [{"name": "prediction", "datatype": "FP32", "shape": [0], "data": []}]
+    assert alone.json()["outputs"] == expected
     assert_close(
         values(post(service, request_of(QUERY, key="user 8"))), model.adapt(QUERY).predict(QUERY)
     )
@@ -222,9 +221,8 @@ def test_a_wrong_input_is_told_in_a_line(
 def test_rows_of_two_tasks_are_no_task(service: InferenceService) -> None:
     request = request_of(QUERY, SUPPORT)
     request["inputs"].append(tensor("support.user", "INT64", [1] * 8 + [2]))
-    assert post(service, request).json()["error"] == (
-        "the support rows are of 2 tasks; a request is of one. Send a request for each"
-    )
+    found = post(service, request).json()["error"]
+    assert found == "the support rows are of 2 tasks; a request is of one. Send a request for each"
 
 
 @pytest.mark.parametrize("lists", [[0, 2], [2]])
@@ -343,9 +341,8 @@ def test_a_caller_who_leaves_amid_the_body_is_no_failure(service: InferenceServi
 
     with_client(service, left)
     page = get(service, "/metrics").text.splitlines()
-    assert [line for line in page if line.startswith("gmeta_serve_requests_total")] == [
-        'gmeta_serve_requests_total{protocol="http",status="499"} 1.0'
-    ]
+    expected = ['gmeta_serve_requests_total{protocol="http",status="499"} 1.0']
+    assert [line for line in page if line.startswith("gmeta_serve_requests_total")] == expected
 
 
 def test_too_many_that_wait_are_told_when_to_come_back(exported: Path) -> None:
@@ -406,11 +403,8 @@ def test_metadata_as_the_protocol_has_it(service: InferenceService) -> None:
     version = service.loaded.version
     told = get(service, "/v2/models/model").json()
     assert told == get(service, f"/v2/models/model/versions/{version}").json()
-    assert (told["name"], told["versions"], told["platform"]) == (
-        "model",
-        [version],
-        "gmeta_export",
-    )
+    expected = ("model", [version], "gmeta_export")
+    assert (told["name"], told["versions"], told["platform"]) == expected
     inputs = {each["name"]: (each["datatype"], each["shape"]) for each in told["inputs"]}
     assert inputs["item"] == ("INT64", [-1])
     assert inputs["tags"] == ("INT64", [-1, -1])
