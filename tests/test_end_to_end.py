@@ -46,13 +46,9 @@ def test_two_ranks_train_and_evaluate_to_a_report(config: Path) -> None:
     run = train(config, valid, "--nproc-per-node=2")
     plain = train(config, valid, "algorithm.name=none", f"run.dir={config.parent / 'plain'}")
     assert {path.name for path in run.iterdir()} == {
-        "config.json",
-        "environment.json",
-        "plan.json",
-        "metrics.jsonl",
-        "tensorboard",
+        "config.json", "environment.json", "plan.json", "metrics.jsonl", "tensorboard",
         "checkpoints",
-    }
+    }  # fmt: skip
     plan = json.loads((run / "plan.json").read_text())
     assert {s["rank"] for table in plan["tables"].values() for s in table["shards"]} == {0, 1}
     assert [line["step"] for line in metrics(run)] == [*range(1, 9), 8]

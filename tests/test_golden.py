@@ -20,13 +20,9 @@ from tests.support import golden
 RATES = {"bce": (0.1, 0.5, 0.05), "mse": (0.05, 0.02, 0.0002)}
 CASES = ("A_bce", "A_mse", "B_bce")
 KINDS = {
-    "maml2": "maml",
-    "fomaml": "fomaml",
-    "melu2": "maml",
-    "melu1": "fomaml",
-    "reptile": "reptile",
+    "maml2": "maml", "fomaml": "fomaml", "melu2": "maml", "melu1": "fomaml", "reptile": "reptile",
     "metasgd": "elementwise metasgd",
-}
+}  # fmt: skip
 ALGORITHMS_K = [
     *(f"{kind}_k{steps}" for kind in KINDS for steps in (1, 3) if kind != "melu1"),
     "melu1_k1",

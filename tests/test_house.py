@@ -357,15 +357,8 @@ def test_the_schema_in_the_format_page_is_one_that_prepare_takes() -> None:
     page = (ROOT / "docs" / "format.md").read_text()
     (block,) = re.findall(r"```toml\n(.*?\[task\].*?)```", page, flags=re.DOTALL)
     assert parse_schema(tomllib.loads(block)).columns == [
-        "user_id",
-        "rating",
-        "timestamp",
-        "item_id",
-        "query_item",
-        "device_id",
-        "genres",
-        "price",
-    ]
+        "user_id", "rating", "timestamp", "item_id", "query_item", "device_id", "genres", "price",
+    ]  # fmt: skip
 
 
 @pytest.mark.parametrize("name", COMMANDS)

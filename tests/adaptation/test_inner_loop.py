@@ -75,20 +75,13 @@ def test_any_shape_gives_the_loss_and_gradients_of_the_loop(
         embedding_dim=4,
         hidden=(5, 3),
         options={
-            "bottom": (3,),
-            "interaction": interaction,
-            "clusters": 3,
-            "history": "m0",
-            "attention": (6,),
-            "cross_layers": 2,
-            "cross_rank": 2 if interaction == "cat" else 0,
-            "structure": "parallel" if interaction == "cat" else "stacked",
-            "experts": 2,
-            "own_experts": 1,
-            "expert": (4,),
+            "bottom": (3,), "interaction": interaction, "clusters": 3, "history": "m0",
+            "attention": (6,), "cross_layers": 2, "cross_rank": 2 if interaction == "cat" else 0,
+            "structure": "parallel" if interaction == "cat" else "stacked", "experts": 2,
+            "own_experts": 1, "expert": (4,),
         },
         pooling=pooling,
-    )
+    )  # fmt: skip
     one_table = ("shared" if shared_table and model != "din" else "s0",)
     algorithm = AlgorithmConfig(
         name=name,

@@ -228,25 +228,16 @@ def test_the_tables_fit_into_80_columns(tmp_path: Path) -> None:
 @pytest.mark.parametrize("default", ["row_wise", "planner"])
 def test_tables_that_do_not_fit_are_told_with_what_would(tmp_path: Path, default: str) -> None:
     config = write_config(tmp_path / "c.toml", tmp_path / "nothing", tmp_path / "run")
-    huge = (
-        "--rows",
-        "item=8e9",
-        "--rows",
-        "city=8e3",
-        "--rows-per-task",
-        "40",
-        "model.embedding_dim=32",
-    )
-    done = gmeta("plan", config, *huge, f"sharding.default={default}")
+    huge = ("--rows", "item=8e9", "--rows", "city=8e3", "--rows-per-task", "40")
+    more = "model.embedding_dim=32", f"sharding.default={default}"
+    done = gmeta("plan", config, *huge, *more)
     why = {
         "row_wise": "GPU 0 would hold 132.0 GB, and 68.0 GB of 80.0 GB are for that",
         "planner": "TorchRec's planner finds no place for the tables",
     }[default]
-    assert (done.returncode, done.stderr) == (
-        2,
-        f"error: the tables do not fit on 8 GPUs: {why}. What would fit: --gpus 16, or "
-        "model.embedding_dim = 12\n",
-    )
+    fits = "What would fit: --gpus 16, or model.embedding_dim = 12"
+    assert done.returncode == 2
+    assert done.stderr == f"error: the tables do not fit on 8 GPUs: {why}. {fits}\n"
 
 
 @pytest.mark.parametrize(
@@ -260,11 +251,6 @@ def test_tables_that_do_not_fit_are_told_with_what_would(tmp_path: Path, default
         (
             ("--rows", "item=many"),
             "--rows has 'item=many': write TABLE=ROWS with 1 to 2^40 rows, such as item=1e9",
-        ),
-        (
-            ("--gpus", "12"),
-            "--gpus 12 are no whole number of hosts with 8 GPUs each. Give a multiple, or another "
-            "--gpus-per-host",
         ),
     ],
 )
@@ -283,12 +269,6 @@ def test_wrong_options_get_one_line(tmp_path: Path, arguments: tuple[str, ...], 
             'sharding.exchange = "torchrec" fetches rows of one width, and these tables have 2 '
             'widths. Set sharding.exchange = "host", or model.width = "equal" and '
             "model.widths = []",
-        ),
-        (
-            ["sharding.placement=uvm"],
-            "table 'item' is to be placed in \"uvm\", which needs fbgemm's kernels, and "
-            'sharding.exchange = "host" has tables of its own. Set sharding.exchange = "torchrec", '
-            'or placement "device"',
         ),
     ],
 )

@@ -111,10 +111,6 @@ MISTAKES: dict[str, tuple[Mistake, str]] = {
         lambda m: one(m, "StatefulSet", "gmeta-shard-service")["spec"].update(replcias=1),
         "'replcias' was unexpected",
     ),
-    "a wrong type": (
-        lambda m: one(m, "StatefulSet", "gmeta-shard-service")["spec"].update(replicas="one"),
-        "'one' is not of type 'integer'",
-    ),
     "a typo in a ServiceMonitor": (
         lambda m: one(m, "ServiceMonitor", "gmeta-shard-service")["spec"]["endpoints"][0].update(
             intervall="15s"
@@ -222,10 +218,6 @@ MISTAKES: dict[str, tuple[Mistake, str]] = {
     "a job without an end": (
         lambda m: one(m, "Job", "gmeta-prepare")["spec"].pop("activeDeadlineSeconds"),
         "Job/gmeta-prepare: it has no activeDeadlineSeconds",
-    ),
-    "a job that stays for ever": (
-        lambda m: one(m, "Job", "gmeta-prepare")["spec"].pop("ttlSecondsAfterFinished"),
-        "Job/gmeta-prepare: it has no ttlSecondsAfterFinished",
     ),
     "a drain that waits for pods that are not ready": (
         lambda m: one(m, "PodDisruptionBudget", "gmeta-train")["spec"].pop(

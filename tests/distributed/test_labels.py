@@ -166,16 +166,11 @@ def test_a_wrong_label_of_a_split_that_is_scored_is_refused(tmp_path: Path) -> N
 @pytest.mark.parametrize(
     ("loss", "wrong", "is_refused"),
     [
-        ("bce", np.nan, True),
-        ("bce", 1.0, False),
-        ("mse", 4.0, False),
-        ("mse", np.nan, True),
-        ("huber", np.inf, True),
-        ("softmax", -1.0, True),
-        ("softmax", 4.0, False),
+        ("bce", np.nan, True), ("bce", 1.0, False), ("mse", 4.0, False), ("mse", np.nan, True),
+        ("huber", np.inf, True), ("softmax", -1.0, True), ("softmax", 4.0, False),
         ("pairwise", -1.0, False),
     ],
-)
+)  # fmt: skip
 def test_a_loss_takes_what_it_is_defined_for(
     tmp_path: Path, loss: str, wrong: float, is_refused: bool
 ) -> None:

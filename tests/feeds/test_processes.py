@@ -68,14 +68,10 @@ loggers = []
 STEPS = 5  # of an epoch: 200 tasks
 # What is drawn anew, told by other rows, cut in parts and plain at first, at once.
 EVERYTHING = [
-    "augment.resplit_support=true",
-    "augment.oov_dropout=0.3",
-    'item_features.columns=["item"]',
-    'support_features.columns=["genre", "tags"]',
-    "outer.accumulate_steps=2",
-    "algorithm.plain_epochs=1",
-    "run.shape_buckets=on",
-]
+    "augment.resplit_support=true", "augment.oov_dropout=0.3", 'item_features.columns=["item"]',
+    'support_features.columns=["genre", "tags"]', "outer.accumulate_steps=2",
+    "algorithm.plain_epochs=1", "run.shape_buckets=on",
+]  # fmt: skip
 KINDS = {
     "fast loop": [],
     "everything": EVERYTHING,
@@ -434,18 +430,12 @@ def test_a_batch_of_one_block_can_be_saved(click_logs: Path, tmp_path: Path, ran
 @pytest.mark.parametrize(
     ("asked", "device", "cores", "quota", "ranks", "number"),
     [
-        (3, "cpu", 1, "", 1, 3),
-        (0, "cuda", 16, "", 1, 0),
-        (-1, "cpu", 16, "", 1, 0),
-        (-1, "cuda", 16, "", 1, 4),
-        (-1, "cuda", 16, "", 8, 1),
-        (-1, "cuda", 1, "", 1, 0),
-        (-1, "cuda", 16, "", 32, 0),
-        (-1, "cuda", 64, "max 100000", 8, 4),
-        (-1, "cuda", 64, "300000 100000", 1, 2),
-        (-1, "cuda", 64, "50000 100000", 1, 0),
+        (3, "cpu", 1, "", 1, 3), (0, "cuda", 16, "", 1, 0), (-1, "cpu", 16, "", 1, 0),
+        (-1, "cuda", 16, "", 1, 4), (-1, "cuda", 16, "", 8, 1), (-1, "cuda", 1, "", 1, 0),
+        (-1, "cuda", 16, "", 32, 0), (-1, "cuda", 64, "max 100000", 8, 4),
+        (-1, "cuda", 64, "300000 100000", 1, 2), (-1, "cuda", 64, "50000 100000", 1, 0),
     ],
-)
+)  # fmt: skip
 @pytest.mark.parametrize("is_local", [True, False])
 def test_a_gpu_has_some_unasked_and_keeps_a_core_for_its_rank(
     asked: int,

@@ -4,13 +4,9 @@ from importlib import import_module
 from typing import Any
 
 NAMES = {
-    "average_precision_score",
-    "log_loss",
-    "mean_absolute_error",
-    "ndcg_score",
-    "roc_auc_score",
+    "average_precision_score", "log_loss", "mean_absolute_error", "ndcg_score", "roc_auc_score",
     "root_mean_squared_error",
-}
+}  # fmt: skip
 
 
 class _Metrics:

@@ -138,14 +138,9 @@ def scored(root: Path) -> object:
 
 
 OUTCOMES: dict[str, Callable[[Path], object]] = {
-    "prepare": prepared,
-    "train": trained,
-    "export": exported,
-    "judge": judged,
-    "promote": promoted,
-    "publish": published,
-    "score": scored,
-}
+    "prepare": prepared, "train": trained, "export": exported, "judge": judged,
+    "promote": promoted, "publish": published, "score": scored,
+}  # fmt: skip
 
 
 @pytest.mark.distributed

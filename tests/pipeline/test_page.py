@@ -42,15 +42,10 @@ def test_the_page_shows_every_increment_with_its_version(followed: Path) -> None
         assert loop.channel.version(number).name in page
     titles = re.findall("<figcaption>(.*?)</figcaption>", page)
     assert titles == [
-        "Training rows",
-        "Ids that came (up) and went (down)",
-        "AUC before training on it (prequential)",
-        "Logloss before training on it (prequential)",
-        "AUC of gate tasks",
-        "Logloss of gate tasks",
-        "Bytes shipped",
-        "Where the time goes",
-    ]
+        "Training rows", "Ids that came (up) and went (down)",
+        "AUC before training on it (prequential)", "Logloss before training on it (prequential)",
+        "AUC of gate tasks", "Logloss of gate tasks", "Bytes shipped", "Where the time goes",
+    ]  # fmt: skip
     assert page.count("<svg role") == len(titles)
     assert page.count("promoted") >= 4  # verdicts and moves of the pointer
     # Every colour goes by the reader's choice of light or dark.

@@ -9,20 +9,11 @@ from tests.pretended.learner_steps import all_cases
 CASES = [case.name for case in all_cases()]
 # Of two inner steps on three layers and a bias-free history: a kernel more is a choice to make.
 BUDGETS = {
-    "melu none": 48,
-    "melu maml": 191,
-    "melu fomaml": 97,
-    "melu anil": 106,
-    "melu metasgd": 217,
-    "melu maml everything": 272,
-    "dlrm maml": 210,
-    "dlrm fomaml": 123,
-    "dlrm maml everything": 469,
-    "cbml maml": 324,
-    "cbml fomaml": 189,
-    "din maml": 227,
+    "melu none": 48, "melu maml": 191, "melu fomaml": 97, "melu anil": 106, "melu metasgd": 217,
+    "melu maml everything": 272, "dlrm maml": 210, "dlrm fomaml": 123,
+    "dlrm maml everything": 469, "cbml maml": 324, "cbml fomaml": 189, "din maml": 227,
     "din fomaml": 142,
-}
+}  # fmt: skip
 
 
 # The steps of benchmarks/gpu.py, 128 tasks: even and ragged ones alike.

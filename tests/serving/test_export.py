@@ -82,15 +82,11 @@ def raw_rows() -> pa.Table:
     price = rng.lognormal(2, 1, count)
     return pa.table(
         {
-            "user": user,
-            "stars": rng.integers(1, 6, count),
-            "at": rng.permutation(count),
-            "shop.name": shops,
-            "type": rng.integers(0, 500, count),
-            "items": tags,
+            "user": user, "stars": rng.integers(1, 6, count), "at": rng.permutation(count),
+            "shop.name": shops, "type": rng.integers(0, 500, count), "items": tags,
             "price": pa.array(price, mask=rng.random(count) < 0.1),
         }
-    )
+    )  # fmt: skip
 
 
 @pytest.fixture(scope="module")

@@ -281,12 +281,8 @@ def test_a_fresh_process_serves_without_torchrec_fbgemm_or_a_process_group(
     assert result.returncode == 0, result.stderr
     numbers, loaded = result.stdout.splitlines()
     rows = {
-        "item": [1, 2],
-        "city": [3, 4],
-        "tags": [[5], []],
-        "seen": [[], [1]],
-        "price": [0.1, 0.2],
-    }
+        "item": [1, 2], "city": [3, 4], "tags": [[5], []], "seen": [[], [1]], "price": [0.1, 0.2],
+    }  # fmt: skip
     expected = [*served.adapt({**rows, "click": [0, 1]}).predict(rows), *served.predict(rows)]
     found = [float(number) for number in numbers.split()]
     assert found == pytest.approx([float(value) for value in expected], abs=1e-6)

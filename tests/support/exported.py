@@ -85,15 +85,11 @@ def random_rows(num_rows: int, seed: int = 0, num_tasks: int = 1) -> pa.Table:
 
     return pa.table(
         {
-            "user": rng.integers(0, num_tasks, num_rows),
-            "item": rng.integers(0, 50, num_rows),
-            "city": rng.integers(0, 8, num_rows),
-            "tags": lists(12),
-            "seen": lists(50),
-            "price": rng.standard_normal(num_rows),
-            "click": rng.integers(0, 2, num_rows),
+            "user": rng.integers(0, num_tasks, num_rows), "item": rng.integers(0, 50, num_rows),
+            "city": rng.integers(0, 8, num_rows), "tags": lists(12), "seen": lists(50),
+            "price": rng.standard_normal(num_rows), "click": rng.integers(0, 2, num_rows),
         }
-    )
+    )  # fmt: skip
 
 
 def rows_of_split(dataset: Path, split: str) -> tuple[pa.Table, pa.Table]:

@@ -20,18 +20,10 @@ from tests.support.forked import SOURCE_ROOTS, run_forked
 
 ROOT = Path(__file__).parents[3]
 COPIED = (
-    "gmeta/__init__.py",
-    "gmeta/errors.py",
-    "gmeta/config/settings.py",
-    "gmeta/antdt",
-    "gmeta/cli/commands",
-    "protos",
-    "benchmarks/_socket_paths.py",
-    "tests/antdt",
-    "tests/support/processes.py",
-    "tests/support/refusals.py",
-    "tests/support/waiting.py",
-)
+    "gmeta/__init__.py", "gmeta/errors.py", "gmeta/config/settings.py", "gmeta/antdt",
+    "gmeta/cli/commands", "protos", "benchmarks/_socket_paths.py", "tests/antdt",
+    "tests/support/processes.py", "tests/support/refusals.py", "tests/support/waiting.py",
+)  # fmt: skip
 
 
 @dataclass(frozen=True)

@@ -129,16 +129,8 @@ def test_every_acknowledged_completion_was_fsynced(tmp_path: Path) -> None:
         f"serve_until_signal(ServiceConfig('127.0.0.1:{port}', 'sqlite:///{tmp_path}/s.db'))"
     )
     command = [
-        "strace",
-        "-f",
-        "-e",
-        "trace=fdatasync",
-        "-o",
-        str(trace),
-        sys.executable,
-        "-c",
-        code,
-    ]
+        "strace", "-f", "-e", "trace=fdatasync", "-o", str(trace), sys.executable, "-c", code,
+    ]  # fmt: skip
     with subprocess.Popen(command) as traced:
         try:
             with ShardClient(f"127.0.0.1:{port}", "a", outage_budget_s=PATIENCE_S) as client:

@@ -49,19 +49,14 @@ def raw_table() -> pa.Table:
     rng = np.random.default_rng(1)
     rows = [
         {
-            "user": user,
-            "city": user % 4,
-            "film": film + 100,
-            "maker": film % 7,
-            "tags": [film % 5, film % 3][: film % 3],
-            "length": float(film),
+            "user": user, "city": user % 4, "film": film + 100, "maker": film % 7,
+            "tags": [film % 5, film % 3][: film % 3], "length": float(film),
             "seen": rng.integers(0, 9, int(rng.integers(0, 3))).tolist(),
-            "hour": float(rng.integers(0, 24)),
-            "clicked": int(rng.random() < 0.6),
+            "hour": float(rng.integers(0, 24)), "clicked": int(rng.random() < 0.6),
         }
         for user in range(40)
         for film in rng.choice(FILMS, int(rng.integers(6, 10)), replace=False).tolist()
-    ]
+    ]  # fmt: skip
     return pa.Table.from_pylist(rows)
 
 

@@ -56,14 +56,9 @@ def test_a_report_is_a_page_json_and_pictures(written: dict[Loss, files.ReportPa
     paths = written["bce"]
     folder = paths.html.parent
     assert sorted(contents(folder)) == [
-        "charts/calibration.png",
-        "charts/groups.png",
-        "charts/learning_curve.png",
-        "charts/support_size.png",
-        "evaluation.json",
-        "predictions.parquet",
-        "report.html",
-    ]
+        "charts/calibration.png", "charts/groups.png", "charts/learning_curve.png",
+        "charts/support_size.png", "evaluation.json", "predictions.parquet", "report.html",
+    ]  # fmt: skip
     assert paths.html == folder / "report.html"
     assert all(path.exists() for path in (paths.html, paths.evaluation_json, *paths.charts))
 

@@ -52,17 +52,10 @@ def guessed(rows: pa.Table, **given: str) -> InferredRoles:
 def test_each_column_is_taken_for_what_it_looks_like() -> None:
     found = guessed(log())
     assert found.roles == {
-        "user_id": "task",
-        "item": "single",
-        "session": "single",
-        "genres": "multi",
-        "tags": "multi",
-        "price": "dense",
-        "country": "left out",
-        "note": "left out",
-        "ts": "time",
-        "click": "label",
-    }
+        "user_id": "task", "item": "single", "session": "single", "genres": "multi",
+        "tags": "multi", "price": "dense", "country": "left out", "note": "left out",
+        "ts": "time", "click": "label",
+    }  # fmt: skip
     schema = tomllib.loads(format_schema(found, ["log.csv"]))
     assert schema["single"] == [
         {"column": "item", "vocabulary": 2},

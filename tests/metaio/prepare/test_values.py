@@ -37,15 +37,11 @@ def test_the_mixer_is_the_published_one() -> None:
 @pytest.mark.parametrize(
     ("kind", "found"),
     [
-        (pa.int8(), "integer"),
-        (pa.uint64(), "integer"),
-        (pa.bool_(), "integer"),
-        (pa.dictionary(pa.int32(), pa.int64()), "integer"),
-        (pa.string(), "text"),
-        (pa.large_string(), "text"),
-        (pa.dictionary(pa.int32(), pa.string()), "text"),
+        (pa.int8(), "integer"), (pa.uint64(), "integer"), (pa.bool_(), "integer"),
+        (pa.dictionary(pa.int32(), pa.int64()), "integer"), (pa.string(), "text"),
+        (pa.large_string(), "text"), (pa.dictionary(pa.int32(), pa.string()), "text"),
     ],
-)
+)  # fmt: skip
 def test_ids_are_integers_or_text_however_they_are_stored(kind: pa.DataType, found: str) -> None:
     assert infer_kind("shop", kind, "sparse") == found
 

@@ -10,14 +10,9 @@ from tests.metaio.conftest import FEATURES, episodes_of_batch, episodes_of_rows,
 NUM_EPISODES = 20
 # Whole bundles of 4, cut ones, and both.
 CHOICES = [
-    [0, 1, 2, 3],
-    [4, 5, 6, 7, 12, 13, 14, 15],
-    [2, 3, 4, 5, 6, 7, 9],
-    [1, 5, 6, 8, 9, 10, 11, 19],
-    [0, 1, 2, 3, 5, 16, 17, 18, 19],
-    list(range(NUM_EPISODES)),
-    [],
-]
+    [0, 1, 2, 3], [4, 5, 6, 7, 12, 13, 14, 15], [2, 3, 4, 5, 6, 7, 9],
+    [1, 5, 6, 8, 9, 10, 11, 19], [0, 1, 2, 3, 5, 16, 17, 18, 19], list(range(NUM_EPISODES)), [],
+]  # fmt: skip
 
 
 @pytest.mark.parametrize("bundle_tasks", [0, 1, 4, 6])

@@ -62,15 +62,12 @@ class Silent(Logger):
     released: threading.Event
 
     def begin(self, run: Any) -> None:
-        """Begin."""
         self._called("begin")
 
     def log(self, reading: Reading) -> None:
-        """Take a reading."""
         self._called("log")
 
     def end(self, status: str) -> None:
-        """End."""
         self._called("end")
 
     def _called(self, what: str) -> None:

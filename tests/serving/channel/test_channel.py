@@ -54,13 +54,9 @@ def test_the_log_tells_every_promotion_with_its_verdict(tmp_path: Path) -> None:
     channel.rollback(3)
     told = [(one["action"], one["number"]) for one in channel.promotions()]
     assert told == [
-        ("promoted", 1),
-        ("promoted", 2),
-        ("promoted", 3),
-        ("refused", None),
-        ("rolled back", 2),
+        ("promoted", 1), ("promoted", 2), ("promoted", 3), ("refused", None), ("rolled back", 2),
         ("rolled back", 3),
-    ]
+    ]  # fmt: skip
     assert channel.promotions()[0]["verdict"] == {"verdict": "promote", "loss": 0.5}
 
 

@@ -112,15 +112,10 @@ def test_the_cases_are_of_every_model_and_algorithm() -> None:
 @pytest.mark.parametrize(
     ("model", "algorithm"),
     [
-        ("dlrm", "maml"),
-        ("melu", "metaemb"),
-        ("cbml", "encoder_maml"),
-        ("din", "metasgd"),
-        ("deepfm", "maml"),
-        ("dcnv2", "maml"),
-        ("ple", "maml"),
+        ("dlrm", "maml"), ("melu", "metaemb"), ("cbml", "encoder_maml"), ("din", "metasgd"),
+        ("deepfm", "maml"), ("dcnv2", "maml"), ("ple", "maml"),
     ],
-)
+)  # fmt: skip
 def test_onnxruntime_agrees_with_the_model(model: str, algorithm: str, tmp_path: Path) -> None:
     served = model_of(tmp_path / "model", model, algorithm)
     write_onnx(served, tmp_path / "model.onnx")
@@ -180,14 +175,10 @@ def test_a_program_adapts_to_a_task_of_any_size(
 @pytest.mark.parametrize(
     ("algorithm", "labels"),
     [
-        ("maml", ()),
-        ("maml", ("click",)),
-        ("maml", ("click", "buy")),
-        ("encoder", ()),
-        ("ridge", ()),
-        ("ridge", ("click",)),
+        ("maml", ()), ("maml", ("click",)), ("maml", ("click", "buy")), ("encoder", ()),
+        ("ridge", ()), ("ridge", ("click",)),
     ],
-)
+)  # fmt: skip
 @pytest.mark.parametrize("weight", ["", "seconds"])
 def test_a_program_adapts_by_weights_and_by_the_labels_that_are_known(
     algorithm: str, labels: tuple[str, ...], weight: str, tmp_path: Path
