@@ -89,13 +89,9 @@ def modulated(weights: Weights, by: dict[str, tuple[Tensor, Tensor]]) -> Weights
 
 
 def start_of(
-    learner: MetaLearner,
-    tables: Tables,
-    features: Features,
-    task: reference.Task,
-    config: AlgorithmConfig,
-    loss: str,
-) -> Weights:
+    learner: MetaLearner, tables: Tables, features: Features, task: reference.Task,
+    config: AlgorithmConfig, loss: str,
+) -> Weights:  # fmt: skip
     """The weights that the encoder gives to a task with its support rows."""
     model, encoder = learner.model, learner.encoder
     assert encoder is not None
@@ -118,13 +114,9 @@ def start_of(
 
 
 def slow_loss(
-    learner: MetaLearner,
-    tables: Tables,
-    features: Features,
-    tasks: list[reference.Task],
-    config: AlgorithmConfig,
-    loss: str,
-) -> Tensor:
+    learner: MetaLearner, tables: Tables, features: Features, tasks: list[reference.Task],
+    config: AlgorithmConfig, loss: str,
+) -> Tensor:  # fmt: skip
     terms = []
     for task in tasks:
         query = range(task.num_support, len(task.label))
@@ -178,17 +170,9 @@ def fetched(batch: Any, tables: Tables) -> Tensor:
     seed=st.integers(0, 1000),
 )
 def test_any_shape_gives_the_loss_and_gradients_of_the_equations(
-    sizes: list[tuple[int, int]],
-    columns: tuple[int, int, int],
-    model: str,
-    bags: Any,
-    pooling: Any,
-    modulation: Any,
-    prior: float,
-    loss: str,
-    layers: tuple[str, ...],
-    seed: int,
-) -> None:
+    sizes: list[tuple[int, int]], columns: tuple[int, int, int], model: str, bags: Any,
+    pooling: Any, modulation: Any, prior: float, loss: str, layers: tuple[str, ...], seed: int,
+) -> None:  # fmt: skip
     rng = random.Random(seed)
     config = replace(
         FORWARD,
@@ -254,13 +238,9 @@ def test_predictions_are_those_of_no_support_and_of_the_tasks_own(name: str) -> 
 
 
 def stepped(
-    learner: MetaLearner,
-    weights: Weights,
-    tables: Tables,
-    features: Features,
-    task: reference.Task,
-    config: AlgorithmConfig,
-) -> tuple[Weights, Tables]:
+    learner: MetaLearner, weights: Weights, tables: Tables, features: Features,
+    task: reference.Task, config: AlgorithmConfig,
+) -> tuple[Weights, Tables]:  # fmt: skip
     """MAML's steps from these weights on, every adapted value written out."""
     tables = {name: table.clone() for name, table in tables.items()}
     label = torch.tensor(task.label, dtype=torch.float64)[: task.num_support]
@@ -281,13 +261,9 @@ def stepped(
 @pytest.mark.parametrize("rows_adapt", [False, True])
 def test_inner_steps_start_from_the_encoders_weights(rows_adapt: bool) -> None:
     config = replace(
-        FORWARD,
-        name="encoder_maml",
-        inner_steps=2,
-        inner_lr=0.1,
-        options={**FORWARD.options, "cold_weight": 0.0},
-        adapt_embeddings=rows_adapt,
-    )
+        FORWARD, name="encoder_maml", inner_steps=2, inner_lr=0.1,
+        options={**FORWARD.options, "cold_weight": 0.0}, adapt_embeddings=rows_adapt,
+    )  # fmt: skip
     learner, features, tables = one_learner(config)
     tasks = [reference.random_task(features, *size, random.Random(3)) for size in ((3, 2), (2, 4))]
     terms = []

@@ -50,22 +50,10 @@ ALGORITHMS = ("maml", "fomaml", "anil", "reptile", "metasgd", "none")
     bias_rate=st.sampled_from([1.0, 0.0, 4.0]),
 )
 def test_any_shape_gives_the_loss_and_gradients_of_the_loop(
-    sizes: list[tuple[int, int]],
-    columns: tuple[int, int, int],
-    model: str,
-    name: str,
-    steps: int,
-    embeddings: bool | str,
-    pooling: str,
-    interaction: str,
-    loss: str,
-    prior: float,
-    seed: int,
-    shared_table: bool,
-    path: InnerPath,
-    rates: LearnedRates,
-    bias_rate: float,
-) -> None:
+    sizes: list[tuple[int, int]], columns: tuple[int, int, int], model: str, name: str,
+    steps: int, embeddings: bool | str, pooling: str, interaction: str, loss: str, prior: float,
+    seed: int, shared_table: bool, path: InnerPath, rates: LearnedRates, bias_rate: float,
+) -> None:  # fmt: skip
     if model == "din":
         columns = (columns[0], max(columns[1], 1), columns[2])
     if model == "dlrm" and columns == (1, 0, 0):

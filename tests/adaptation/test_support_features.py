@@ -58,15 +58,11 @@ def test_before_adaptation_a_model_knows_nothing_of_the_support(name: str) -> No
     tasks = [reference.random_task(features, 5, 4, rng) for _ in range(3)]
     unknown = [
         replace(
-            task,
-            single=task.single[5:],
-            multi=task.multi[5:],
-            dense=task.dense[5:],
-            label=task.label[5:],
-            num_support=0,
+            task, single=task.single[5:], multi=task.multi[5:], dense=task.dense[5:],
+            label=task.label[5:], num_support=0,
         )
         for task in tasks
-    ]
+    ]  # fmt: skip
     tables = [torch.randn(table.num_rows, 4, dtype=torch.float64) for table in features.tables]
     found = []
     for episodes in (tasks, unknown):

@@ -87,13 +87,9 @@ def statistics_of_row(
     seed=st.integers(0, 10**6),
 )
 def test_every_row_has_the_statistics_of_a_loop(
-    sizes: list[tuple[int, int]],
-    columns: tuple[int, int],
-    shared_table: bool,
-    shrinkage: float,
-    log_odds: bool,
-    seed: int,
-) -> None:
+    sizes: list[tuple[int, int]], columns: tuple[int, int], shared_table: bool, shrinkage: float,
+    log_odds: bool, seed: int,
+) -> None:  # fmt: skip
     if sum(columns) == 0:
         columns = (1, 0)
     rng = random.Random(seed)

@@ -73,13 +73,9 @@ def write_and_break(ranks: Ranks, folder: Path) -> dict[str, Any]:
     (folder / "tmp-step-00000009").mkdir()  # of a process that was killed while it wrote
     told: list[tuple[str, int]] = []
     writer = CheckpointWriter(
-        folder,
-        sharded,
-        optimizer,
-        CONFIG,
-        ranks,
+        folder, sharded, optimizer, CONFIG, ranks,
         lambda checkpoint: told.append((checkpoint.name, len(list_checkpoints(folder)))),
-    )
+    )  # fmt: skip
     for step in (1, 2, 3):
         writer.save(RunProgress(step=step))
     writer.finish()
@@ -203,12 +199,9 @@ def load_and_train(ranks: Ranks, folder: Path) -> list[float]:
 
 
 def train_steps(
-    ranks: Ranks,
-    learner: MetaLearner,
-    sharded: DistributedLearner,
-    optimizer: OuterOptimizer,
+    ranks: Ranks, learner: MetaLearner, sharded: DistributedLearner, optimizer: OuterOptimizer,
     steps: range,
-) -> list[float]:
+) -> list[float]:  # fmt: skip
     """This rank's losses; a step's tasks depend on its number alone."""
 
     def tasks(step: int) -> list[reference.Task]:

@@ -50,13 +50,9 @@ def train_with(
 ) -> dict[str, object]:
     """Train on every other task of each step; rows before and after, and the layers."""
     outer = OuterConfig(
-        dense_optimizer="sgd",
-        dense_lr=DENSE_RATE,
-        sparse_optimizer="sgd",
-        sparse_lr=SPARSE_RATE,
-        lr_schedule=schedule,
-        warmup_steps=warmup_steps,
-    )
+        dense_optimizer="sgd", dense_lr=DENSE_RATE, sparse_optimizer="sgd", sparse_lr=SPARSE_RATE,
+        lr_schedule=schedule, warmup_steps=warmup_steps,
+    )  # fmt: skip
     torch.manual_seed(3)
     learner = build_learner(FEATURES, MODEL, AlgorithmConfig(name="none"), "bce")
     config = TrainConfig(

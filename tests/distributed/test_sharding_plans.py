@@ -78,13 +78,9 @@ class Run:
     """A learner under a plan, and what its training gave so far."""
 
     def __init__(
-        self,
-        ranks: Ranks,
-        plan: str,
-        dense_optimizer: Literal["adam", "sgd"] = "adam",
-        algorithm: AlgorithmConfig = ALGORITHM,
-        model: ModelConfig = MODEL,
-    ) -> None:
+        self, ranks: Ranks, plan: str, dense_optimizer: Literal["adam", "sgd"] = "adam",
+        algorithm: AlgorithmConfig = ALGORITHM, model: ModelConfig = MODEL,
+    ) -> None:  # fmt: skip
         outer = OuterConfig(
             dense_optimizer=dense_optimizer,
             dense_lr=0.01,

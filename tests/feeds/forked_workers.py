@@ -23,13 +23,9 @@ class ForkedWorker(Forked):
     """As much of Popen as is asked of it."""
 
     def __init__(
-        self,
-        command: Sequence[str],
-        *,
-        pass_fds: Sequence[int],
-        env: Mapping[str, str],
+        self, command: Sequence[str], *, pass_fds: Sequence[int], env: Mapping[str, str],
         start_new_session: bool,
-    ) -> None:
+    ) -> None:  # fmt: skip
         assert start_new_session
         *python, program = command[: -len(pass_fds)]
         assert python == [sys.executable, "-P", "-c"]

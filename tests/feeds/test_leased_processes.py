@@ -287,13 +287,9 @@ def test_the_next_is_read_while_one_is_arranged(
     dataset, learner = build(config)
     local = shard_learner(learner, dataset.features, config, ranks).local
     work = BatchWork(
-        BatchSettings.of(config, dataset),
-        learner.collate_options(),
-        local.exchange.planner,
-        0,
-        1,
-        1,
-    )
+        BatchSettings.of(config, dataset), learner.collate_options(), local.exchange.planner, 0,
+        1, 1,
+    )  # fmt: skip
     compose, arranged = pipeline.compose, BatchWork.collate
     composed, are_read = [], Event()
 

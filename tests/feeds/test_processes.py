@@ -438,16 +438,9 @@ def test_a_batch_of_one_block_can_be_saved(click_logs: Path, tmp_path: Path, ran
 )  # fmt: skip
 @pytest.mark.parametrize("is_local", [True, False])
 def test_a_gpu_has_some_unasked_and_keeps_a_core_for_its_rank(
-    asked: int,
-    device: str,
-    cores: int,
-    quota: str,
-    ranks: int,
-    number: int,
-    is_local: bool,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+    asked: int, device: str, cores: int, quota: str, ranks: int, number: int, is_local: bool,
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
     if quota:
         (tmp_path / "cpu.max").write_text(f"{quota}\n")
     monkeypatch.setattr("gmeta.feeds.batch_workers._QUOTA", tmp_path / "cpu.max")

@@ -51,12 +51,9 @@ class Labelled:
     """Gives tasks labels of these names, of which a share is not known, and weights."""
 
     def __init__(
-        self,
-        names: tuple[str, ...],
-        unknown: float,
-        weighted: bool,
+        self, names: tuple[str, ...], unknown: float, weighted: bool,
         levels: tuple[float, ...] = (0.0, 1.0),
-    ) -> None:
+    ) -> None:  # fmt: skip
         self.names, self.unknown, self.weighted = names, unknown, weighted
         self.levels = levels
 

@@ -119,12 +119,9 @@ def write(tmp_path: Path) -> WriteFn:
     """Writes splits of Rows as a dataset below tmp_path and returns its path."""
 
     def write_splits(
-        splits: dict[str, Rows],
-        features: Features = FEATURES,
-        name: str = "data",
-        bundle_tasks: int = 0,
-        **options: object,
-    ) -> str:
+        splits: dict[str, Rows], features: Features = FEATURES, name: str = "data",
+        bundle_tasks: int = 0, **options: object,
+    ) -> str:  # fmt: skip
         out = str(tmp_path / name)
         provenance = Provenance(task="user", label="click")
         with write_dataset(out, features, provenance, **options) as writer:  # type: ignore[arg-type]

@@ -126,13 +126,9 @@ def _linked(source: str, target: str) -> None:
 
 
 def _become(
-    arguments: tuple[str, ...],
-    root: str,
-    last: int,
-    notes: str,
-    env: Mapping[str, str],
+    arguments: tuple[str, ...], root: str, last: int, notes: str, env: Mapping[str, str],
     sign: Connection | None = None,
-) -> None:
+) -> None:  # fmt: skip
     os.environ.clear()
     os.environ.update(env)
     silent = os.open(os.devnull, os.O_WRONLY)

@@ -201,14 +201,10 @@ def test_a_stream_without_an_increment_has_a_page(tmp_path: Path) -> None:
 
 def test_alarms_say_what_to_look_at() -> None:
     status = PipelineStatus(
-        prepared=9,
-        event_end_s=time.time() - 7_201,
-        fresh_s=3_600,
-        refused=2,
-        refused_files={"day=7/part-0.parquet": "it holds 3 rows"},
-        failure="disk full",
+        prepared=9, event_end_s=time.time() - 7_201, fresh_s=3_600, refused=2,
+        refused_files={"day=7/part-0.parquet": "it holds 3 rows"}, failure="disk full",
         newest_alarms=("table item is 81 % full",),
-    )
+    )  # fmt: skip
     assert status.alarms() == [
         "the next stage fails: disk full",
         "the served model knows nothing of the last 2.0 h; follow.fresh_s allows 60.0 min",

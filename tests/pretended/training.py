@@ -93,12 +93,9 @@ def trained(
 
 
 def everything(
-    folder: str,
-    data: str,
-    runs: dict[str, list[str]],
-    on_ranks: dict[str, list[str]],
+    folder: str, data: str, runs: dict[str, list[str]], on_ranks: dict[str, list[str]],
     mutant: str,
-) -> dict[str, Any]:
+) -> dict[str, Any]:  # fmt: skip
     """Return what `trained` does of some runs on one rank and, first, of others on two."""
     two = trained_on_ranks(f"{folder}/ranks", 2, data, on_ranks, mutant)
     return {"ranks": two, **trained(folder, data, runs)}

@@ -51,13 +51,9 @@ def without_pictures() -> None:
 def fresh_gmeta(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
     """`python -m gmeta ARGUMENTS`, waited for: a fresh interpreter."""
     return subprocess.run(
-        [sys.executable, "-m", "gmeta", *map(str, arguments)],
-        capture_output=True,
-        text=True,
-        timeout=2 * PATIENCE_S,
-        env=environment(),
-        check=False,
-    )
+        [sys.executable, "-m", "gmeta", *map(str, arguments)], capture_output=True, text=True,
+        timeout=2 * PATIENCE_S, env=environment(), check=False,
+    )  # fmt: skip
 
 
 def write_config(path: Path, dataset: Path, run: Path) -> Path:

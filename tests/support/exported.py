@@ -36,15 +36,11 @@ def metaemb_rate(model: str) -> float:
 
 
 def write_random_model(
-    folder: Path,
-    features: Features = FEATURES,
-    table_format: TableFormat = "float32",
-    loss: str = "bce",
-    algorithm: AlgorithmConfig | None = None,
-    model: ModelConfig | None = None,
+    folder: Path, features: Features = FEATURES, table_format: TableFormat = "float32",
+    loss: str = "bce", algorithm: AlgorithmConfig | None = None, model: ModelConfig | None = None,
     support_features: SupportFeaturesConfig | None = None,
     item_features: ItemFeaturesConfig | None = None,
-) -> dict[str, torch.Tensor]:
+) -> dict[str, torch.Tensor]:  # fmt: skip
     """An exported model of random values in `folder`; returns its float32 tables by name."""
     config = ExportedConfig(
         model=model or ModelConfig(embedding_dim=4, hidden=(16,), options={"bottom": (8,)}),

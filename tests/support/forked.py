@@ -108,15 +108,10 @@ def forked(task: Task) -> Iterator[ForkedProcess]:
 
 
 def run_forked(
-    program: str,
-    *arguments: str | Path,
-    env: Mapping[str, str],
-    cwd: Path | None = None,
-    anew: tuple[str, ...] = (),
-    timeout_s: float = 2 * PATIENCE_S,
-    first: Callable[[], None] | None = None,
-    own_server: bool = False,
-) -> subprocess.CompletedProcess[str]:
+    program: str, *arguments: str | Path, env: Mapping[str, str], cwd: Path | None = None,
+    anew: tuple[str, ...] = (), timeout_s: float = 2 * PATIENCE_S,
+    first: Callable[[], None] | None = None, own_server: bool = False,
+) -> subprocess.CompletedProcess[str]:  # fmt: skip
     """As subprocess.run of `python -m PROGRAM ARGUMENTS`."""
     command = tuple(map(str, arguments))
     with tempfile.TemporaryDirectory() as folder:

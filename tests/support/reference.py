@@ -38,12 +38,9 @@ class Task:
 
 
 def some_features(
-    num_single: int,
-    num_multi: int,
-    num_dense: int,
-    shared_table: bool = False,
+    num_single: int, num_multi: int, num_dense: int, shared_table: bool = False,
     history: bool = False,
-) -> Features:
+) -> Features:  # fmt: skip
     """A table per feature of 3, 4, 5, ... rows, or one for all; `history`: m0 uses s0's."""
     names = [f"s{i}" for i in range(num_single)] + [f"m{i}" for i in range(num_multi)]
     tables_of = {name: "shared" if shared_table else name for name in names}
@@ -226,14 +223,9 @@ def start_of(
 
 
 def adapt(
-    model: nn.Module,
-    tables: dict[str, Tensor],
-    features: Features,
-    task: Task,
-    algorithm: AlgorithmConfig,
-    row_loss: RowLoss,
-    rates: Mapping[str, Tensor],
-) -> tuple[dict[str, Tensor], dict[str, Tensor], Tensor]:
+    model: nn.Module, tables: dict[str, Tensor], features: Features, task: Task,
+    algorithm: AlgorithmConfig, row_loss: RowLoss, rates: Mapping[str, Tensor],
+) -> tuple[dict[str, Tensor], dict[str, Tensor], Tensor]:  # fmt: skip
     """Weights and tables after the inner loop, every adapted value written out, and Reptile's pull:
     a scalar whose gradient is theta - theta_t.
 
@@ -276,13 +268,9 @@ def adapt(
 
 
 def solved(
-    model: nn.Module,
-    weights: dict[str, Tensor],
-    layers: Mapping[str, nn.Linear],
-    output: Tensor,
-    losses: Tensor,
-    algorithm: AlgorithmConfig,
-) -> dict[str, Tensor]:
+    model: nn.Module, weights: dict[str, Tensor], layers: Mapping[str, nn.Linear], output: Tensor,
+    losses: Tensor, algorithm: AlgorithmConfig,
+) -> dict[str, Tensor]:  # fmt: skip
     """The layers' weights behind one step of ridge regression with as many unknowns."""
     names = [name for name in weights if name.rpartition(".")[0] in layers]
     moving = [weights[name] for name in names]
@@ -321,16 +309,10 @@ def one_label(loss: str, huber_delta: float) -> RowLoss:
 
 
 def outer_loss(
-    model: nn.Module,
-    tables: dict[str, Tensor],
-    features: Features,
-    tasks: Sequence[Task],
-    algorithm: AlgorithmConfig,
-    loss: str,
-    rates: Mapping[str, Tensor] = MappingProxyType({}),
-    huber_delta: float = 1.0,
-    row_loss: RowLoss | None = None,
-) -> Tensor:
+    model: nn.Module, tables: dict[str, Tensor], features: Features, tasks: Sequence[Task],
+    algorithm: AlgorithmConfig, loss: str, rates: Mapping[str, Tensor] = MappingProxyType({}),
+    huber_delta: float = 1.0, row_loss: RowLoss | None = None,
+) -> Tensor:  # fmt: skip
     """Mean over the tasks with query rows of the mean query loss; over all rows if the algorithm is
     none; Reptile's value and gradient, over the tasks with support rows. `row_loss` is that of
     several labels, in place of `loss`."""

@@ -167,12 +167,9 @@ def test_calls_with_a_proof_have_a_limit_of_their_own(
 
 
 def test_a_watch_and_a_page_end_when_their_token_is_withdrawn(
-    guarded: ShardServer,
-    channel: Any,
-    pki: Authority,
-    tokens: Path,
+    guarded: ShardServer, channel: Any, pki: Authority, tokens: Path,
     monkeypatch: pytest.MonkeyPatch,
-) -> None:
+) -> None:  # fmt: skip
     monkeypatch.setattr(auth, "_RELOAD_EVERY_S", 0.0)
     monkeypatch.setattr("gmeta.antdt.dashboard.EVERY_S", 0.01)
     watch = pb_grpc.ShardServiceStub(channel).Watch(

@@ -234,12 +234,8 @@ def test_the_page_says_what_the_job_is_doing(
     assert NODE is not None
     drawn = subprocess.run(
         [NODE, str(Path(__file__).with_name("page_in_node.js")), str(page)],
-        input=json.dumps(state),
-        capture_output=True,
-        text=True,
-        timeout=PATIENCE_S,
-        check=False,
-    )
+        input=json.dumps(state), capture_output=True, text=True, timeout=PATIENCE_S, check=False,
+    )  # fmt: skip
     assert drawn.returncode == 0, drawn.stderr[-500:]
     for text in shown:
         assert text in drawn.stdout, drawn.stdout

@@ -133,14 +133,9 @@ class Simulation:
     def make_spec(self, speculative: bool = False) -> None:
         num_units = self.rng.randint(1, 24)
         self.spec = DatasetSpec(
-            "d",
-            num_units,
-            self.rng.randint(1, 4),
-            self.seed,
-            self.num_epochs,
-            max_attempts=2,
+            "d", num_units, self.rng.randint(1, 4), self.seed, self.num_epochs, max_attempts=2,
             speculative=speculative,
-        )
+        )  # fmt: skip
 
     def run(self) -> None:
         """Raises Violation, or ends with the data trained exactly once an epoch."""

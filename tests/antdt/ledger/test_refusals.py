@@ -209,12 +209,9 @@ def test_a_store_of_another_job_is_not_served(scene: Scene) -> None:
     ],
 )
 def test_a_limit_is_told_with_what_is_there(
-    scene: Scene,
-    monkeypatch: pytest.MonkeyPatch,
-    limit: tuple[Any, str],
-    call: Call,
+    scene: Scene, monkeypatch: pytest.MonkeyPatch, limit: tuple[Any, str], call: Call,
     message: str,
-) -> None:
+) -> None:  # fmt: skip
     monkeypatch.setattr(*limit, 1)
     assert refused(scene, call) == ("RESOURCE_EXHAUSTED", "LIMIT", message)
 

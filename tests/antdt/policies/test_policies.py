@@ -21,25 +21,13 @@ DD = replace(ND, policy="dd")
 
 
 def worker(
-    name: str,
-    verdict: Verdict = "healthy",
-    tasks_per_s: float = 100.0,
-    share: int = 16,
-    restarts: int = 0,
-    overhead_ms: float = 0.0,
-) -> WorkerView:
+    name: str, verdict: Verdict = "healthy", tasks_per_s: float = 100.0, share: int = 16,
+    restarts: int = 0, overhead_ms: float = 0.0,
+) -> WorkerView:  # fmt: skip
     health = WorkerHealth(
-        name,
-        verdict,
-        "compute" if verdict not in ("healthy", "unknown") else "",
-        100.0 / tasks_per_s,
-        tasks_per_s,
-        tasks_per_s,
-        tasks_per_s,
-        overhead_ms,
-        30.0,
-        "evidence",
-    )
+        name, verdict, "compute" if verdict not in ("healthy", "unknown") else "",
+        100.0 / tasks_per_s, tasks_per_s, tasks_per_s, tasks_per_s, overhead_ms, 30.0, "evidence",
+    )  # fmt: skip
     return WorkerView(health, share, restarts)
 
 

@@ -80,17 +80,13 @@ def test_bytes_on_the_wire_are_as_the_exchange_counts(gpus: int, sharding: Shard
     _, described, _ = estimated(sharding, gpus, outer, rows, width=64)
     shards = [
         Shard(
-            KINDS.index(table["kind"]),
-            place,
-            shard["columns"][0],
-            shard["columns"][1] - shard["columns"][0],
-            shard["rows"][0],
-            shard["rows"][1] - shard["rows"][0],
-            shard["rank"],
+            KINDS.index(table["kind"]), place, shard["columns"][0],
+            shard["columns"][1] - shard["columns"][0], shard["rows"][0],
+            shard["rows"][1] - shard["rows"][0], shard["rank"],
         )
         for place, table in enumerate(described["tables"].values())  # type: ignore[attr-defined]
         for shard in table["shards"]
-    ]
+    ]  # fmt: skip
     ids_U = torch.cat([torch.arange(count) for count in rows.values()])
     lengths_B = torch.tensor(list(rows.values()))
     ids, values = 0, 0

@@ -169,13 +169,9 @@ def test_positions_of_no_id_or_another_table_are_refused(write: WriteFn, bundle_
     for positions_NF in (beyond, counted_anew):
         with pytest.raises(FormatError) as caught:
             check_counts(
-                "data, block 0",
-                FEATURES,
-                replace(decoded, positions_NF=positions_NF),
-                decoded.num_episodes,
-                decoded.num_rows,
-                len(decoded.multi_positions_V),
-            )
+                "data, block 0", FEATURES, replace(decoded, positions_NF=positions_NF),
+                decoded.num_episodes, decoded.num_rows, len(decoded.multi_positions_V),
+            )  # fmt: skip
         assert str(caught.value) == (
             "data, block 0: column position contradicts the block table. The program that wrote it "
             "is at fault; docs/format.md says what belongs there"

@@ -285,12 +285,9 @@ def test_a_long_task_becomes_equal_episodes_in_time(tmp_path: Path) -> None:
     ],
 )
 def test_no_part_of_a_long_task_falls_below_min_rows(
-    tmp_path: Path,
-    rows: int,
-    limits: tuple[int, int],
-    episodes: list[tuple[int, int]],
+    tmp_path: Path, rows: int, limits: tuple[int, int], episodes: list[tuple[int, int]],
     truncated: int,
-) -> None:
+) -> None:  # fmt: skip
     table = raw_table(rows).set_column(0, "user", pa.array([7] * rows))
     rule = {"by": "last", "query_rows": 10, "min_rows": limits[0], "max_rows": limits[1]}
     dataset = prepared(tmp_path, table, changed(episodes=rule))

@@ -92,13 +92,9 @@ def with_outer(config: TrainConfig, **outer: Any) -> TrainConfig:
 )
 @pytest.mark.parametrize("source", ["static", "service"])
 def test_the_state_of_an_optimizer_is_not_dropped_for_another(
-    config: TrainConfig,
-    dataset: Dataset,
-    source: str,
-    was: dict[str, Any],
-    asked: dict[str, Any],
-    named: str,
-) -> None:
+    config: TrainConfig, dataset: Dataset, source: str, was: dict[str, Any],
+    asked: dict[str, Any], named: str,
+) -> None:  # fmt: skip
     config = replace(config, data=replace(config.data, source=cast(Any, source)))
     folder, checkpoint = begun(with_outer(config, **was), dataset.fingerprint, epoch_step=0)
     with pytest.raises(UserError) as caught:

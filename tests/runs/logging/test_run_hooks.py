@@ -166,12 +166,9 @@ def test_the_board_has_the_config_as_hyperparameters(tmp_path: Path) -> None:
     ("verbosity", "shown"), [(QUIET, ""), ("", "loss 0.5000\n"), (VERBOSE, "dense_lr 0.0010\n")]
 )
 def test_how_much_is_shown(
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
-    verbosity: str,
-    shown: str,
-) -> None:
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch,
+    verbosity: str, shown: str,
+) -> None:  # fmt: skip
     monkeypatch.setenv(VERBOSITY_VARIABLE, verbosity)
     with begun(tmp_path, loggers=()) as (hooks, _):
         hooks.show_lines(["as it is" if verbosity else ""])

@@ -55,12 +55,9 @@ def invoked(exported: Path, *arguments: str | Path) -> Any:
 
 @pytest.mark.parametrize("part_rows", [100, 400, 10_000])
 def test_rows_of_many_parts_are_predicted_as_all_at_once(
-    served: ServedModel,
-    sides: tuple[pa.Table, pa.Table],
-    tmp_path: Path,
-    part_rows: int,
+    served: ServedModel, sides: tuple[pa.Table, pa.Table], tmp_path: Path, part_rows: int,
     monkeypatch: pytest.MonkeyPatch,
-) -> None:
+) -> None:  # fmt: skip
     support, query = sides
     whole = ServedModel.predict_tasks_encoded
     sizes: list[int] = []
@@ -75,14 +72,10 @@ def test_rows_of_many_parts_are_predicted_as_all_at_once(
     monkeypatch.setattr(ServedModel, "predict_tasks_encoded", counted)
     told: list[tuple[int, int]] = []
     found = predict_files(
-        served,
-        RowFiles(str(tmp_path / "support")),
-        RowFiles(str(tmp_path / "query" / "*.parquet")),
-        tmp_path / "out.parquet",
-        False,
-        lambda done, total: told.append((done, total)),
-        part_rows,
-    )
+        served, RowFiles(str(tmp_path / "support")),
+        RowFiles(str(tmp_path / "query" / "*.parquet")), tmp_path / "out.parquet", False,
+        lambda done, total: told.append((done, total)), part_rows,
+    )  # fmt: skip
     assert (found.num_rows, found.rows_without_support) == (900, 0)
     written = pq.read_table(tmp_path / "out.parquet")
     assert written.drop_columns(OUTPUT).equals(query)
