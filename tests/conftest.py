@@ -48,12 +48,9 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # The same examples each time, however long this machine takes for one.
 settings.register_profile(
-    "steady",
-    deadline=None,
-    derandomize=True,
-    database=None,
+    "steady", deadline=None, derandomize=True, database=None,
     suppress_health_check=[HealthCheck.too_slow],
-)
+)  # fmt: skip
 settings.load_profile("steady")
 
 ROOT = Path(__file__).parents[1]

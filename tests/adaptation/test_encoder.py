@@ -28,13 +28,10 @@ MODEL = ModelConfig(
     embedding_dim=4,
     hidden=(5, 3),
     options={
-        "bottom": (3,),
-        "clusters": 3,
-        "history": "m0",
-        "structure": "parallel",
+        "bottom": (3,), "clusters": 3, "history": "m0", "structure": "parallel",
         "cross_layers": 1,
     },
-)
+)  # fmt: skip
 FORWARD = AlgorithmConfig(name="encoder", options={"encoder_hidden": (6, 3), "cold_weight": 0.3})
 
 

@@ -33,14 +33,11 @@ def evaluation(path: Path, adapted: float, against: dict[tuple[str, str], float]
     ]
     comparisons = [
         {
-            "run": "adapted",
-            "stage": "after",
-            "minus_run": run,
-            "minus_stage": stage,
+            "run": "adapted", "stage": "after", "minus_run": run, "minus_stage": stage,
             "metrics": {"auc": difference(by)},
         }
         for (run, stage), by in against.items()
-    ]
+    ]  # fmt: skip
     group = {"name": "cold", "num_tasks": 70, "results": results, "comparisons": comparisons}
     told = {
         "runs": [{"name": "adapted"}, {"name": "plain"}],
@@ -104,13 +101,10 @@ def test_an_interval_of_95_percent_holds_the_truth_so_often(seeds: int, of_seed:
 @pytest.mark.parametrize(
     ("value", "higher", "verdict"),
     [
-        (0.02, True, "better"),
-        (-0.02, True, "worse"),
-        (-0.02, False, "better"),
-        (0.02, False, "worse"),
-        (0.005, True, "noise"),
+        (0.02, True, "better"), (-0.02, True, "worse"), (-0.02, False, "better"),
+        (0.02, False, "worse"), (0.005, True, "noise"),
     ],
-)
+)  # fmt: skip
 def test_a_verdict_is_of_an_interval_without_0(value: float, higher: bool, verdict: str) -> None:
     assert lead("plain", 0.5, [difference(value)], higher=higher).verdict == verdict
 

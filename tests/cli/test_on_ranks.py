@@ -56,11 +56,9 @@ class _NoDriver(ModuleType):
     ("rank", "line"), [(None, "error: "), ("0", "error on rank 0: "), ("1", "")]
 )
 def test_ctrl_c_ends_a_command_with_one_line_on_one_rank(
-    rank: str | None,
-    line: str,
-    monkeypatch: pytest.MonkeyPatch,
+    rank: str | None, line: str, monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
-) -> None:
+) -> None:  # fmt: skip
     def interrupted() -> None:
         raise KeyboardInterrupt
 

@@ -31,13 +31,10 @@ def test_overrides_replace_values_with_their_toml_types(good: Path) -> None:
     config = load_config(
         good,
         [
-            "outer.dense_lr=1",
-            "model.hidden=[8, 4]",
-            "algorithm.name=fomaml",
-            "data.path=s3://bucket/x",
-            "run.dir='b'",
+            "outer.dense_lr=1", "model.hidden=[8, 4]", "algorithm.name=fomaml",
+            "data.path=s3://bucket/x", "run.dir='b'",
         ],
-    )
+    )  # fmt: skip
     assert config.outer.dense_lr == 1.0
     assert config.model.hidden == (8, 4)
     assert config.algorithm.name == "fomaml"
@@ -180,16 +177,13 @@ FORMER = {
     "data": {"lanes": 1, "window_blocks": 0, "drop_last": False, "tasks_per_shard": 0},
     "model": {"name": "din", "bottom": [8], "history": "seen", "attention": [4], "levels": 2},
     "algorithm": {
-        "name": "metasgd",
-        "learned_rates": "layer",
-        "inner_path": "materialised",
-        "layer_paths": ["decision.*=auto"],
-        "content": [],
+        "name": "metasgd", "learned_rates": "layer", "inner_path": "materialised",
+        "layer_paths": ["decision.*=auto"], "content": [],
     },
     "outer": {"adagrad_floor": 0.0},
     "sharding": {"shared_memory": False, "dense_wire_dtype": "float32"},
     "run": {"early_stop_min_delta": 0.0},
-}
+}  # fmt: skip
 
 
 def test_former_keys_mean_what_they_meant() -> None:

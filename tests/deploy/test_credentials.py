@@ -29,12 +29,9 @@ SCRIPT = ROOT / "deploy/credentials.py"
 
 def run(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [sys.executable, str(SCRIPT), *arguments],
-        capture_output=True,
-        text=True,
-        env={**os.environ, **environment},
-        check=False,
-    )
+        [sys.executable, str(SCRIPT), *arguments], capture_output=True, text=True,
+        env={**os.environ, **environment}, check=False,
+    )  # fmt: skip
 
 
 def test_what_was_begun_and_not_finished_is_made_anew(tmp_path: Path) -> None:
@@ -80,13 +77,10 @@ def test_a_service_with_them_lets_each_role_do_its_work(made: Path) -> None:
     service = made / "service"
     server = ShardServer(
         ServiceConfig(
-            "localhost:0",
-            tls_cert=service / "tls.crt",
-            tls_key=service / "tls.key",
-            tls_client_ca=service / "ca.crt",
-            tokens=made / "tokens",
+            "localhost:0", tls_cert=service / "tls.crt", tls_key=service / "tls.key",
+            tls_client_ca=service / "ca.crt", tokens=made / "tokens",
         )
-    )
+    )  # fmt: skip
     with ShardClient(server.address, "rank0", **options(made, "worker")) as client:
         assert client.service_epoch == 1
     with pytest.raises(RefusedError, match="Register is not a call of the role viewer"):

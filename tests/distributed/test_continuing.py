@@ -71,12 +71,9 @@ def test_any_ranks_go_on_to_the_same_model_and_a_stop_changes_nothing(tmp_path: 
     whole = config_of(runs["whole"], third, runs["two"])
     stopped = config_of(runs["stopped"], third, runs["two"], run__max_steps=2)
     configs = [
-        config_of(runs["one"], first),
-        config_of(runs["two"], second, runs["one"]),
-        whole,
-        stopped,
-        replace(stopped, run=replace(stopped.run, max_steps=0)),
-    ]
+        config_of(runs["one"], first), config_of(runs["two"], second, runs["one"]), whole,
+        stopped, replace(stopped, run=replace(stopped.run, max_steps=0)),
+    ]  # fmt: skip
     on_ranks(1, train_each, configs)
     unbroken = tensors(newest(runs["whole"]))
     assert unbroken["model.tables.embeddings.item.weight"].shape == (300, 4)

@@ -55,12 +55,9 @@ def trained(ranks: Ranks, algorithm: AlgorithmConfig, overlapped: bool) -> dict[
     run = Run(ranks, "mixed", algorithm=algorithm)
     batches = iter(batches_of_rank(ranks)[: 4 - ranks.rank])
     steps = steps_of(
-        batches,
-        run.learner.collate,
-        FEATURES,
-        ranks,
+        batches, run.learner.collate, FEATURES, ranks,
         sharded=run.sharded if overlapped else None,
-    )
+    )  # fmt: skip
     for episodes, totals in steps:
         take_step(run, episodes, ranks.world_size / totals.num_terms)
     return run.result()

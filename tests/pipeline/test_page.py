@@ -149,11 +149,9 @@ def test_the_live_page_and_its_metrics_are_of_now(followed: Path) -> None:
 
 @pytest.mark.distributed
 def test_a_page_that_cannot_be_drawn_says_why_and_is_drawn_once_it_can_be(
-    followed: Path,
-    tmp_path: Path,
-    capfd: pytest.CaptureFixture[str],
+    followed: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
-) -> None:
+) -> None:  # fmt: skip
     config = copied(followed, tmp_path)
     best = tmp_path / "days.json"
     config.write_text(config.read_text().replace("[follow]", f'[follow]\nbest = "{best}"'))

@@ -93,11 +93,9 @@ def pretended_once(pretended: Callable[..., Any], shared: Path) -> Callable[...,
 
 @pytest.fixture(scope="session")
 def shown(
-    pretended_once: Callable[..., Any],
-    click_logs: Path,
-    labelled: Path,
+    pretended_once: Callable[..., Any], click_logs: Path, labelled: Path,
     tmp_path_factory: pytest.TempPathFactory,
-) -> dict[str, Any]:
+) -> dict[str, Any]:  # fmt: skip
     """What steps of the learner and served models show, and whole runs: half a minute."""
     cases = [case.name for case in all_cases()]
     steps = [cases.index(one) for one in FAKE], list(SHOWN_BY), cases.index("melu maml")

@@ -159,13 +159,10 @@ def learner_of(case: Case) -> MetaLearner:
         embedding_dim=WIDTH,
         hidden=(16, 8),
         options={
-            "bottom": (8,),
-            "history": "m0" if history else "",
-            "expert": (8,),
-            "experts": 2,
+            "bottom": (8,), "history": "m0" if history else "", "expert": (8,), "experts": 2,
             "own_experts": 1,
         },
-    )
+    )  # fmt: skip
     torch.manual_seed(0)
     of_labels = LabelsConfig(
         loss={"stars": "mse"}, weight={"buy": 2.0}, entire_space={"buy": "click"}
@@ -289,16 +286,13 @@ def readings(numbers: list[int]) -> list[dict[str, Any]]:
             continue
         found.append(
             {
-                "case": case.name,
-                "error": "",
-                "far": far,
-                "waits": moving.waits + stepping.waits,
-                "to_device": moving.to_device,
+                "case": case.name, "error": "", "far": far,
+                "waits": moving.waits + stepping.waits, "to_device": moving.to_device,
                 "pageable": moving.pageable,
                 "copies_inside": stepping.to_device + stepping.to_host,
                 "launches": stepping.num_launches,
             }
-        )
+        )  # fmt: skip
     return found
 
 

@@ -83,12 +83,9 @@ def call_pretended(
     folders = [str(ROOT / folder) for folder in ("", "models", "protos", "benchmarks")]
     path = os.pathsep.join([*folders, os.environ.get("PYTHONPATH", "")])
     run = subprocess.run(
-        command,
-        env={**os.environ, "PYTHONPATH": path, VARIABLE: str(guard), **variables},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+        command, env={**os.environ, "PYTHONPATH": path, VARIABLE: str(guard), **variables},
+        capture_output=True, text=True, check=False,
+    )  # fmt: skip
     if run.returncode:
         raise RuntimeError(f"{module}.{function} failed:\n{run.stdout}{run.stderr}")
     return json.loads(run.stdout.splitlines()[-1])

@@ -90,12 +90,9 @@ def test_rows_are_not_drawn_anew_where_the_support_is_the_past(
     rows = "".join(f"{i % 3},{i % 5},{i % 2},{i}\n" for i in range(12))
     (tmp_path / "raw.csv").write_text(f"user,item,y,at\n{rows}")
     schema = {
-        "task": {"column": "user"},
-        "label": {"column": "y"},
-        "time": {"column": "at"},
-        "single": [{"column": "item", "hash": 9}],
-        "episodes": episodes,
-    }
+        "task": {"column": "user"}, "label": {"column": "y"}, "time": {"column": "at"},
+        "single": [{"column": "item", "hash": 9}], "episodes": episodes,
+    }  # fmt: skip
     prepare([str(tmp_path / "raw.csv")], str(tmp_path / "data"), parse_schema(schema))
     config = config_from_dict(
         {

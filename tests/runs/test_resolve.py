@@ -68,12 +68,9 @@ def test_the_label_prior_is_that_of_the_first_run(stream: Path) -> None:
 
 def test_an_increment_that_is_not_there_is_refused_in_one_line(stream: Path) -> None:
     succeed(
-        "train",
-        stream.parent / "train.toml",
-        "data.increment=2",
-        f"run.dir={stream.parent / 'two'}",
-        f"run.continue_from={stream.parent / 'one'}",
-    )
+        "train", stream.parent / "train.toml", "data.increment=2",
+        f"run.dir={stream.parent / 'two'}", f"run.continue_from={stream.parent / 'one'}",
+    )  # fmt: skip
     with pytest.raises(UserError) as caught:
         resolve(asked(stream, "next", continue_from=str(stream.parent / "two")))
     assert str(caught.value) == (

@@ -26,12 +26,9 @@ def encoder_of(dataset: Dataset) -> RawColumnEncoder:
         for name in dataset.manifest.vocabularies
     }
     columns = ExportedColumns(
-        dataset.task,
-        dataset.label,
-        parse_schema(recipe["schema"]),
-        {name: tuple(moments) for name, moments in recipe["moments"].items()},
-        recipe["kinds"],
-    )
+        dataset.task, dataset.label, parse_schema(recipe["schema"]),
+        {name: tuple(moments) for name, moments in recipe["moments"].items()}, recipe["kinds"],
+    )  # fmt: skip
     return RawColumnEncoder(columns, parse_schema(recipe["schema"]), vocabularies)
 
 

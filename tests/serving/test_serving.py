@@ -272,12 +272,9 @@ def test_a_fresh_process_serves_without_torchrec_fbgemm_or_a_process_group(
     served: ServedModel, exported: Path
 ) -> None:
     result = subprocess.run(
-        [sys.executable, "-c", FRESH, str(exported)],
-        capture_output=True,
-        text=True,
-        env=environment(),
-        check=False,
-    )
+        [sys.executable, "-c", FRESH, str(exported)], capture_output=True, text=True,
+        env=environment(), check=False,
+    )  # fmt: skip
     assert result.returncode == 0, result.stderr
     numbers, loaded = result.stdout.splitlines()
     rows = {

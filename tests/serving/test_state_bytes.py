@@ -25,11 +25,9 @@ HEADER_BYTES = _HEADER.size
 
 
 def served(
-    folder: Path,
-    algorithm: AlgorithmConfig,
-    model: str = "dlrm",
+    folder: Path, algorithm: AlgorithmConfig, model: str = "dlrm",
     statistics: SupportFeaturesConfig | None = None,
-) -> ServedModel:
+) -> ServedModel:  # fmt: skip
     config = ModelConfig(
         model, 4, hidden=(8,), options={"bottom": (8,), "history": "seen", "attention": (4,)}
     )

@@ -18,12 +18,9 @@ from tests.support.exported import FEATURES, metaemb_rate, random_rows, write_ra
 MODEL = ModelConfig("melu", 8, hidden=(8,))
 NARROW = ModelConfig("melu", 8, hidden=(8,), widths=("item=4", "tag=4"))
 METAEMB = AlgorithmConfig(
-    "metaemb",
-    inner_steps=2,
-    inner_lr=metaemb_rate("melu"),
-    adapt_embeddings=("city",),
+    "metaemb", inner_steps=2, inner_lr=metaemb_rate("melu"), adapt_embeddings=("city",),
     options={"content": ("tags",)},
-)
+)  # fmt: skip
 
 
 @pytest.mark.parametrize("algorithm", [AlgorithmConfig(inner_steps=2, inner_lr=0.3), METAEMB])

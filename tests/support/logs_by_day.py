@@ -48,16 +48,13 @@ def write_day(log: Path, day: int) -> None:
     rng = random.Random(day)
     rows = [
         (
-            f"u{user + 20 * day}",
-            f"i{rng.randrange(20 + 10 * day)}",
-            f"c{rng.randrange(5)}",
-            round(rng.random() + day, 3),
-            int(rng.random() < 0.3 + 0.3 * day),
+            f"u{user + 20 * day}", f"i{rng.randrange(20 + 10 * day)}", f"c{rng.randrange(5)}",
+            round(rng.random() + day, 3), int(rng.random() < 0.3 + 0.3 * day),
             1_000 * day + rng.randrange(1_000),
         )
         for user in range(40)
         for _ in range(6)
-    ]
+    ]  # fmt: skip
     with log.open("w", newline="") as file:
         writer = csv.writer(file)
         writer.writerow(["user", "item", "city", "price", "click", "second"])

@@ -245,12 +245,9 @@ def adapt(
         support_loss = support_losses.sum() / (task.num_support + algorithm.support_prior)
         now = weights | tables
         grads = torch.autograd.grad(
-            support_loss,
-            list(now.values()),
-            create_graph=algorithm.name in SECOND_ORDER,
-            retain_graph=True,
-            allow_unused=True,
-        )
+            support_loss, list(now.values()), create_graph=algorithm.name in SECOND_ORDER,
+            retain_graph=True, allow_unused=True,
+        )  # fmt: skip
         for (name, value), grad in zip(now.items(), grads, strict=True):
             if grad is None:
                 continue

@@ -105,11 +105,8 @@ MUTANTS = (
         "0 |",
     ),
     Mutant(
-        "progress not durable",
-        "ledger/events.py",
-        "NEEDS_NO_SYNC = (LeasesGranted,",
-        "NEEDS_NO_SYNC = (UnitsProgressed, LeasesGranted,",
-        by="schedules",
+        "progress not durable", "ledger/events.py", "NEEDS_NO_SYNC = (LeasesGranted,",
+        "NEEDS_NO_SYNC = (UnitsProgressed, LeasesGranted,", by="schedules",
     ),
     Mutant(
         "END before the disk has it",
@@ -174,7 +171,7 @@ MUTANTS = (
         "        state.backups.pair(token, other)\n",
         "        pass\n",
     ),
-)
+)  # fmt: skip
 
 # Name -> what pytest is given; in the order of their cost.
 METHODS: dict[str, Sequence[str]] = {

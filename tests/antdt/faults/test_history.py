@@ -141,12 +141,9 @@ def judge(history: list[Noted], num_shards: int) -> None:
 
 
 GOOD = [
-    Noted("grant", 0, 7, 1, 2),
-    Noted("release", 0, 7, 3, 4),
-    Noted("grant", 0, 8, 3, 4),
-    Noted("complete", 0, 8, 5, NEVER_S),
-    Noted("end", -1, -1, 5, 6),
-]
+    Noted("grant", 0, 7, 1, 2), Noted("release", 0, 7, 3, 4), Noted("grant", 0, 8, 3, 4),
+    Noted("complete", 0, 8, 5, NEVER_S), Noted("end", -1, -1, 5, 6),
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(

@@ -254,9 +254,6 @@ def reason_of(call: Any) -> str:
 
 TestLedgerAgainstModel = LedgerAgainstModel.TestCase
 TestLedgerAgainstModel.settings = settings(
-    max_examples=EXAMPLES,
-    stateful_step_count=40,
-    deadline=None,
-    derandomize=True,
+    max_examples=EXAMPLES, stateful_step_count=40, deadline=None, derandomize=True,
     suppress_health_check=list(HealthCheck),
-)
+)  # fmt: skip

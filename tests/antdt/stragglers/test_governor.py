@@ -38,11 +38,9 @@ class Job:
     """Workers that report to a service whose governor is ticked by hand."""
 
     def __init__(
-        self,
-        config: StragglerConfig = CONFIG,
-        num_units: int = 10_000_000,
+        self, config: StragglerConfig = CONFIG, num_units: int = 10_000_000,
         speculative: bool = False,
-    ) -> None:
+    ) -> None:  # fmt: skip
         self.service = Service()
         self.service.register_dataset(
             num_units=num_units, units_per_shard=1000, speculative=speculative

@@ -57,12 +57,9 @@ def test_a_row_holds_both_stages_the_change_and_the_baseline() -> None:
     shown = (line.before, line.after, trained, tuned)
     assert tables[0].split() == [*MAE, *(format_number(one.value) for one in shown)]
     assert tables[1].split() == [
-        *MAE,
-        format_signed(line.change.value),
-        line.change.verdict,
-        format_signed(rival.difference.value),
-        rival.difference.verdict,
-    ]
+        *MAE, format_signed(line.change.value), line.change.verdict,
+        format_signed(rival.difference.value), rival.difference.verdict,
+    ]  # fmt: skip
 
 
 def test_groups_are_headed_by_their_size() -> None:

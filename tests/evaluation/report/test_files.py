@@ -131,12 +131,9 @@ def test_pictures_of_an_earlier_evaluation_do_not_stay(
     folder = Path(shutil.copytree(written["bce"].html.parent, tmp_path / "report"))
     files.write_report(folder, [run_of("mse", support_rows=5)])
     assert sorted(contents(folder)) == [
-        "charts/groups.png",
-        "charts/learning_curve.png",
-        "evaluation.json",
-        "predictions.parquet",
-        "report.html",
-    ]
+        "charts/groups.png", "charts/learning_curve.png", "evaluation.json",
+        "predictions.parquet", "report.html",
+    ]  # fmt: skip
 
 
 def test_refused_runs_write_nothing(tmp_path: Path) -> None:

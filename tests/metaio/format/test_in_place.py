@@ -20,12 +20,9 @@ from tests.metaio.conftest import FEATURES, WriteFn, episodes_of_rows, make_rows
 
 VALUES = np.arange(30_000, dtype=np.int32)
 PLAIN: dict[str, Any] = {
-    "compression": "none",
-    "use_dictionary": False,
-    "column_encoding": {"position": "PLAIN"},
-    "data_page_size": 1 << 30,
-    "max_rows_per_page": 1 << 30,
-}
+    "compression": "none", "use_dictionary": False, "column_encoding": {"position": "PLAIN"},
+    "data_page_size": 1 << 30, "max_rows_per_page": 1 << 30,
+}  # fmt: skip
 SCHEMA = pa.schema([pa.field("position", pa.int32(), nullable=False)])
 
 

@@ -24,13 +24,10 @@ Episodes = list[tuple[int, list[float], list[float]]]  # task, labels of support
 
 EPISODES = {"by": "ratio", "query_share": 0.5, "min_rows": 2, "max_rows": 60}
 SCHEMA: dict[str, Any] = {
-    "task": {"column": "user"},
-    "label": {"column": "number"},
-    "time": {"column": "ts"},
-    "row_id": {"column": "row"},
-    "single": [{"column": "item", "vocabulary": 1}],
+    "task": {"column": "user"}, "label": {"column": "number"}, "time": {"column": "ts"},
+    "row_id": {"column": "row"}, "single": [{"column": "item", "vocabulary": 1}],
     "episodes": EPISODES,
-}
+}  # fmt: skip
 
 
 def log(num_rows: int = 500, users: int = 25, seed: int = 0) -> pa.Table:

@@ -41,12 +41,9 @@ def prepared(tmp_path: Path, **parts: Any) -> Dataset:
     rng = np.random.default_rng(0)
     number_N, film_N = np.arange(300) % 40, rng.integers(0, 30, 300)
     columns = {
-        "user": [f"user {number}" for number in number_N],
-        "number": number_N,
-        "kind": film_N % 3,
-        "film": [FILMS[film] for film in film_N],
-        "clicked": rng.integers(0, 2, 300),
-    }
+        "user": [f"user {number}" for number in number_N], "number": number_N, "kind": film_N % 3,
+        "film": [FILMS[film] for film in film_N], "clicked": rng.integers(0, 2, 300),
+    }  # fmt: skip
     pq.write_table(pa.table(columns), tmp_path / "raw.parquet")
     out = str(tmp_path / "data")
     body = {name: part for name, part in {**SCHEMA, **parts}.items() if part is not None}

@@ -28,13 +28,10 @@ def without(**columns: tuple[()]) -> Features:
 @pytest.mark.parametrize(
     "features",
     [
-        FEATURES,
-        without(multi=()),
-        without(dense=()),
-        without(multi=(), dense=()),
+        FEATURES, without(multi=()), without(dense=()), without(multi=(), dense=()),
         without(single=(), dense=()),
     ],
-)
+)  # fmt: skip
 @pytest.mark.parametrize("num_episodes", [1, 5])
 def test_a_dataset_without_columns_of_a_kind_reads_as_it_was_written(
     write: WriteFn, features: Features, num_episodes: int
@@ -81,14 +78,11 @@ def test_dropping_the_last_step_of_less_than_one_leaves_none(write: WriteFn) -> 
 
 SCHEMA = parse_schema(
     {
-        "task": {"column": "user"},
-        "label": {"column": "click"},
-        "time": {"column": "at"},
-        "single": [{"column": "item", "hash": 16}],
-        "episodes": {"by": "last", "query_rows": 1},
+        "task": {"column": "user"}, "label": {"column": "click"}, "time": {"column": "at"},
+        "single": [{"column": "item", "hash": 16}], "episodes": {"by": "last", "query_rows": 1},
         "splits": {"shares": {"train": 1.0}},
     }
-)
+)  # fmt: skip
 
 
 def raw(num_rows: int) -> pa.Table:

@@ -362,12 +362,9 @@ def test_json_that_leaves_out_nulls_is_read_as_json_that_writes_them(
         "c.jsonl": _json(**first),
     }
     dataset = prepared(
-        tmp_path,
-        files,
-        single=[{"column": "item", "vocabulary": 1, "null": "unknown"}],
-        dense=[{"column": "d", "fill": 0.0}],
-        membership={"column": "side"},
-    )
+        tmp_path, files, single=[{"column": "item", "vocabulary": 1, "null": "unknown"}],
+        dense=[{"column": "d", "fill": 0.0}], membership={"column": "side"},
+    )  # fmt: skip
     assert dataset.manifest.recipe["kinds"] == {"item": "integer"}
     block = dataset.read_block("train", 0)
     assert sorted(block.dense_NK[:, 0]) == [0.0] * 12 + [0.5] * 6

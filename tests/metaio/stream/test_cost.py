@@ -53,12 +53,9 @@ def _extend_often(stream: str, count_to: str) -> None:
         record = extend([str(file)], stream, schema() if number == 1 else None, OPTIONS)
         read, put = (now - then for now, then in zip(counted_io(), before, strict=True))
         found[number] = {
-            "rows": record.num_rows,
-            "read": read,
-            "written": put,
-            "opened": list(opened),
+            "rows": record.num_rows, "read": read, "written": put, "opened": list(opened),
             "files_written": len(written),
-        }
+        }  # fmt: skip
     Path(count_to).write_text(json.dumps(found))
 
 

@@ -250,14 +250,11 @@ def config_of(root: Path, data: Path, steps: int, **run: Any) -> TrainConfig:
             "data": {"path": str(data), "tasks_per_step": 16},
             "model": {"hidden": [8], "embedding_dim": 4},
             "run": {
-                "dir": str(root),
-                "max_steps": steps,
-                "checkpoint_every_steps": 2,
-                "mirror": URL,
+                "dir": str(root), "max_steps": steps, "checkpoint_every_steps": 2, "mirror": URL,
                 **run,
             },
         }
-    )
+    )  # fmt: skip
 
 
 def lost_and_found(ranks: Ranks, root: Path, data: Path) -> list[str]:

@@ -53,12 +53,9 @@ def test_wandb_gets_config_and_scalars_by_our_step_and_goes_on_in_the_same_run(
     logger.log(READING)
     logger.end("finished")
     begin = {
-        "id": None,
-        "resume": "allow",
-        "name": tmp_path.name,
-        "dir": str(tmp_path),
+        "id": None, "resume": "allow", "name": tmp_path.name, "dir": str(tmp_path),
         "config": info_of(tmp_path).config,
-    }
+    }  # fmt: skip
     scalars = {"loss": 0.5, "valid/ndcg@3": 0.25, "valid/auc:buy": 0.5}
     assert calls == [
         ("init", begin),

@@ -143,11 +143,9 @@ def test_csv_is_written_with_the_columns_of_the_query(tmp_path: Path) -> None:
 
 
 def test_what_fails_while_it_is_written_leaves_the_old_file(
-    exported: Path,
-    sides: tuple[pa.Table, pa.Table],
-    tmp_path: Path,
+    exported: Path, sides: tuple[pa.Table, pa.Table], tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
-) -> None:
+) -> None:  # fmt: skip
     inputs, out = (tmp_path / "support", tmp_path / "query"), tmp_path / "out.parquet"
     assert invoked(exported, *inputs, "--out", out).exit_code == 0
     before = out.read_bytes()
@@ -172,11 +170,9 @@ def test_what_fails_while_it_is_written_leaves_the_old_file(
 
 
 def test_predictions_have_their_room_before_the_first_of_them(
-    exported: Path,
-    sides: tuple[pa.Table, pa.Table],
-    tmp_path: Path,
+    exported: Path, sides: tuple[pa.Table, pa.Table], tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
-) -> None:
+) -> None:  # fmt: skip
     def on_a_full_disk(descriptor: int, first: int, num_bytes: int) -> None:
         assert (first, num_bytes) == (0, 900 * 16)
         raise OSError(28, "No space left on device")

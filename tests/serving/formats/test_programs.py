@@ -41,12 +41,9 @@ from tests.support.refusals import catch_message
 SIZES = ((1, 1), (7, 3), (30, 5))  # rows and longest list
 # Labels and weights; as many columns of a kind as an example would have rows, or ids in a list.
 WITH_LABELS = replace(
-    FEATURES,
-    single=(*FEATURES.single, FeatureSpec("town", "city")),
-    dense=tuple("abcd"),
-    labels=("click", "buy"),
-    weight="seconds",
-)
+    FEATURES, single=(*FEATURES.single, FeatureSpec("town", "city")), dense=tuple("abcd"),
+    labels=("click", "buy"), weight="seconds",
+)  # fmt: skip
 STATISTICS = SupportFeaturesConfig(task=True, columns=("*",), label_prior=(0.5, 0.5))
 
 

@@ -96,11 +96,9 @@ def tensor(name: str, datatype: str, data: Sequence[Any]) -> dict[str, Any]:
 
 
 def request_of(
-    query: pa.Table | None = None,
-    support: pa.Table | None = None,
-    key: str = "",
+    query: pa.Table | None = None, support: pa.Table | None = None, key: str = "",
     outputs: Sequence[str] = (),
-) -> dict[str, Any]:
+) -> dict[str, Any]:  # fmt: skip
     """An inference request."""
     inputs = [] if query is None else tensors(query.drop_columns(["user", "click"]))
     inputs += [] if support is None else tensors(support.drop_columns(["user"]), "support.")

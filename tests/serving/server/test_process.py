@@ -94,11 +94,8 @@ def test_a_published_client_is_answered(
     script = Path(__file__).with_name("triton_client.py")
     result = subprocess.run(
         [sys.executable, script, f"127.0.0.1:{port}", protocol, tmp_path / "request"],
-        capture_output=True,
-        text=True,
-        timeout=PATIENCE_S,
-        check=False,
-    )
+        capture_output=True, text=True, timeout=PATIENCE_S, check=False,
+    )  # fmt: skip
     assert result.returncode == 0, result.stderr
     answer = json.loads(result.stdout)
     expected = model.adapt(SUPPORT).predict(QUERY).numpy()
