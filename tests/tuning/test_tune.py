@@ -16,7 +16,7 @@ import pytest
 from gmeta.config.train_config import load_config
 from metaio import Provenance, write_dataset
 from tests.evaluation.baselines.sample import FEATURES, raw_rows
-from tests.support.commands import environment, evaluate, gmeta, metrics
+from tests.support.commands import environment, evaluate, gmeta, metrics, succeed
 from tests.support.forked import Task, forked
 from tests.support.waiting import wait_until
 
@@ -92,8 +92,7 @@ def test_a_study_finds_a_config_that_trains_and_evaluates_to_its_score(
     best = load_config(study / "best.toml")
     assert best.algorithm.inner_lr == ranked[0]["values"]["algorithm.inner_lr"]
     assert best.run.dir == str(tmp_path / "run")
-    again = gmeta("train", study / "best.toml")
-    assert again.returncode == 0, again.stderr
+    succeed("train", study / "best.toml")
     evaluated = evaluate(tmp_path / "run", "--split", "valid", "--no-trees", "--json")
     assert evaluated.returncode == 0, evaluated.stderr
     found = json.loads(evaluated.stdout)["evaluation"]
