@@ -92,11 +92,6 @@ def test_a_key_of_an_earlier_release_loads_with_its_default(good: Path) -> None:
             "it",
         ),
         (
-            "data.lanes=2",
-            "data.lanes = 2 is no key any more: a step draws from all blocks; data.blocks_per_step "
-            "lets each rank read its own. Remove it",
-        ),
-        (
             "data.path=''",
             "data.path is empty: it is required. Set it in the config, or add data.path=PATH",
         ),

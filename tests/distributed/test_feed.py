@@ -248,11 +248,6 @@ def test_a_rank_says_why_it_cannot_go_on_from_a_checkpoint_or_has_no_shard(
             'Set data.source = "service", or remove the key',
         ),
         (
-            DataConfig(source="service", service="here"),
-            "data.service = 'here' is no address: HOST:PORT of a running `gmeta shard-service` is "
-            "allowed. Correct it, or remove the key: the job starts its own",
-        ),
-        (
             DataConfig(source="service", blocks_per_step=2),
             'data.blocks_per_step = 2, but data.source = "service" hands out whole shards, every '
             "episode once. Remove the key",

@@ -189,8 +189,6 @@ def test_what_is_always_known_and_weighs_the_same_needs_no_weights() -> None:
     [
         (LabelsConfig(weight={"bye": 2.0}), NAMES, "labels.weight names 'bye', which is no label "
          "of the dataset: it has click, buy, stars. Name one of them, or take it out"),
-        (LabelsConfig(loss={"buy": "bse"}), NAMES, "labels.loss.buy = 'bse' is not allowed: choose "
-         "one of bce, mse, huber, mae, softmax, pairwise"),
         (LabelsConfig(weight=dict.fromkeys(NAMES, 0.0)), NAMES, "labels.weight is 0 for every "
          "label: nothing would be learnt. Raise one"),
         (LabelsConfig(entire_space={"click": "buy"}), NAMES, "labels.entire_space.click = 'buy': a "

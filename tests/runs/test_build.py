@@ -65,11 +65,6 @@ def test_statistics_of_support_rows_count_labels_from_the_training_split(data: P
             "support_features.label_prior = [3.6] is no mean and standard deviation above 0. "
             "Write e.g. [3.6, 1.1], or [] to take them from the training split",
         ),
-        (
-            {"label_prior": [3.6, 0.0]},
-            "support_features.label_prior = [3.6, 0.0] is no mean and standard deviation above 0. "
-            "Write e.g. [3.6, 1.1], or [] to take them from the training split",
-        ),
     ],
 )
 def test_unknown_statistics_are_refused(data: Path, keys: dict[str, Any], message: str) -> None:

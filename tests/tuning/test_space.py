@@ -115,10 +115,6 @@ def test_a_number_is_held_as_the_choices_have_it() -> None:
             "instead",
         ),
         (
-            '["algorithm.inner_lr"]\nlow=0.1\nhigh=1.0\nlogs=true\n',
-            "--space algorithm.inner_lr has 'logs': known are low, high, log, choices. Correct it",
-        ),
-        (
             '["run.seed"]\nlow=0\nhigh=9\n',
             "--space has run.seed, which is not tuned: the luckiest seed is no better setting. "
             "Remove it",

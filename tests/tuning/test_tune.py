@@ -150,11 +150,6 @@ def test_plain_training_is_tuned_by_as_many_whole_runs(config: Path, tmp_path: P
     ("arguments", "message"),
     [
         (
-            ("--pruner", "median"),
-            "--pruner = 'median' with --with-plain: it ends more runs of one side than of the "
-            "other, and as many trials would not be as much work. Leave --pruner out",
-        ),
-        (
             ("algorithm.name=none",),
             "--with-plain tunes plain training beside the config, and algorithm.name = 'none' is "
             "plain training. Leave --with-plain out",
@@ -266,10 +261,6 @@ def test_a_study_without_a_whole_trial_ends_with_the_reason(config: Path, tmp_pa
             'data.eval_splits=["valid"]',
             "data.valid_split = 'valid' is in data.eval_splits too: what chose the settings is "
             "no measure of them. Take it out of one of the two",
-        ),
-        (
-            "data.source=service",
-            "data.source = 'service': a trial reads the dataset itself. Add data.source=static",
         ),
     ],
 )

@@ -58,12 +58,6 @@ def refused(scene: Scene, call: Call) -> tuple[str, str, str]:
             "UNKNOWN_DATASET",
             "dataset 'other' is unknown; registered: d. Name one of these, or register it.",
         ),
-        (
-            lambda service, worker: service.call(cmd.Drain("o", "b", undo=False)),
-            "NOT_FOUND",
-            "NOT_REGISTERED",
-            "worker 'b' is unknown; registered: a. See them all with: gmeta shards status",
-        ),
     ],
 )
 def test_what_is_not_there_cannot_be_changed(

@@ -277,10 +277,6 @@ def test_adapting_that_is_made_worse_is_told_in_red(runs: Path, tmp_path: Path) 
             "evaluation.tuning_tasks. Train another run instead",
         ),
         (
-            ("algorithm.inner_steps=none",),
-            "algorithm.inner_steps = 'none' is not of type int. Correct the value",
-        ),
-        (
             ("--item-column", "film"),
             "--item-column = 'film' is no [[single]] column of {data}: it has maker, item. "
             "Name one of them, or leave it out",

@@ -142,10 +142,6 @@ def test_ids_that_a_recipe_numbers_are_those_of_the_same_recipe_alone(tmp_path: 
             {"single": [SCHEMA["single"][0], {"column": "shop", "hash": 60}]},
             "column shop has hash = 60 in {own} and 50 in {known}: its values mean other ids",
         ),
-        (
-            {"dense": [{"column": "price"}]},
-            "column price has standardise = False in {own} and True in {known}",
-        ),
     ],
 )
 def test_a_column_that_means_something_else_is_refused_by_name(

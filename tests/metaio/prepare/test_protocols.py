@@ -377,10 +377,6 @@ def test_longer_drop_leaves_whole_tasks_out_and_counts_them(tmp_path: Path) -> N
             "splits.by_time begins with test; the oldest rows are those of train. List it first",
         ),
         (
-            {"splits": {"by_time": {"test": 5.0}}, "time": None},
-            "splits.by_time needs a [time] column. Add it",
-        ),
-        (
             {"splits": {"validation_from": "test"}},
             "splits.validation_from is test, which is no split: there are train. Name one of them",
         ),

@@ -170,11 +170,6 @@ def test_a_history_holds_the_liked_support_rows_and_never_the_row_itself(tmp_pat
             "{path}, line 1: 3 fields, 5 separated by '::' are expected. Download the file again",
         ),
         (
-            "users.dat",
-            "x::F::25::3::12345\n",
-            "{path} holds user 'x'; a whole number is needed. Correct that line",
-        ),
-        (
             "ratings.dat",
             "1::1::9::5\n",
             "{path} holds rating 9; 1 to 5 are allowed. Download the file again",
