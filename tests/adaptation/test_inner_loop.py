@@ -397,9 +397,7 @@ def test_the_last_bias_has_a_rate_of_its_own_only_where_it_adapts() -> None:
     ],
     ids=lambda config: config.name,
 )
-def test_predictions_along_the_way_are_those_of_as_many_steps(
-    model: str, algorithm: AlgorithmConfig
-) -> None:
+def test_predictions_on_the_way_are_of_as_few_steps(model: str, algorithm: AlgorithmConfig) -> None:
     rng = random.Random(7)
     features = reference.some_features(2, 1, 2)
     tasks = [reference.random_task(features, *size, rng) for size in ((5, 3), (0, 2), (1, 4))]

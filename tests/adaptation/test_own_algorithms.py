@@ -252,9 +252,7 @@ def test_an_algorithm_of_ones_own_has_options(monkeypatch: pytest.MonkeyPatch) -
     learner_of(own, monkeypatch)
     learner_of(own, monkeypatch, options={**HIDDEN, "sharpness": 2.0})
     assert seen == [1.0, 2.0]
-    with pytest.raises(ConfigError) as caught:
-        learner_of(own, monkeypatch, options={"sharpnes": 2.0})
-    assert str(caught.value) == (
+    assert catch_message(ConfigError, learner_of, own, monkeypatch, options={"sharpnes": 2.0}) == (
         "algorithm.options.sharpnes is unknown; did you mean algorithm.options.sharpness?"
     )
     plain = Algorithm(QueryLoss(second_order=True))

@@ -97,9 +97,7 @@ def test_status_says_of_how_many_workers_it_shows_the_first(
         assert "2 workers; these are the first 1 by name" in run(server, "status")
 
 
-def test_where_no_service_is_the_operator_is_told_how_to_name_one(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_with_no_service_an_operator_hears_how_to_name_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(shard_caller, "OPERATOR_BUDGET_S", 0.1)
     address = f"127.0.0.1:{free_port()}"
     with pytest.raises(ServiceUnavailableError) as raised:

@@ -6,6 +6,7 @@ import pytest
 
 from gmeta.config.train_config import TrainConfig, config_from_dict, describe_config, load_config
 from gmeta.errors import ConfigError
+from tests.support.refusals import catch_message
 
 OPTIONS = {
     "model": {
@@ -108,9 +109,7 @@ def test_a_wrong_value_is_refused_with_the_key_the_value_and_what_is_allowed(
 
 
 def test_momentum_without_sgd_is_refused(good: Path) -> None:
-    with pytest.raises(ConfigError) as caught:
-        load_config(good, ["outer.momentum=0.9"])
-    assert str(caught.value) == (
+    assert catch_message(ConfigError, load_config, good, ["outer.momentum=0.9"]) == (
         "outer.momentum = 0.9 has no meaning for outer.dense_optimizer = 'adam': only sgd takes "
         "it. Leave it 0, or choose sgd"
     )
@@ -129,10 +128,8 @@ def test_a_section_given_as_a_value_is_refused(tmp_path: Path) -> None:
 
 def test_a_missing_file_and_broken_toml_are_one_line(tmp_path: Path) -> None:
     missing = tmp_path / "missing.toml"
-    with pytest.raises(ConfigError) as caught:
-        load_config(missing)
     assert (
-        str(caught.value)
+        catch_message(ConfigError, load_config, missing)
         == f"config {str(missing)!r} cannot be read: No such file or directory. Give a TOML file"
     )
     broken = tmp_path / "broken.toml"
@@ -190,9 +187,7 @@ def test_former_keys_mean_what_they_meant() -> None:
 
 def test_a_key_that_is_gone_is_refused_in_a_file_and_passed_over_in_what_a_run_saved() -> None:
     changed = {**FORMER, "sharding": {"shared_memory": True}}
-    with pytest.raises(ConfigError) as caught:
-        config_from_dict(changed)
-    assert str(caught.value) == (
+    assert catch_message(ConfigError, config_from_dict, changed) == (
         "sharding.shared_memory = True is no key any more: ranks of one host exchange over TCP as "
         "others do. Remove it"
     )

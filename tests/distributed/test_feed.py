@@ -302,9 +302,7 @@ def test_ranks_of_several_machines_need_a_service_that_was_named(
     ranks: Any = SimpleNamespace(rank=0, world_size=2)
     dataset = open_dataset(str(click_logs))
     settings = BatchSettings.of(leased(click_logs, service=""), dataset)
-    with pytest.raises(UserError) as caught:
-        LeasedBatchSource(settings, dataset, ranks, None)
-    assert str(caught.value) == (
+    assert catch_message(UserError, LeasedBatchSource, settings, dataset, ranks, None) == (
         "the 2 ranks are on several machines, and none of them was named to run the data-shard "
         "service. Start `gmeta shard-service` where all reach it and set data.service = HOST:PORT"
     )
@@ -315,9 +313,7 @@ def test_fewer_tasks_a_step_than_ranks_are_refused_before_a_lease(click_logs: Pa
     dataset = open_dataset(str(click_logs))
     config = leased(click_logs, "nowhere:1", tasks_per_step=2)
     settings = BatchSettings.of(config, dataset)
-    with pytest.raises(UserError) as caught:
-        LeasedBatchSource(settings, dataset, ranks, None)
-    assert str(caught.value) == (
+    assert catch_message(UserError, LeasedBatchSource, settings, dataset, ranks, None) == (
         "data.tasks_per_step = 2 is less than the 3 ranks: each needs a task a step to lease "
         "shards. Raise it, or start fewer ranks"
     )

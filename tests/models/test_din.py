@@ -77,9 +77,7 @@ def test_the_order_of_the_history_does_not_matter() -> None:
         ),
     ],
 )
-def test_a_history_without_one_target_is_refused(
-    history: str, single_tables: list[str], message: str
-) -> None:
+def test_a_history_needs_one_target(history: str, single_tables: list[str], message: str) -> None:
     single = tuple(SparseColumn(f"c{i}", table) for i, table in enumerate(single_tables))
     sizes = InputSizes(len(single), 1, 0, single, named_sizes(1, 1, 0).multi)
     assert catch_message(ValueError, din, sizes, history) == message

@@ -18,6 +18,7 @@ from gmeta.tuning.search_space import (
     read_space,
     replace_values,
 )
+from tests.support.refusals import catch_message
 
 CONFIG = config_from_dict({})
 EXAMPLES = Path(__file__).parents[2] / "examples"
@@ -137,9 +138,7 @@ def test_a_key_that_no_trial_trains_by_is_refused(tmp_path: Path, algorithm: str
         config_from_dict({"algorithm": {"name": algorithm}}),
         f'["{key}"]\nchoices=[1, 2]\n',
     )
-    with pytest.raises(UserError) as raised:
-        space_of(tmp_path / "space.toml", text, config)
-    assert str(raised.value) == (
+    assert catch_message(UserError, space_of, tmp_path / "space.toml", text, config) == (
         f"--space has {key}, by which algorithm.name = {algorithm!r} does not train: trials that "
         "differ in it would be the same. Remove it"
     )
@@ -150,9 +149,7 @@ def test_a_key_that_no_trial_trains_by_is_refused(tmp_path: Path, algorithm: str
 
 def test_losses_that_are_judged_differently_do_not_share_a_space() -> None:
     space = (SearchChoices("outer.loss", ("bce", "mse")),)
-    with pytest.raises(UserError) as raised:
-        check_metric(space, CONFIG)
-    assert str(raised.value) == (
+    assert catch_message(UserError, check_metric, space, CONFIG) == (
         "--space outer.loss = 'mse' is judged by mae, the config by auc: the scores do not "
         "compare. Remove it, or set run.early_stop_metric"
     )

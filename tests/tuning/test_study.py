@@ -30,6 +30,7 @@ from gmeta.tuning.study import (
     StudyPlan,
     import_optuna,
 )
+from tests.support.refusals import catch_message
 
 SPACE = (
     SearchRange("algorithm.inner_lr", 0.001, 1.0, True, False),
@@ -61,9 +62,7 @@ def test_the_configs_own_values_come_first(tmp_path: Path) -> None:
     assert study.config(values).algorithm.name in ("maml", "metasgd")
 
 
-def test_a_study_goes_on_whatever_a_kill_left(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_study_goes_on_after_a_kill(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)  # where it is relative, Optuna would wait for its lock for ever
     folder = Path("study")
     folder.mkdir()
@@ -123,9 +122,7 @@ def test_undefined_scores_count_for_nothing(tmp_path: Path) -> None:
     assert [(trial["number"], trial["score"]) for trial in told["trials"]] == [(0, 0.6), (1, None)]
 
 
-def test_a_whole_trial_has_the_score_of_its_end_whatever_its_validations_were(
-    tmp_path: Path,
-) -> None:
+def test_a_whole_trial_has_the_score_of_its_end_whatever_came_before(tmp_path: Path) -> None:
     study = opened(tmp_path)
     for at_end in (0.7, 0.9, 0.8):
         number, _ = study.propose_trial()
@@ -233,9 +230,7 @@ def test_the_best_value_at_the_end_of_its_range_is_told(tmp_path: Path) -> None:
 
 def test_without_optuna_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(__import__("sys").modules, "optuna", None)
-    with pytest.raises(UserError) as raised:
-        import_optuna()
-    assert str(raised.value) == (
+    assert catch_message(UserError, import_optuna) == (
         "`gmeta tune` needs the extra: pip install 'gmeta[tune]' (Optuna is not installed)"
     )
 

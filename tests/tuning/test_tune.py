@@ -104,9 +104,7 @@ def test_a_study_finds_a_config_that_trains_and_evaluates_to_its_score(
     assert run["adapts_with"] == ranked[0]["note"]
 
 
-def test_trials_are_judged_by_the_first_label_whose_loss_is_its_own(
-    labelled: Path, tmp_path: Path
-) -> None:
+def test_trials_are_judged_by_the_first_label_of_own_loss(labelled: Path, tmp_path: Path) -> None:
     (tmp_path / "space.toml").write_text(SPACE)
     config = tmp_path / "train.toml"
     config.write_text(
@@ -196,9 +194,7 @@ def test_a_killed_study_goes_on(config: Path, tmp_path: Path) -> None:
     assert tuned(config, "--trials", "3").stdout == result.stdout
 
 
-def test_an_interrupted_study_says_one_line_whatever_its_trials_are_at(
-    config: Path, tmp_path: Path
-) -> None:
+def test_an_interrupted_study_says_one_line_wherever_it_is(config: Path, tmp_path: Path) -> None:
     command = [sys.executable, "-m", "gmeta", "tune", str(config), "--parallel", "1"]
     process = subprocess.Popen(
         command,
@@ -269,9 +265,7 @@ def test_what_cannot_be_tuned_is_refused(config: Path, override: str, message: s
     assert not (config.parent / "run-tune").exists()
 
 
-def test_a_split_that_was_carved_out_of_the_training_rows_judges_no_trial(
-    config: Path, tmp_path: Path
-) -> None:
+def test_a_split_cut_out_of_the_training_rows_judges_none(config: Path, tmp_path: Path) -> None:
     with write_dataset(str(tmp_path / "carved"), FEATURES, Provenance("user", "label")) as writer:
         for split in ("train", "fit", "valid-cold"):
             writer.split(split).write(raw_rows(30, "bce"))

@@ -121,9 +121,7 @@ def test_a_silent_caller_does_not_keep_its_place(monkeypatch: pytest.MonkeyPatch
     site.server.stop()
 
 
-def test_one_request_too_many_is_dropped_and_the_others_are_answered(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_one_request_too_many_is_dropped_and_no_other(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(http_edge, "MAX_REQUESTS", 2)
     site = Site()
     waiting = [site.connection() for _ in range(2)]

@@ -152,9 +152,7 @@ def test_strangers_and_wrong_roles_are_counted_and_logged_but_not_each_of_many(
     assert len(refused) <= GUARD_LINES_PER_S
 
 
-def test_where_both_proofs_are_asked_for_both_must_be_given(
-    serve: Serve, pki: Authority, tokens: Path
-) -> None:
+def test_where_both_proofs_are_asked_both_count(serve: Serve, pki: Authority, tokens: Path) -> None:
     server = serve(tls_client_ca=pki.ca, tokens=tokens)
     worker = pki.issue("rank0", "worker")
     assert status(server, pki.ca, worker, tokens / "worker").job == "default"

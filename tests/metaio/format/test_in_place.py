@@ -193,9 +193,7 @@ def test_pages_are_let_go_of_with_the_last_array_and_not_before(
     assert done == group.ranges
 
 
-def test_an_epoch_of_bundles_lets_go_of_every_block(
-    write: WriteFn, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_bundles_let_go_of_every_block(write: WriteFn, monkeypatch: pytest.MonkeyPatch) -> None:
     dataset = open_dataset(write({"train": make_rows(200)}, bundle_tasks=4, block_rows=100))
     read = dataset.split("train").num_blocks
     done: list[int] = []

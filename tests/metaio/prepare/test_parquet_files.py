@@ -67,9 +67,7 @@ def test_pyarrow_gives_the_rows_of_duckdb_or_leaves_them_to_it(
     assert found.schema.types == by_duckdb.schema.types
 
 
-def test_a_dataset_is_the_same_whichever_read_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_dataset_is_alike_whoever_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "raw").mkdir()
     for index in range(2):
         table = raw_table(seed=index)

@@ -52,9 +52,7 @@ def test_an_empty_split_is_read_inspected_and_drawn_beside_a_single_row(write: W
 
 
 @pytest.mark.parametrize("world_size", [1, 3])
-def test_of_one_episode_one_rank_gets_it_and_the_others_an_empty_batch(
-    write: WriteFn, world_size: int
-) -> None:
+def test_one_episode_is_one_ranks_and_the_others_are_empty(write: WriteFn, world_size: int) -> None:
     dataset = open_dataset(write({"train": ONE_ROW}))
     tasks = []
     for rank in range(world_size):

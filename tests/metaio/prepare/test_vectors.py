@@ -80,9 +80,7 @@ def test_a_vector_costs_its_numbers_and_no_columns(tmp_path: Path) -> None:
         ),
     ],
 )
-def test_a_row_without_its_numbers_is_refused(
-    tmp_path: Path, values: list[float], message: str
-) -> None:
+def test_a_row_of_other_numbers_fails(tmp_path: Path, values: list[float], message: str) -> None:
     raw = with_vectors()
     rows = raw["text"].to_pylist()
     rows[7] = values

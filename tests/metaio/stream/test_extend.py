@@ -45,9 +45,7 @@ def vocabulary(dataset: Dataset, table: str) -> list[object]:
     return list(values["value"].to_pylist())
 
 
-def test_support_is_the_newest_rows_before_the_window_and_the_gate_is_never_trained(
-    tmp_path: Path,
-) -> None:
+def test_support_is_the_newest_rows_before_the_window_the_gate_untrained(tmp_path: Path) -> None:
     stream, tables = tmp_path / "s", [log(day) for day in range(4)]
     trained: set[int] = set()
     gate: set[int] = set()

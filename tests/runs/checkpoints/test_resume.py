@@ -106,9 +106,7 @@ def test_the_state_of_an_optimizer_is_not_dropped_for_another(
     )
 
 
-def test_a_run_goes_on_with_the_loss_that_it_began_with(
-    config: TrainConfig, dataset: Dataset
-) -> None:
+def test_a_run_goes_on_with_the_loss_it_began_with(config: TrainConfig, dataset: Dataset) -> None:
     folder, checkpoint = begun(config, dataset.fingerprint, epoch_step=0)
     with pytest.raises(UserError) as caught:
         check_resumable(folder, checkpoint, with_outer(config, loss="mse"), dataset)
@@ -188,9 +186,7 @@ def test_a_new_run_starts_from_a_run_or_from_one_of_its_checkpoints(
         find_start_checkpoint(starting_from(config, folder.root).run, dataset)
 
 
-def test_a_run_goes_on_with_the_data_that_it_began_with(
-    config: TrainConfig, dataset: Dataset
-) -> None:
+def test_a_run_goes_on_with_the_data_it_began_with(config: TrainConfig, dataset: Dataset) -> None:
     folder, checkpoint = begun(config, "0" * 32, epoch_step=0)
     assert catch_message(GMetaError, check_resumable, folder, checkpoint, config, dataset) == (
         f"dataset {dataset.url} has fingerprint {dataset.fingerprint[:12]}, run {folder.root} was "

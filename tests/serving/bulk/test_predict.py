@@ -109,9 +109,7 @@ def test_tasks_without_support_are_counted_over_all_parts(
     assert found.rows_without_support == without > 0
 
 
-def test_lists_are_refused_for_csv(
-    exported: Path, sides: tuple[pa.Table, pa.Table], tmp_path: Path
-) -> None:
+def test_csv_has_no_lists(exported: Path, sides: tuple[pa.Table, pa.Table], tmp_path: Path) -> None:
     inputs = (tmp_path / "support", tmp_path / "query")
     result = invoked(exported, *inputs, "--out", tmp_path / "out.csv")
     assert str(result.exception) == (

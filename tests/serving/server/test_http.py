@@ -208,9 +208,7 @@ def test_a_number_too_large_for_16_bits_is_told_alone(service: InferenceService)
         (tensor("seen.lengths", "INT64", [1] * 6), "input seen.lengths is there twice"),
     ],
 )
-def test_a_wrong_input_is_told_in_a_line(
-    service: InferenceService, extra: dict[str, Any], told: str
-) -> None:
+def test_wrong_inputs_are_told(service: InferenceService, extra: dict[str, Any], told: str) -> None:
     request = request_of(QUERY)
     request["inputs"].append(extra)
     answer = post(service, request)

@@ -40,9 +40,7 @@ def test_a_request_is_its_callers_span(exported: Path, monkeypatch: pytest.Monke
     assert wrong.status.status_code.name == "ERROR"
 
 
-def test_a_server_sends_its_last_spans_to_a_collector(
-    exported: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_collector_gets_the_last_spans(exported: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Over OTLP, as the environment says, however long spans wait for a batch."""
     pytest.importorskip("opentelemetry.exporter.otlp.proto.grpc")
     pb: Any = importlib.import_module("opentelemetry.proto.collector.trace.v1.trace_service_pb2")
