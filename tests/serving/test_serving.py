@@ -445,13 +445,10 @@ def test_predict_says_what_is_wrong_with_its_files(exported: Path, tmp_path: Pat
     assert seen == [*query_names(query), "prediction", "prediction_before", "support_rows"]
     assert found["prediction"].equals(found["prediction_before"])
     assert set(found["support_rows"].to_pylist()) == {0}
+    kinds = "ends with .xlsx: .parquet, .pq and .csv can be written. Name a file that ends with"
     for name, message in (
         ("out.parquet", "exists already. Name another file, or pass --overwrite to replace it"),
-        (
-            "out.xlsx",
-            "ends with .xlsx: .parquet, .pq and .csv can be written. Name a file that ends with "
-            "one of them",
-        ),
+        ("out.xlsx", f"{kinds} one of them"),
     ):
         result = runner.invoke(app, [*arguments, str(tmp_path / name)])
         assert str(result.exception) == f"--out = '{tmp_path / name}' {message}"
