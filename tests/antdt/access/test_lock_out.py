@@ -237,8 +237,8 @@ SERVE = """
 import resource, sys
 hard = int(sys.argv.pop(1))
 resource.setrlimit(resource.RLIMIT_NOFILE, (min(hard, 200), hard))
-from gmeta.antdt.service import server
-server.HANDSHAKE_TIMEOUT_S = 1
+from gmeta.antdt.service import shard_server
+shard_server.HANDSHAKE_TIMEOUT_S = 1
 from gmeta.cli.commands.shard_service import shard_service
 import typer
 typer.run(shard_service)
