@@ -1,5 +1,4 @@
-"""The generated code is what `make protos` makes, and the proto keeps the rules that keep it
-extensible."""
+"""The generated code is what `make protos` makes; the proto keeps its rules of extension."""
 
 import subprocess
 import sys
@@ -34,10 +33,8 @@ def test_committed_code_is_what_the_generator_makes(tmp_path: Path) -> None:
     outputs = [f"--{kind}_out={tmp_path}" for kind in ("python", "grpc_python")]
     subprocess.run([*command, *outputs], cwd=ROOT, check=True)
     made = sorted((tmp_path / CODE).iterdir())
-    assert [file.name for file in made] == [
-        "shard_service_pb2.py",
-        "shard_service_pb2_grpc.py",
-    ]
+    expected = ["shard_service_pb2.py", "shard_service_pb2_grpc.py"]
+    assert [file.name for file in made] == expected
     for file in made:
         committed = ROOT / "protos" / CODE / file.name
         assert committed.read_text() == file.read_text(), f"{committed} is stale. Run: make protos"

@@ -1,5 +1,4 @@
-"""Calls a server through tritonclient and prints what came back as JSON; in a process of its own,
-as its messages have the names of ours."""
+"""Calls a server by tritonclient, in a process of its own: its messages have our names."""
 
 import json
 import sys
