@@ -1,5 +1,7 @@
 """What a model can win on the synthetic recipe at best, with and without adapting to a user's
-support rows. Shape suffixes: T tasks, N rows, D embedding width, A items."""
+support rows.
+
+Shape suffixes: T tasks, N rows, D embedding width, A items"""
 
 from dataclasses import dataclass
 
