@@ -15,7 +15,7 @@ from hypothesis import HealthCheck, settings
 
 from gmeta.access.log import LOGGER_NAME
 from metaio.recipes.synthetic import SyntheticConfig, prepare_synthetic
-from tests.support.commands import gmeta
+from tests.support.commands import succeed
 from tests.support.labelled import prepare as prepare_labelled
 from tests.support.processes import (
     collect_garbage_rarely,
@@ -48,12 +48,9 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # The same examples each time, however long this machine takes for one.
 settings.register_profile(
-    "steady",
-    deadline=None,
-    derandomize=True,
-    database=None,
+    "steady", deadline=None, derandomize=True, database=None,
     suppress_health_check=[HealthCheck.too_slow],
-)
+)  # fmt: skip
 settings.load_profile("steady")
 
 ROOT = Path(__file__).parents[1]
@@ -123,8 +120,7 @@ def click_logs(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def labelled(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with the log, dataset, config and run of tests/support/labelled.py: three labels."""
     folder = tmp_path_factory.mktemp("labelled")
-    done = gmeta("train", prepare_labelled(folder))
-    assert done.returncode == 0, done.stderr
+    succeed("train", prepare_labelled(folder))
     return folder
 
 

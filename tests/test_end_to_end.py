@@ -19,9 +19,9 @@ from tests.support.commands import (
     SMALL_MODEL,
     environment,
     evaluate,
-    gmeta,
     losses,
     metrics,
+    succeed,
     write_config,
 )
 from tests.support.forked import ForkedProcess, Task, forked, run_forked
@@ -36,8 +36,7 @@ def config(tmp_path: Path, click_logs: Path) -> Path:
 def train(config: Path, *arguments: str) -> Path:
     """Train to the end; the run folder."""
     run = next((Path(a[8:]) for a in arguments if a.startswith("run.dir=")), config.parent / "run")
-    result = gmeta("train", config, *SMALL_MODEL, *arguments)
-    assert result.returncode == 0, result.stderr
+    succeed("train", config, *SMALL_MODEL, *arguments)
     return run
 
 
@@ -47,13 +46,9 @@ def test_two_ranks_train_and_evaluate_to_a_report(config: Path) -> None:
     run = train(config, valid, "--nproc-per-node=2")
     plain = train(config, valid, "algorithm.name=none", f"run.dir={config.parent / 'plain'}")
     assert {path.name for path in run.iterdir()} == {
-        "config.json",
-        "environment.json",
-        "plan.json",
-        "metrics.jsonl",
-        "tensorboard",
+        "config.json", "environment.json", "plan.json", "metrics.jsonl", "tensorboard",
         "checkpoints",
-    }
+    }  # fmt: skip
     plan = json.loads((run / "plan.json").read_text())
     assert {s["rank"] for table in plan["tables"].values() for s in table["shards"]} == {0, 1}
     assert [line["step"] for line in metrics(run)] == [*range(1, 9), 8]

@@ -96,7 +96,7 @@ def test_the_new_algorithm_equals_a_loop_and_gets_the_fused_one(site: Path, tmp_
         "from gmeta.adaptation.fused.fused_loop import FusedLoop\n"
         "from gmeta.runs.build import build_learner\n"
         "from gmeta_models import ModelConfig\n"
-        "from tests import reference\n"
+        "from tests.support import reference\n"
         "from tests.adaptation.agreement import assert_equals_loop\n"
         "MELU = ModelConfig(name='melu', embedding_dim=4, hidden=(5, 3))\n"
         "BODY = AlgorithmConfig(name='maml', inner_steps=3,\n"
@@ -124,7 +124,7 @@ import torch
 from gmeta.config.algorithm import AlgorithmConfig
 from gmeta.runs.build import build_learner
 from gmeta_models import ModelConfig
-from tests import reference
+from tests.support import reference
 
 def test_cold_and_warm():
     rng, features = random.Random(0), reference.some_features(2, 1, 1)

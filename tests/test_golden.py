@@ -20,13 +20,9 @@ from tests.support import golden
 RATES = {"bce": (0.1, 0.5, 0.05), "mse": (0.05, 0.02, 0.0002)}
 CASES = ("A_bce", "A_mse", "B_bce")
 KINDS = {
-    "maml2": "maml",
-    "fomaml": "fomaml",
-    "melu2": "maml",
-    "melu1": "fomaml",
-    "reptile": "reptile",
+    "maml2": "maml", "fomaml": "fomaml", "melu2": "maml", "melu1": "fomaml", "reptile": "reptile",
     "metasgd": "elementwise metasgd",
-}
+}  # fmt: skip
 ALGORITHMS_K = [
     *(f"{kind}_k{steps}" for kind in KINDS for steps in (1, 3) if kind != "melu1"),
     "melu1_k1",
@@ -93,9 +89,7 @@ def grad_of(parameter: Tensor) -> Tensor:
 @pytest.mark.shared_data
 @pytest.mark.parametrize("algorithm", ALGORITHMS_K)
 @pytest.mark.parametrize("case", CASES)
-def test_meta_gradients_losses_and_three_outer_steps_equal_the_golden_numbers(
-    case: str, algorithm: str
-) -> None:
+def test_gradients_losses_and_three_steps_equal_the_golden_ones(case: str, algorithm: str) -> None:
     numbers = golden.load()
     model, tables = golden.build(case, numbers)
     batch = golden.batch(case, numbers)
@@ -146,9 +140,7 @@ def test_meta_gradients_losses_and_three_outer_steps_equal_the_golden_numbers(
 @pytest.mark.shared_data
 @pytest.mark.parametrize("algorithm", ["maml2_k1", "maml2_k3", "melu2_k3", "reptile_k3"])
 @pytest.mark.parametrize("case", CASES)
-def test_predictions_after_adaptation_equal_the_golden_query_logits(
-    case: str, algorithm: str
-) -> None:
+def test_adapted_predictions_equal_the_golden_query_logits(case: str, algorithm: str) -> None:
     numbers = golden.load()
     model, tables = golden.build(case, numbers)
     learner = MetaLearner(model, algorithm_config(case, algorithm), loss=case[2:])

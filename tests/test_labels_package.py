@@ -1,5 +1,4 @@
-"""Somebody's own package with DCN-v2 of two labels, a metric and callbacks, installed outside the
-repository: two ranks, stopped, killed, resumed, evaluated, exported, loaded, served, and missed."""
+"""Somebody's own package (DCN-v2, two labels, a metric, callbacks) in a job's whole life."""
 
 import json
 import os

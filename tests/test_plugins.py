@@ -145,9 +145,8 @@ def test_options_are_those_of_the_model(package: Path) -> None:
     assert isinstance(built.layers, nn.Sequential)
     assert len(built.layers) == 3
     name = "mine_1.models:Deep"
-    assert (
-        refusal(name, dept=3) == "model.options.dept is unknown; did you mean model.options.depth?"
-    )
+    found = refusal(name, dept=3)
+    assert found == "model.options.dept is unknown; did you mean model.options.depth?"
     assert refusal(name, depth=0).startswith("model.options.depth = 0 is too small")
     assert "model.options.depth = 'x' is not of the type" in refusal(name, depth="x")
     assert refusal("melu", depth=1) == (

@@ -69,9 +69,8 @@ def test_a_test_that_may_not_start_the_interpreter_is_skipped_with_the_reason(
     monkeypatch.setattr(sys, "executable", str(forbidden))
     with pytest.raises(pytest.skip.Exception) as skipped, skipping_what_may_not_start():
         subprocess.run([sys.executable], check=True)
-    assert skipped.value.msg == (
-        f"this user may not start {forbidden}: give them a Python that they may"
-    )
+    expected = f"this user may not start {forbidden}: give them a Python that they may"
+    assert skipped.value.msg == expected
     # Any other program, and one that may be started, is the test's own matter.
     for program, mode in ((tmp_path / "other", 0o644), (forbidden.with_name("tool"), 0o755)):
         program.touch()

@@ -27,13 +27,10 @@ def run(line: str, folder: Path) -> str:
         done = gmeta(*arguments, cwd=folder, own_server=True)
     else:
         done = subprocess.run(
-            [sys.executable, *arguments],
-            cwd=folder,
-            env={**environment(), "PYTHONPATH": str(REPOSITORY)},
-            capture_output=True,
-            text=True,
+            [sys.executable, *arguments], cwd=folder,
+            env={**environment(), "PYTHONPATH": str(REPOSITORY)}, capture_output=True, text=True,
             check=False,
-        )
+        )  # fmt: skip
     assert done.returncode == 0, f"{line}\n{done.stderr}"
     return done.stdout
 

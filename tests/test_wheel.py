@@ -1,6 +1,4 @@
-"""What is installed: a wheel built from a source distribution, in an environment of its own, run
-from a folder with packages named like the repository's folders.
-"""
+"""The installed wheel, in an environment of its own, beside folders of our folders' names."""
 
 import re
 import shutil
@@ -169,9 +167,7 @@ def install_and_import(copied: tuple[str, ...], modules: tuple[str, ...]) -> Non
 
 
 @pytest.mark.distributed
-def test_an_installed_wheel_works_beside_a_users_own_models_protos_and_tests(
-    wheel: Path, tmp_path: Path
-) -> None:
+def test_a_wheel_works_beside_a_users_models_protos_and_tests(wheel: Path, tmp_path: Path) -> None:
     venv, here, told = tmp_path / "venv", tmp_path / "here", tmp_path / "told"
     run(sys.executable, "-m", "venv", "--without-pip", venv, cwd=tmp_path)
     python = venv / "bin" / "python"
@@ -199,9 +195,8 @@ def test_an_installed_wheel_works_beside_a_users_own_models_protos_and_tests(
 
     lines = [line.split() for line in told.read_text().splitlines()]
     assert {"0", "1"} <= {rank for rank, *_ in lines}
-    assert [
-        origin for _, *found in lines for origin in found if not origin.startswith(str(site))
-    ] == []
+    seen = [origin for _, *found in lines for origin in found if not origin.startswith(str(site))]
+    assert seen == []
 
 
 def test_the_citation_is_of_this_version_and_names_both_papers() -> None:

@@ -34,6 +34,7 @@ from gmeta_models.melu import MeLU
 from metaio import Provenance, open_dataset, write_dataset
 from tests.metaio.conftest import FEATURES, make_rows
 from tests.support.commands import SMALL_MODEL, fresh_gmeta, gmeta, write_config
+from tests.support.refusals import catch_message
 
 # `gmeta` or `fresh_gmeta`: what the libraries say when they are imported is no line of ours.
 Command = Callable[..., CompletedProcess[str]]
@@ -54,9 +55,7 @@ def refused(code: int, *arguments: str | Path, start: Command = gmeta) -> str:
     return lines[0]
 
 
-def test_a_split_that_is_not_there_is_named_with_those_that_are(
-    config: Path, click_logs: Path
-) -> None:
+def test_a_split_not_there_is_named_with_those_that_are(config: Path, click_logs: Path) -> None:
     message = refused(2, "train", config, "data.train_split=tran")
     assert message == (
         f"error: data.train_split = 'tran' is not in {click_logs}: it has train, valid, user-cold, "
@@ -207,9 +206,8 @@ def test_an_unknown_split_to_evaluate_is_named_with_those_that_are(config: Path)
 def test_a_file_where_a_folder_belongs_is_named(config: Path, tmp_path: Path) -> None:
     file = tmp_path / "taken"
     file.write_text("mine")
-    assert refused(2, "train", config, f"run.dir={file}") == (
-        f"error: run.dir = '{file}' is a file: a folder is needed. Choose another run.dir"
-    )
+    expected = f"error: run.dir = '{file}' is a file: a folder is needed. Choose another run.dir"
+    assert refused(2, "train", config, f"run.dir={file}") == expected
     assert refused(2, "train", config, f"run.dir={file}/a/b") == (
         f"error: run.dir = '{file}/a/b' lies below '{file}', which is a file: a folder is needed. "
         "Choose another run.dir"
@@ -229,11 +227,8 @@ def test_a_place_that_cannot_be_written_is_told_before_anything_is_scored(
     create_run_folder(config_from_dict(described), describe_environment(1, "0" * 32))
     # Of a read-only mount; root may write where permissions forbid it.
     monkeypatch.setattr(os, "access", lambda path, mode: path != tmp_path / "a")
-    with pytest.raises(UserError) as caught:
-        evaluate(tmp_path / "a")
-    assert str(caught.value) == (
-        f"{tmp_path / 'a'} cannot be written: name another folder for the report by --out"
-    )
+    expected = f"{tmp_path / 'a'} cannot be written: name another folder for the report by --out"
+    assert catch_message(UserError, evaluate, tmp_path / "a") == expected
 
 
 def test_a_run_without_a_checkpoint_has_nothing_to_evaluate(tmp_path: Path) -> None:
@@ -246,8 +241,7 @@ def test_a_run_without_a_checkpoint_has_nothing_to_evaluate(tmp_path: Path) -> N
 
 
 def test_a_split_that_holds_nothing_to_score_is_named(tmp_path: Path) -> None:
-    """Without episodes before anything is predicted, which may take minutes; without query rows
-    once that is seen."""
+    """Without episodes before minutes of predicting; without query rows once that is seen."""
     rows = make_rows(12)
     rows = replace(rows, label_N=(rows.label_N > 0.5).astype(np.float32))
     data = str(tmp_path / "data")
@@ -293,12 +287,8 @@ IS_URL = (
         ),
     ],
 )
-def test_a_place_that_cannot_be_written_is_refused_before_any_work(
-    work: Callable[[], None], message: str
-) -> None:
-    with pytest.raises(UserError) as caught:
-        work()
-    assert str(caught.value) == message
+def test_a_place_that_cannot_be_written_is_refused(work: Callable[[], None], message: str) -> None:
+    assert catch_message(UserError, work) == message
 
 
 def test_a_run_lives_on_this_machine(config: Path) -> None:
@@ -311,17 +301,12 @@ def test_what_cannot_be_compared_is_told_before_anything_is_evaluated(tmp_path: 
     for name, loss in (("a", "bce"), ("b", "mse")):
         described = {"outer": {"loss": loss}, "run": {"dir": str(tmp_path / name)}}
         create_run_folder(config_from_dict(described), describe_environment(1, "0" * 32))
-    with pytest.raises(UserError) as caught:
-        evaluate(tmp_path / "a", [tmp_path / "b"])
-    assert str(caught.value) == (
+    assert catch_message(UserError, evaluate, tmp_path / "a", [tmp_path / "b"]) == (
         f"run {tmp_path}/b was trained with loss mse, {tmp_path}/a with bce: their predictions "
         "mean different things. Compare runs of one loss"
     )
-    with pytest.raises(UserError) as caught:
-        evaluate(tmp_path / "a", [tmp_path / "a"])
-    assert str(caught.value) == (
-        f"{tmp_path}/a is named twice: a run says nothing beside itself. Leave one out"
-    )
+    expected = f"{tmp_path}/a is named twice: a run says nothing beside itself. Leave one out"
+    assert catch_message(UserError, evaluate, tmp_path / "a", [tmp_path / "a"]) == expected
     with pytest.raises(UserError) as caught:
         evaluate(tmp_path / "a", [tmp_path / "nowhere"])
     assert str(caught.value).startswith(f"{tmp_path}/nowhere is no run folder: ")
@@ -372,9 +357,7 @@ def test_memory_that_is_not_there_is_one_line(config: Path) -> None:
     )
 
 
-def test_an_error_is_written_in_one_piece_beside_those_of_other_ranks(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_an_error_is_written_in_one_piece_beside_others(monkeypatch: pytest.MonkeyPatch) -> None:
     pieces: list[str] = []
     stderr = SimpleNamespace(write=pieces.append, flush=lambda: None, isatty=lambda: False)
     monkeypatch.setattr(sys, "stderr", stderr)

@@ -38,18 +38,12 @@ def for_the_loop(algorithm: AlgorithmConfig, model: ModelConfig) -> AlgorithmCon
 
 
 def assert_equals_loop(
-    sizes: list[tuple[int, int]],
-    columns: tuple[int, int, int],
-    model_config: ModelConfig,
-    algorithm: AlgorithmConfig,
-    loss: str = "bce",
-    seed: int = 0,
-    shared_table: bool = False,
-    huber_delta: float = 1.0,
-    support_features: SupportFeaturesConfig | None = None,
+    sizes: list[tuple[int, int]], columns: tuple[int, int, int], model_config: ModelConfig,
+    algorithm: AlgorithmConfig, loss: str = "bce", seed: int = 0, shared_table: bool = False,
+    huber_delta: float = 1.0, support_features: SupportFeaturesConfig | None = None,
     labels: tuple[LabelsConfig, Labelled, reference.RowLoss] | None = None,
     slow: AlgorithmConfig | None = None,
-) -> None:
+) -> None:  # fmt: skip
     """Loss and every gradient of a step of `algorithm` equal those of the loop, which runs `slow`;
     without it what `for_the_loop` says.
 
@@ -89,16 +83,9 @@ def assert_equals_loop(
     seen = [replace(task, dense=rows.tolist()) for task, rows in zip(tasks, dense, strict=True)]
     columns_seen = replace(features, dense=(*features.dense, *statistics.names))
     expected = reference.outer_loss(
-        model,
-        tables,
-        columns_seen,
-        seen,
-        slow or for_the_loop(algorithm, model_config),
-        loss,
-        by_name,
-        huber_delta,
-        row_loss,
-    )
+        model, tables, columns_seen, seen, slow or for_the_loop(algorithm, model_config), loss,
+        by_name, huber_delta, row_loss,
+    )  # fmt: skip
     parameters = [*model.parameters(), *tables.values(), *rates]
     expected_grads = torch.autograd.grad(expected, parameters, allow_unused=True)
 

@@ -1,6 +1,4 @@
-"""The kernel of the fused inner loop and its definition, for tests that hold both to a loop over
-tasks.
-"""
+"""The kernel of the fused inner loop and its definition, for tests against a loop over tasks."""
 
 import pytest
 

@@ -28,21 +28,17 @@ MODEL = ModelConfig(
     embedding_dim=4,
     hidden=(5, 3),
     options={
-        "bottom": (3,),
-        "clusters": 3,
-        "history": "m0",
-        "structure": "parallel",
+        "bottom": (3,), "clusters": 3, "history": "m0", "structure": "parallel",
         "cross_layers": 1,
     },
-)
+)  # fmt: skip
 FORWARD = AlgorithmConfig(name="encoder", options={"encoder_hidden": (6, 3), "cold_weight": 0.3})
 
 
 def encoded(
     encoder: SupportEncoder, rows: list[Tensor], config: AlgorithmConfig
 ) -> dict[str, tuple[Tensor, Tensor]]:
-    """Scale and shift of each layer for one task, whose rows are as the encoder reads them: the
-    equations of the docstring, a row at a time."""
+    """Scale and shift of each layer for one task: the docstring's equations, a row at a time."""
     parameters = dict(encoder.named_parameters())
     options = config.options_of(EncoderOptions)
     width = options.encoder_hidden[-1]
@@ -90,13 +86,9 @@ def modulated(weights: Weights, by: dict[str, tuple[Tensor, Tensor]]) -> Weights
 
 
 def start_of(
-    learner: MetaLearner,
-    tables: Tables,
-    features: Features,
-    task: reference.Task,
-    config: AlgorithmConfig,
-    loss: str,
-) -> Weights:
+    learner: MetaLearner, tables: Tables, features: Features, task: reference.Task,
+    config: AlgorithmConfig, loss: str,
+) -> Weights:  # fmt: skip
     """The weights that the encoder gives to a task with its support rows."""
     model, encoder = learner.model, learner.encoder
     assert encoder is not None
@@ -119,13 +111,9 @@ def start_of(
 
 
 def slow_loss(
-    learner: MetaLearner,
-    tables: Tables,
-    features: Features,
-    tasks: list[reference.Task],
-    config: AlgorithmConfig,
-    loss: str,
-) -> Tensor:
+    learner: MetaLearner, tables: Tables, features: Features, tasks: list[reference.Task],
+    config: AlgorithmConfig, loss: str,
+) -> Tensor:  # fmt: skip
     terms = []
     for task in tasks:
         query = range(task.num_support, len(task.label))
@@ -179,17 +167,9 @@ def fetched(batch: Any, tables: Tables) -> Tensor:
     seed=st.integers(0, 1000),
 )
 def test_any_shape_gives_the_loss_and_gradients_of_the_equations(
-    sizes: list[tuple[int, int]],
-    columns: tuple[int, int, int],
-    model: str,
-    bags: Any,
-    pooling: Any,
-    modulation: Any,
-    prior: float,
-    loss: str,
-    layers: tuple[str, ...],
-    seed: int,
-) -> None:
+    sizes: list[tuple[int, int]], columns: tuple[int, int, int], model: str, bags: Any,
+    pooling: Any, modulation: Any, prior: float, loss: str, layers: tuple[str, ...], seed: int,
+) -> None:  # fmt: skip
     rng = random.Random(seed)
     config = replace(
         FORWARD,
@@ -230,9 +210,7 @@ def one_learner(
 
 
 @pytest.mark.parametrize("name", ["encoder", "encoder_maml"])
-def test_predictions_before_and_after_are_those_of_no_support_and_of_the_tasks_own(
-    name: str,
-) -> None:
+def test_predictions_are_those_of_no_support_and_of_the_tasks_own(name: str) -> None:
     config = replace(FORWARD, name=name, inner_steps=2, inner_lr=0.1, adapt_embeddings=True)
     learner, features, tables = one_learner(config)
     rng = random.Random(1)
@@ -257,13 +235,9 @@ def test_predictions_before_and_after_are_those_of_no_support_and_of_the_tasks_o
 
 
 def stepped(
-    learner: MetaLearner,
-    weights: Weights,
-    tables: Tables,
-    features: Features,
-    task: reference.Task,
-    config: AlgorithmConfig,
-) -> tuple[Weights, Tables]:
+    learner: MetaLearner, weights: Weights, tables: Tables, features: Features,
+    task: reference.Task, config: AlgorithmConfig,
+) -> tuple[Weights, Tables]:  # fmt: skip
     """MAML's steps from these weights on, every adapted value written out."""
     tables = {name: table.clone() for name, table in tables.items()}
     label = torch.tensor(task.label, dtype=torch.float64)[: task.num_support]
@@ -284,13 +258,9 @@ def stepped(
 @pytest.mark.parametrize("rows_adapt", [False, True])
 def test_inner_steps_start_from_the_encoders_weights(rows_adapt: bool) -> None:
     config = replace(
-        FORWARD,
-        name="encoder_maml",
-        inner_steps=2,
-        inner_lr=0.1,
-        options={**FORWARD.options, "cold_weight": 0.0},
-        adapt_embeddings=rows_adapt,
-    )
+        FORWARD, name="encoder_maml", inner_steps=2, inner_lr=0.1,
+        options={**FORWARD.options, "cold_weight": 0.0}, adapt_embeddings=rows_adapt,
+    )  # fmt: skip
     learner, features, tables = one_learner(config)
     tasks = [reference.random_task(features, *size, random.Random(3)) for size in ((3, 2), (2, 4))]
     terms = []

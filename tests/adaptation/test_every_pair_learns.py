@@ -23,8 +23,7 @@ TASKS = 24
 
 
 def planted_tasks(rng: random.Random) -> list[reference.Task]:
-    """Tasks that like even ids of the second column, or odd ones: without its support rows nobody
-    can tell, and the loss is ln 2."""
+    """Tasks that like even ids of the second column, or odd: unknown without support (ln 2)."""
     tasks = []
     for _ in range(TASKS):
         task = reference.random_task(FEATURES, 6, 6, rng)
@@ -74,15 +73,10 @@ def test_the_query_loss_of_unseen_tasks_falls(name: str, model: str) -> None:
         embedding_dim=8,
         hidden=(16,),
         options={
-            "bottom": (8,),
-            "history": "m0",
-            "attention": (8,),
-            "cross_layers": 1,
-            "experts": 2,
-            "own_experts": 1,
-            "expert": (16,),
+            "bottom": (8,), "history": "m0", "attention": (8,), "cross_layers": 1, "experts": 2,
+            "own_experts": 1, "expert": (16,),
         },
-    )
+    )  # fmt: skip
     algorithm = AlgorithmConfig(name=name, inner_steps=3, inner_lr=0.3)
     drawn, steps, share, rate = planted_tasks, 35, 0.4, 0.02
     if name in ("maml", "metasgd", "ridge"):  # whose gradients go through adapting

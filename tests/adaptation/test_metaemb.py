@@ -65,13 +65,9 @@ def made(learner: MetaLearner, tables: Tables, task: reference.Task) -> Tensor:
 
 
 def outputs(
-    learner: MetaLearner,
-    tables: Tables,
-    task: reference.Task,
-    phi: Tensor,
-    rows: range,
+    learner: MetaLearner, tables: Tables, task: reference.Task, phi: Tensor, rows: range,
     weights: Tables,
-) -> Tensor:
+) -> Tensor:  # fmt: skip
     """The model's outputs on rows of an item whose embedding is phi."""
     inputs = reference.rows_inputs(task, FEATURES, tables, rows)
     single = [torch.stack([row[0], phi, row[2]]) for row in inputs.single_NFD]
@@ -80,12 +76,9 @@ def outputs(
 
 
 def slow(
-    learner: MetaLearner,
-    tables: Tables,
-    task: reference.Task,
-    config: AlgorithmConfig,
+    learner: MetaLearner, tables: Tables, task: reference.Task, config: AlgorithmConfig,
     loss: str,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """Outputs on the query rows with phi and with phi', the cold loss, and the warm one."""
     label = torch.tensor(task.label, dtype=torch.float64)
     support, query = range(task.num_support), range(task.num_support, len(task.label))

@@ -1,6 +1,4 @@
-"""A plain epoch in front of meta-training learns what plain training does, to the last bit, and the
-epochs behind it what the algorithm does.
-"""
+"""A plain epoch in front of meta-training is plain training's to the bit; then the algorithm's."""
 
 import random
 from typing import Any

@@ -29,9 +29,7 @@ MODELS = {
 @pytest.mark.parametrize("model", MODELS)
 @pytest.mark.parametrize("name", ["none", "maml", "fomaml", "reptile", "metasgd"])
 @pytest.mark.parametrize("num_dense", [0, 2])
-def test_a_step_equals_the_loop_that_sees_them_as_dense_columns(
-    model: str, name: str, num_dense: int
-) -> None:
+def test_a_step_equals_the_loop_with_dense_columns(model: str, name: str, num_dense: int) -> None:
     algorithm = AlgorithmConfig(name, inner_steps=2, adapt_embeddings=num_dense == 0)
     columns = (2, 2, num_dense)
     assert_equals_loop(SIZES, columns, MODELS[model], algorithm, "mse", support_features=SUPPORT)
@@ -60,15 +58,11 @@ def test_before_adaptation_a_model_knows_nothing_of_the_support(name: str) -> No
     tasks = [reference.random_task(features, 5, 4, rng) for _ in range(3)]
     unknown = [
         replace(
-            task,
-            single=task.single[5:],
-            multi=task.multi[5:],
-            dense=task.dense[5:],
-            label=task.label[5:],
-            num_support=0,
+            task, single=task.single[5:], multi=task.multi[5:], dense=task.dense[5:],
+            label=task.label[5:], num_support=0,
         )
         for task in tasks
-    ]
+    ]  # fmt: skip
     tables = [torch.randn(table.num_rows, 4, dtype=torch.float64) for table in features.tables]
     found = []
     for episodes in (tasks, unknown):

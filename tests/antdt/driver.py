@@ -1,5 +1,4 @@
-"""Drives the committed ledger without sockets, threads or sleeps: a fake clock, a service, and
-worker processes."""
+"""Drives the committed ledger without sockets, threads or sleeps: fake clock, service, workers."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -71,8 +70,7 @@ class Service:
 
 @dataclass
 class Process:
-    """One worker process: numbers its calls and remembers what it registered with, as a real client
-    does."""
+    """One worker process: numbers its calls and keeps its registration, as a real client does."""
 
     service: Service
     worker_id: str

@@ -46,13 +46,9 @@ class Authority:
         self.ca.write_bytes(made.public_bytes(serialization.Encoding.PEM))
 
     def issue(
-        self,
-        name: str,
-        role: str = "",
-        days: float = 1.0,
-        address: str = "",
+        self, name: str, role: str = "", days: float = 1.0, address: str = "",
         host: str = "localhost",
-    ) -> Pair:
+    ) -> Pair:  # fmt: skip
         """A certificate for `host` and `address` with the role's URI; expired if `days` < 0."""
         names: list[x509.GeneralName] = [
             x509.DNSName(host),

@@ -1,8 +1,6 @@
-"""The ledger again, small and slow: a list, a few dictionaries, no pages, no cursor, no events,
-no store.
-
-Written from the specification, not from the code. Where the two disagree one of them is wrong.
-"""
+"""The ledger again, small and slow: a list, a few dictionaries, no pages, no cursor, no events, no
+store. Written from the specification, not from the code. Where the two disagree one of them is
+wrong."""
 
 import copy
 from dataclasses import dataclass, field

@@ -8,7 +8,6 @@ TOKENS_PER_LOOK = 0.375  # a call that is admitted looks twice and costs one
 
 
 def limits_by_count() -> CallLimits:
-    """A connection may make a handful of calls, then some are refused: the clock goes on by the
-    number of calls, not by the time that this machine takes for them."""
+    """A handful of calls per connection; the clock goes by calls, not by this machine's speed."""
     looks = itertools.count()
     return CallLimits(1.0, clock=lambda: TOKENS_PER_LOOK * next(looks))

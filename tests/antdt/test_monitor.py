@@ -35,13 +35,10 @@ class Cluster:
                 old = self.reports[name]
                 parts = [ms * TASKS * STEPS_PER_WINDOW for ms in times_ms(self.window)]
                 self.reports[name] = Report(
-                    old.step + STEPS_PER_WINDOW,
-                    old.tasks_done + TASKS * STEPS_PER_WINDOW,
-                    old.compute_ms + parts[0],
-                    old.data_wait_ms + parts[1],
-                    old.communication_ms + parts[2],
-                    old.peer_wait_ms + 1000.0,
-                )
+                    old.step + STEPS_PER_WINDOW, old.tasks_done + TASKS * STEPS_PER_WINDOW,
+                    old.compute_ms + parts[0], old.data_wait_ms + parts[1],
+                    old.communication_ms + parts[2], old.peer_wait_ms + 1000.0,
+                )  # fmt: skip
                 self.monitor.observe(name, self.incarnations[name], self.reports[name])
             self.window += 1
             assert self.monitor.close_window(self.window * CONFIG.window_s)
@@ -196,12 +193,9 @@ def test_a_window_is_cut_short_once_everybody_reports_that_somebody_became_slow(
         assert not cluster.monitor.close_window(began_s + 0.5 * CONFIG.window_s)
         old, parts = cluster.reports[name], [ms * TASKS for ms in times_ms(5)]
         cluster.reports[name] = Report(
-            old.step + 1,
-            old.tasks_done + TASKS,
-            old.compute_ms + parts[0],
-            old.data_wait_ms + parts[1],
-            old.communication_ms + parts[2],
-        )
+            old.step + 1, old.tasks_done + TASKS, old.compute_ms + parts[0],
+            old.data_wait_ms + parts[1], old.communication_ms + parts[2],
+        )  # fmt: skip
         cluster.monitor.observe(name, "p0", cluster.reports[name])
     assert not cluster.monitor.close_window(began_s + 0.1 * CONFIG.window_s)
     assert cluster.monitor.close_window(began_s + 0.5 * CONFIG.window_s)

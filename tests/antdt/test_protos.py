@@ -1,5 +1,4 @@
-"""The generated code is what `make protos` makes, and the proto keeps the rules that keep it
-extensible."""
+"""The generated code is what `make protos` makes; the proto keeps its rules of extension."""
 
 from pathlib import Path
 

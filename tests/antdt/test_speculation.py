@@ -1,5 +1,4 @@
-"""Second leases end to end: a real service with its monitor and controller, real worker processes,
-and examples/score_shards.py as the job."""
+"""Second leases end to end: a real service and processes; examples/score_shards.py is the job."""
 
 import subprocess
 import sys
@@ -57,9 +56,7 @@ def until_holding(server: ShardServer, worker_id: str) -> None:
     )
 
 
-def test_an_idle_worker_finishes_the_last_shard_of_a_slow_one(
-    server: ShardServer, tmp_path: Path
-) -> None:
+def test_an_idle_worker_finishes_a_slow_ones_shard(server: ShardServer, tmp_path: Path) -> None:
     with scorer(server, tmp_path, "slow", str(SLOW_MS)) as slow:
         until_holding(server, "slow")
         with scorer(server, tmp_path, "fast0") as one, scorer(server, tmp_path, "fast1") as two:
@@ -131,17 +128,13 @@ def test_the_loser_learns_it_while_it_works_and_the_loop_goes_on(
     assert len(lost) == 1
 
 
-def test_a_loop_that_leaves_a_speculative_shard_open_is_told_so(
-    workers: tuple[ShardClient, ShardClient],
-) -> None:
+def test_a_loop_leaving_its_speculation_is_told(workers: tuple[ShardClient, ShardClient]) -> None:
     with pytest.raises(ValueError, match="was left without an end; its result counts only once"):
         for _ in workers[0].shards("d"):
             pass
 
 
-def test_parts_of_a_speculative_shard_are_not_reported(
-    workers: tuple[ShardClient, ShardClient],
-) -> None:
+def test_parts_of_a_speculation_are_not_reported(workers: tuple[ShardClient, ShardClient]) -> None:
     (lease,) = workers[0].lease("d", 0)  # type: ignore[misc]
     lease.advance(3)
     workers[0].flush()
@@ -151,9 +144,7 @@ def test_parts_of_a_speculative_shard_are_not_reported(
     assert workers[0].held == []
 
 
-def test_a_speculative_shard_that_nobody_completed_goes_back_when_its_worker_leaves(
-    server: ShardServer,
-) -> None:
+def test_a_speculative_shard_goes_back_when_its_worker_leaves(server: ShardServer) -> None:
     """Its result may not be ready: it would be missing for ever."""
     with ShardClient(server.address, "a") as client:
         client.register_dataset(DatasetSpec("e", 8, 4, speculative=True))

@@ -1,5 +1,4 @@
-"""Which units a manifest says are in the model, one shard after the other: the audit counts them by
-arithmetic."""
+"""Which units a manifest says are in the model, shard by shard: the audit uses arithmetic."""
 
 from collections.abc import Iterator
 
@@ -8,8 +7,7 @@ from gmeta.antdt.order import ShardOrder
 
 
 def trained_ranges(entry: DatasetManifest) -> Iterator[tuple[int, int]]:
-    """The [start, end) unit ranges of this epoch that are in the model, one for each shard
-    touched."""
+    """The [start, end) unit ranges of this epoch in the model, one for each shard touched."""
     spec = entry.spec
     order = ShardOrder(spec.num_shards, spec.seed, entry.epoch, spec.shuffle)
     for start, end in entry.done:

@@ -25,8 +25,5 @@ def test_a_spread_is_median_and_range() -> None:
 
 def test_the_last_line_is_json_with_the_benchmarks_name(capsys: pytest.CaptureFixture[str]) -> None:
     finish("name", {"speedup": 2.0, "missing": None})
-    assert json.loads(capsys.readouterr().out) == {
-        "benchmark": "name",
-        "speedup": 2.0,
-        "missing": None,
-    }
+    expected = {"benchmark": "name", "speedup": 2.0, "missing": None}
+    assert json.loads(capsys.readouterr().out) == expected

@@ -33,14 +33,11 @@ def evaluation(path: Path, adapted: float, against: dict[tuple[str, str], float]
     ]
     comparisons = [
         {
-            "run": "adapted",
-            "stage": "after",
-            "minus_run": run,
-            "minus_stage": stage,
+            "run": "adapted", "stage": "after", "minus_run": run, "minus_stage": stage,
             "metrics": {"auc": difference(by)},
         }
         for (run, stage), by in against.items()
-    ]
+    ]  # fmt: skip
     group = {"name": "cold", "num_tasks": 70, "results": results, "comparisons": comparisons}
     told = {
         "runs": [{"name": "adapted"}, {"name": "plain"}],
@@ -84,9 +81,7 @@ def test_the_error_of_seeds_shrinks_with_their_number_and_that_of_tasks_does_not
 
 @pytest.mark.parametrize("of_seed", [0.0, 0.5, 1.0, 2.0, 10.0], ids=lambda value: f"seed_{value}")
 @pytest.mark.parametrize("seeds", [2, 3, 5])
-def test_an_interval_of_95_percent_holds_the_truth_in_95_percent(
-    seeds: int, of_seed: float
-) -> None:
+def test_an_interval_of_95_percent_holds_the_truth_so_often(seeds: int, of_seed: float) -> None:
     # Worlds whose true difference is 0: 100 tasks differ by 10, so that their mean is off by 1, and
     # a seed is off by `of_seed`. 4,000 worlds tell a share of 95 % to within 1 % (3 sigma).
     rng = np.random.default_rng(0)
@@ -106,16 +101,11 @@ def test_an_interval_of_95_percent_holds_the_truth_in_95_percent(
 @pytest.mark.parametrize(
     ("value", "higher", "verdict"),
     [
-        (0.02, True, "better"),
-        (-0.02, True, "worse"),
-        (-0.02, False, "better"),
-        (0.02, False, "worse"),
-        (0.005, True, "noise"),
+        (0.02, True, "better"), (-0.02, True, "worse"), (-0.02, False, "better"),
+        (0.02, False, "worse"), (0.005, True, "noise"),
     ],
-)
-def test_a_verdict_is_that_of_an_interval_without_0(
-    value: float, higher: bool, verdict: str
-) -> None:
+)  # fmt: skip
+def test_a_verdict_is_of_an_interval_without_0(value: float, higher: bool, verdict: str) -> None:
     assert lead("plain", 0.5, [difference(value)], higher=higher).verdict == verdict
 
 
@@ -129,9 +119,8 @@ def test_evaluations_of_seeds_become_rows(tmp_path: Path) -> None:
     (row,) = rows_of(two_seeds(tmp_path), ["cold"], ["auc"])
     assert row.value == pytest.approx(0.71)
     # The trees were not measured: they have no column.
-    assert [each.baseline for each in row.leads] == [
-        head for (run, _), head in BASELINES.items() if run != "boosted trees"
-    ]
+    found = [each.baseline for each in row.leads]
+    assert found == [head for (run, _), head in BASELINES.items() if run != "boosted trees"]
     assert [each.verdict for each in row.leads] == ["better", "better", "noise", "worse"]
     assert [each.value for each in row.leads] == pytest.approx([0.61, 0.65, 0.71, 0.75])
     assert counts([row], "plain") == {"better": 1, "noise": 0, "worse": 0}
@@ -157,9 +146,7 @@ def test_evaluations_of_seeds_become_rows(tmp_path: Path) -> None:
     )
 
 
-def test_other_algorithms_stand_behind_the_baselines_by_the_seeds_that_have_them(
-    tmp_path: Path,
-) -> None:
+def test_other_algorithms_stand_behind_the_baselines_by_their_seeds(tmp_path: Path) -> None:
     first, second = two_seeds(tmp_path)
     told = json.loads(first.read_text())["groups"][0]["comparisons"]
     against = {(one["minus_run"], one["minus_stage"]): one for one in told}
@@ -217,9 +204,7 @@ def test_the_page_in_docs_is_what_the_generator_makes_of_its_figures() -> None:
 
 
 @pytest.mark.parametrize("protocol", PROTOCOLS, ids=lambda protocol: protocol.name)
-def test_the_configs_of_a_data_set_differ_in_the_algorithm_and_what_was_tuned(
-    protocol: Any,
-) -> None:
+def test_configs_of_a_data_set_differ_in_algorithm_and_what_was_tuned(protocol: Any) -> None:
     adapted, plain = (
         load_config(protocol.configs[name], ["data.path=data", "run.dir=run"])
         for name in ("adapted", "plain")
@@ -253,9 +238,7 @@ def test_a_command_is_repeated_only_when_what_it_reads_changed(
     assert (out / "manifest.json").stat().st_mtime_ns != remade
 
 
-def test_a_run_is_made_anew_from_other_data_and_an_evaluation_from_other_runs(
-    tmp_path: Path,
-) -> None:
+def test_a_run_is_made_anew_from_other_data_as_is_an_evaluation(tmp_path: Path) -> None:
     trainings = [
         train_job(PROTOCOLS[0], name, 0, tmp_path, quick=True) for name in ("adapted", "plain")
     ]

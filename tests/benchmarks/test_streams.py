@@ -10,7 +10,7 @@ import streams
 from metaio.format.dataset import Dataset
 from metaio.stream.chain import open_stream
 from tests.metaio.recipes.test_movielens import SHARED
-from tests.support.commands import gmeta
+from tests.support.commands import succeed
 
 ROWS = 6_000
 
@@ -36,8 +36,7 @@ def test_a_real_log_has_the_same_ids_however_it_is_cut_and_its_gate_is_never_tra
         for group in groups:
             files = [folder / "log.parquet" for folder in group]
             arguments = ["--schema", tmp_path / "schema.toml", "--extend", stream, *files]
-            done = gmeta("prepare", *arguments)
-            assert done.returncode == 0, done.stderr
+            succeed("prepare", *arguments)
         opened = open_stream(str(stream))
         vocabularies.append(values_of(opened.dataset(opened.newest.number)))
         trained = [tasks_of(opened.dataset(number), "train") for number in opened.numbers]

@@ -34,9 +34,8 @@ def test_rows_are_the_ratings_of_each_user_in_order(tasks: dict[str, np.ndarray]
             item = tasks["warm_state_item"][rating]
             assert batch.label_N[row] == tasks["warm_state_y"][rating]
             assert batch.ids["rate"].ids_V[row] == tasks["item_rate"][item]
-            assert (
-                batch.ids["zip"].ids_V[row] == tasks["user_feat"][tasks["warm_state_user"][user], 3]
-            )
+            found = batch.ids["zip"].ids_V[row]
+            assert found == tasks["user_feat"][tasks["warm_state_user"][user], 3]
             actors = batch.ids["actor"]
             expected = slice(tasks["item_actor_off"][item], tasks["item_actor_off"][item + 1])
             np.testing.assert_array_equal(

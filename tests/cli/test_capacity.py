@@ -18,6 +18,7 @@ from metaio.read.reader import BatchReader
 from metaio.recipes import synthetic
 from metaio.recipes.synthetic import SyntheticConfig, prepare_synthetic
 from tests.support.commands import gmeta, write_config
+from tests.support.refusals import catch_message
 
 GB = 10**9
 SPEEDS = Speeds(hbm=4e12, pcie=5e10, nvlink=3e11, network=5e10, flops=6e13)
@@ -40,9 +41,7 @@ def test_speeds_are_in_bytes_or_in_bits(text: str, amount: float) -> None:
 
 def test_memory_is_in_bytes_alone() -> None:
     assert parse_amount("--gpu-memory", "80gb", "") == 8e10
-    with pytest.raises(UserError) as caught:
-        parse_amount("--gpu-memory", "640Gbit", "")
-    assert str(caught.value) == (
+    assert catch_message(UserError, parse_amount, "--gpu-memory", "640Gbit", "") == (
         "--gpu-memory is '640Gbit': a number and a unit are needed, such as 80GB. Correct it"
     )
 
@@ -102,9 +101,7 @@ def test_the_tasks_of_whole_blocks_are_those_of_the_dataset(bundled: Path) -> No
     assert found.step.rows == pytest.approx(dataset.split("train").num_rows)
 
 
-def test_a_step_of_more_tasks_than_the_dataset_has_is_counted_on_fewer_ranks(
-    click_logs: Path,
-) -> None:
+def test_a_step_of_more_tasks_than_there_are_counts_fewer_ranks(click_logs: Path) -> None:
     config = config_of(click_logs, data={"path": str(click_logs), "tasks_per_step": 6400})
     found = plan_capacity(config, CapacityOverrides({}), cluster_of(64), SPEEDS)
     dataset, _ = build(config)
@@ -141,9 +138,7 @@ def test_operations_of_plain_training_are_six_a_weight_and_row(
 
 
 @pytest.mark.parametrize("adapts_rows", [False, True])
-def test_operations_of_the_fused_loop_are_those_of_the_general_one(
-    click_logs: Path, adapts_rows: bool
-) -> None:
+def test_the_fused_loops_operations_are_the_generals(click_logs: Path, adapts_rows: bool) -> None:
     """Large layers go through other products than small ones."""
 
     def flops(rows: int, general: bool) -> float:
@@ -188,9 +183,7 @@ def test_the_command_needs_no_data_for_a_billion_rows(tmp_path: Path, gpus: int)
 
 
 @pytest.mark.parametrize("in_background", [True, False])
-def test_a_checkpoints_copy_is_part_of_the_hosts_memory(
-    tmp_path: Path, in_background: bool
-) -> None:
+def test_a_checkpoints_copy_is_part_of_host_memory(tmp_path: Path, in_background: bool) -> None:
     config = write_config(tmp_path / "c.toml", tmp_path / "nothing", tmp_path / "run")
     more = "--host-memory", "500GB", f"run.checkpoint_in_background={str(in_background).lower()}"
     done = gmeta("plan", config, *HUGE, *more, "model.embedding_dim=64", "--json")
@@ -235,25 +228,16 @@ def test_the_tables_fit_into_80_columns(tmp_path: Path) -> None:
 @pytest.mark.parametrize("default", ["row_wise", "planner"])
 def test_tables_that_do_not_fit_are_told_with_what_would(tmp_path: Path, default: str) -> None:
     config = write_config(tmp_path / "c.toml", tmp_path / "nothing", tmp_path / "run")
-    huge = (
-        "--rows",
-        "item=8e9",
-        "--rows",
-        "city=8e3",
-        "--rows-per-task",
-        "40",
-        "model.embedding_dim=32",
-    )
-    done = gmeta("plan", config, *huge, f"sharding.default={default}")
+    huge = ("--rows", "item=8e9", "--rows", "city=8e3", "--rows-per-task", "40")
+    more = "model.embedding_dim=32", f"sharding.default={default}"
+    done = gmeta("plan", config, *huge, *more)
     why = {
         "row_wise": "GPU 0 would hold 132.0 GB, and 68.0 GB of 80.0 GB are for that",
         "planner": "TorchRec's planner finds no place for the tables",
     }[default]
-    assert (done.returncode, done.stderr) == (
-        2,
-        f"error: the tables do not fit on 8 GPUs: {why}. What would fit: --gpus 16, or "
-        "model.embedding_dim = 12\n",
-    )
+    fits = "What would fit: --gpus 16, or model.embedding_dim = 12"
+    assert done.returncode == 2
+    assert done.stderr == f"error: the tables do not fit on 8 GPUs: {why}. {fits}\n"
 
 
 @pytest.mark.parametrize(
@@ -268,11 +252,6 @@ def test_tables_that_do_not_fit_are_told_with_what_would(tmp_path: Path, default
             ("--rows", "item=many"),
             "--rows has 'item=many': write TABLE=ROWS with 1 to 2^40 rows, such as item=1e9",
         ),
-        (
-            ("--gpus", "12"),
-            "--gpus 12 are no whole number of hosts with 8 GPUs each. Give a multiple, or another "
-            "--gpus-per-host",
-        ),
     ],
 )
 def test_wrong_options_get_one_line(tmp_path: Path, arguments: tuple[str, ...], told: str) -> None:
@@ -282,27 +261,15 @@ def test_wrong_options_get_one_line(tmp_path: Path, arguments: tuple[str, ...], 
     assert (done.returncode, done.stderr) == (2, f"error: {told.format(data=data)}\n")
 
 
-@pytest.mark.parametrize(
-    ("overrides", "told"),
-    [
-        (
-            ["sharding.exchange=torchrec", 'model.widths=["item=4"]', "model.embedding_dim=8"],
-            'sharding.exchange = "torchrec" fetches rows of one width, and these tables have 2 '
-            'widths. Set sharding.exchange = "host", or model.width = "equal" and '
-            "model.widths = []",
-        ),
-        (
-            ["sharding.placement=uvm"],
-            "table 'item' is to be placed in \"uvm\", which needs fbgemm's kernels, and "
-            'sharding.exchange = "host" has tables of its own. Set sharding.exchange = "torchrec", '
-            'or placement "device"',
-        ),
-    ],
-)
-def test_what_training_refuses_is_refused(tmp_path: Path, overrides: list[str], told: str) -> None:
+def test_what_training_refuses_is_refused(tmp_path: Path) -> None:
     config = write_config(tmp_path / "c.toml", tmp_path / "nothing", tmp_path / "run")
+    overrides = "sharding.exchange=torchrec", 'model.widths=["item=4"]', "model.embedding_dim=8"
     done = gmeta("plan", config, *HUGE, *overrides)
-    assert (done.returncode, done.stderr) == (2, f"error: {told}\n")
+    assert done.returncode == 2
+    assert done.stderr == (
+        'error: sharding.exchange = "torchrec" fetches rows of one width, and these tables have 2 '
+        'widths. Set sharding.exchange = "host", or model.width = "equal" and model.widths = []\n'
+    )
 
 
 def test_items_of_a_table_that_is_too_large_for_their_statistics_are_told(

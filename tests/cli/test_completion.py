@@ -25,12 +25,9 @@ def environment(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
 def script(environment: dict[str, str]) -> str:
     """What `gmeta --install-completion` has bash read."""
     done = subprocess.run(
-        ["gmeta"],
-        env={**environment, "_GMETA_COMPLETE": "source_bash"},
-        capture_output=True,
-        text=True,
-        check=True,
-    )
+        ["gmeta"], env={**environment, "_GMETA_COMPLETE": "source_bash"}, capture_output=True,
+        text=True, check=True,
+    )  # fmt: skip
     return done.stdout
 
 
@@ -42,12 +39,9 @@ def completed(script: str, environment: dict[str, str], *words: str) -> list[str
         'printf "%s\\n" "${COMPREPLY[@]}"'
     )
     done = subprocess.run(
-        ["bash", "--norc", "-c", f"{script}\n{ask}"],
-        env=environment,
-        capture_output=True,
-        text=True,
-        check=True,
-    )
+        ["bash", "--norc", "-c", f"{script}\n{ask}"], env=environment, capture_output=True,
+        text=True, check=True,
+    )  # fmt: skip
     return done.stdout.split()
 
 

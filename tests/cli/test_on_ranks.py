@@ -13,6 +13,7 @@ from gmeta.cli.commands.work.rank_process import run_as_rank
 from gmeta.cli.main import main
 from gmeta.distributed.ranks import lost_contact
 from gmeta.errors import GMetaError, UserError
+from tests.support.refusals import catch_message
 
 
 @pytest.fixture(autouse=True)
@@ -55,11 +56,9 @@ class _NoDriver(ModuleType):
     ("rank", "line"), [(None, "error: "), ("0", "error on rank 0: "), ("1", "")]
 )
 def test_ctrl_c_ends_a_command_with_one_line_on_one_rank(
-    rank: str | None,
-    line: str,
-    monkeypatch: pytest.MonkeyPatch,
+    rank: str | None, line: str, monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
-) -> None:
+) -> None:  # fmt: skip
     def interrupted() -> None:
         raise KeyboardInterrupt
 
@@ -111,9 +110,7 @@ def test_kernels_that_miss_the_driver_are_explained(monkeypatch: pytest.MonkeyPa
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="is for machines without a GPU")
 def test_cuda_without_a_gpu_is_refused_before_any_rank_waits() -> None:
-    with pytest.raises(UserError) as refused:
-        run_as_rank("cuda", 60, {}, lambda ranks: None)
-    assert str(refused.value) == (
+    assert catch_message(UserError, run_as_rank, "cuda", 60, {}, lambda ranks: None) == (
         'run.device = "cuda", but torch sees no GPU. Set run.device = "cpu" or install the driver'
     )
 
@@ -122,9 +119,7 @@ def test_a_rank_without_a_gpu_of_its_own_is_refused(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     monkeypatch.setenv("LOCAL_RANK", "1")
-    with pytest.raises(UserError) as refused:
-        run_as_rank("auto", 60, {}, lambda ranks: None)
-    assert str(refused.value) == (
+    assert catch_message(UserError, run_as_rank, "auto", 60, {}, lambda ranks: None) == (
         "LOCAL_RANK = 1, and torch sees 1 GPUs on this machine: each rank needs its own, by that "
         "number. Start fewer ranks (--nproc-per-node), let each see all GPUs "
         '(CUDA_VISIBLE_DEVICES), or set run.device = "cpu"'

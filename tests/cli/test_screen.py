@@ -65,9 +65,7 @@ def test_a_table_wider_than_the_terminal_loses_no_digit_and_no_column(
     assert console.width == int(columns)
 
 
-def test_words_are_shown_as_they_are_on_the_stream_that_was_asked_for(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_words_are_shown_as_they_are_on_their_stream(capsys: pytest.CaptureFixture[str]) -> None:
     for stderr in (False, True):
         make_console(stderr=stderr).print("of [bold]/data/[x] 12 'a'")
     shown = capsys.readouterr()

@@ -79,9 +79,7 @@ def test_both_at_once_are_refused() -> None:
     assert "--quiet and --verbose are given, which say the opposite: leave one out" in done.stderr
 
 
-def test_a_process_without_standard_streams_gets_those_of_nobody(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_process_without_standard_streams_gets_some(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("stdin", "stdout", "stderr"):
         monkeypatch.setattr(sys, name, None)
     cli._open_streams()

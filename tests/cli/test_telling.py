@@ -43,9 +43,7 @@ def test_of_the_ranks_of_a_machine_the_first_tells_while_the_others_wait_to_be_e
     assert waited_turns(monkeypatch, wrong, TORCHELASTIC_RUN_ID="a", LOCAL_RANK="5") == 1
 
 
-def test_a_rank_that_lost_contact_lets_the_one_tell_that_knows_why(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_rank_that_lost_contact_lets_another_tell(monkeypatch: pytest.MonkeyPatch) -> None:
     lost = lost_contact()
     assert waited_turns(monkeypatch, lost, TORCHELASTIC_RUN_ID="a", LOCAL_RANK="0") == 1
     assert waited_turns(monkeypatch, lost, TORCHELASTIC_RUN_ID="a", LOCAL_RANK="5") == 2
@@ -70,9 +68,7 @@ def test_a_full_disk_is_told_with_the_file_and_what_to_do() -> None:
     )
 
 
-def test_a_run_that_met_a_full_disk_is_told_to_go_on(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_a_run_on_a_full_disk_may_go_on(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Its folder is no new one any more, so the same command again would be refused."""
     config = TrainConfig(run=RunConfig(dir=str(tmp_path)))
 

@@ -16,6 +16,7 @@ from gmeta.runs.build import build_learner
 from gmeta_models import ModelConfig
 from metaio.read.batch import TaskBatch
 from tests.support.reference import batch_of, random_task, some_features
+from tests.support.refusals import catch_message
 
 FEATURES = some_features(2, 1, 1)
 PRIOR = LabelPrior(0.3, 0.46)
@@ -61,8 +62,7 @@ def some_batch() -> TaskBatch:
 
 
 def outputs(learner: MetaLearner, batch: TaskBatch) -> tuple[np.ndarray, np.ndarray]:
-    """What it predicts of query rows before it adapts, but with their support rows as inputs; and
-    the dense inputs of all rows, the statistics last."""
+    """Its predictions of query rows before it adapts, and the dense inputs, statistics last."""
     episodes = learner.collate_to_predict(batch)
     rows_UD = torch.randn(len(batch.unique_ids_U), 4, generator=torch.Generator().manual_seed(4))
     with torch.no_grad():
@@ -126,6 +126,4 @@ def test_every_layer_learns_from_there() -> None:
     ],
 )
 def test_what_cannot_start_so_is_told(changed: dict[str, Any], told: str) -> None:
-    with pytest.raises(ValueError) as raised:
-        learner(**changed)
-    assert str(raised.value) == told
+    assert catch_message(ValueError, learner, **changed) == told

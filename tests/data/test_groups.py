@@ -19,9 +19,7 @@ from gmeta.data.task_groups import (
 
 @settings(max_examples=60, deadline=None, derandomize=True)
 @given(sizes=st.lists(st.tuples(st.integers(0, 90), st.integers(1, 20)), min_size=1, max_size=60))
-def test_groups_hold_every_task_once_and_pad_little_unless_they_are_many(
-    sizes: list[tuple[int, int]],
-) -> None:
+def test_groups_hold_every_task_once_and_few_pad_little(sizes: list[tuple[int, int]]) -> None:
     support_T, query_T = np.array(sizes).T
     groups = group_tasks(support_T, query_T)
     assert sorted(task for group in groups for task in group) == list(range(len(sizes)))

@@ -48,8 +48,7 @@ def values_of(task: Task, row: int, column: int, num_single: int) -> list[int]:
 
 
 class Told:
-    """What (task, row) pairs tell: the mean and the deviation of their labels, and the labels above
-    that of the rows that hold an id, by column and id."""
+    """Mean and deviation of labels, and the labels above that of the rows with each id."""
 
     def __init__(self, rows: Sequence[tuple[Task, int]], columns: int, num_single: int) -> None:
         labels = [task.label[row] for task, row in rows]
@@ -88,13 +87,9 @@ def statistics_of_row(
     seed=st.integers(0, 10**6),
 )
 def test_every_row_has_the_statistics_of_a_loop(
-    sizes: list[tuple[int, int]],
-    columns: tuple[int, int],
-    shared_table: bool,
-    shrinkage: float,
-    log_odds: bool,
-    seed: int,
-) -> None:
+    sizes: list[tuple[int, int]], columns: tuple[int, int], shared_table: bool, shrinkage: float,
+    log_odds: bool, seed: int,
+) -> None:  # fmt: skip
     if sum(columns) == 0:
         columns = (1, 0)
     rng = random.Random(seed)

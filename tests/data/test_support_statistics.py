@@ -23,13 +23,9 @@ EVERYTHING = SupportFeaturesConfig(task=True, columns=("*",), shrinkage=2.0)
 
 
 def statistics_of_row(
-    task: Task,
-    row: int,
-    prior: LabelPrior,
-    shrinkage: float,
-    columns: tuple[int, int],
+    task: Task, row: int, prior: LabelPrior, shrinkage: float, columns: tuple[int, int],
     foretold: Sequence[float] | None = None,
-) -> list[float]:
+) -> list[float]:  # fmt: skip
     """All statistics of one row, from the definitions; `foretold` is of each row of the task."""
     others = [other for other in range(task.num_support) if other != row]
     labels = [(task.label[other] - prior.mean) / prior.deviation for other in others]
@@ -72,12 +68,9 @@ def statistics_of_row(
     seed=st.integers(0, 10**6),
 )
 def test_every_row_has_the_statistics_of_a_loop(
-    sizes: list[tuple[int, int]],
-    columns: tuple[int, int],
-    shared_table: bool,
-    shrinkage: float,
+    sizes: list[tuple[int, int]], columns: tuple[int, int], shared_table: bool, shrinkage: float,
     seed: int,
-) -> None:
+) -> None:  # fmt: skip
     if sum(columns) == 0:
         columns = (1, 0)
     rng = random.Random(seed)

@@ -88,9 +88,7 @@ def tree_of(values: Tensor, number: int = 9, name: str = "name", shares: bool = 
         (replace(tree_of(torch.zeros(2)), parts=()), False),
     ],
 )
-def test_a_layout_is_that_of_all_trees_that_differ_in_values_alone(
-    tree: Tree, is_alike: bool
-) -> None:
+def test_a_layout_is_that_of_all_trees_of_other_values(tree: Tree, is_alike: bool) -> None:
     mine, _ = lay_out(some_tree())
     (there,) = pickle.loads(pickle.dumps(pack([tree], pin_memory=False)))
     assert isinstance(there, Packed)

@@ -28,8 +28,7 @@ def amount(quantity: str | int) -> float:
 
 
 def image_problem(image: str) -> str | None:
-    """Images of others need a digest, ours a tag that is not `latest`: they are built where they
-    are used, and get their digest when they are pushed."""
+    """Images of others need a digest, ours a tag that is not `latest` (a digest once pushed)."""
     if re.search("@sha256:[0-9a-f]{64}$", image):
         return None
     name, colon, tag = image.rpartition(":")
@@ -122,8 +121,7 @@ def _container_problems(container: dict[str, Any], volumes: set[str]) -> list[st
 
 
 def made_secrets(manifests: list[Manifest]) -> set[str]:
-    """Names of the Secrets that the manifests' own deploy/credentials.py makes: no manifest has
-    them."""
+    """Names of the Secrets that deploy/credentials.py makes: no manifest has them."""
     return {
         f"{variable['value']}-{holder}"
         for manifest in manifests

@@ -25,13 +25,9 @@ def rules_of(manifests: list[Manifest], account: str) -> list[dict[str, Any]]:
 
 
 def can_i(
-    manifests: list[Manifest],
-    account: str,
-    verb: str,
-    resource: str,
-    name: str | None = None,
+    manifests: list[Manifest], account: str, verb: str, resource: str, name: str | None = None,
     group: str = "",
-) -> bool:
+) -> bool:  # fmt: skip
     """Whether the account may, in its own namespace; "" is the core group."""
     return any(
         group in rule["apiGroups"]

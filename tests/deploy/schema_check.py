@@ -1,6 +1,5 @@
 """Are the objects what the API server takes? Kubernetes' own schemas, strict, at both ends of the
-range of versions that we claim; operators' kinds by schemas taken from packages.
-"""
+range of versions that we claim; operators' kinds by schemas taken from packages."""
 
 import json
 from functools import cache

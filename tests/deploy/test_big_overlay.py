@@ -9,7 +9,7 @@ import pytest
 from tests.deploy.policy import amount
 from tests.deploy.rendering import ROOT, Manifest, pod_specs, render
 from tests.deploy.test_deploy_check import needs_kubectl, one, train
-from tests.support.commands import gmeta
+from tests.support.commands import gmeta, succeed
 
 GPU_MEMORY = 80 * 10**9
 FREE = 0.15  # kept for activations
@@ -36,8 +36,7 @@ def test_its_tables_fit_on_its_gpus_and_on_no_quarter_of_them(
         for part in script.split("||")[1].split("&&")
     )
     for command in (first, second):
-        done = gmeta(*command)
-        assert done.returncode == 0, done.stderr
+        succeed(*command)
     env = {each["name"]: each.get("value") for each in train(manifests)["containers"][0]["env"]}
     gpus = int(env["NNODES"]) * int(env["NPROC_PER_NODE"])
     assert gpus == 32

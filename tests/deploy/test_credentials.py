@@ -29,12 +29,9 @@ SCRIPT = ROOT / "deploy/credentials.py"
 
 def run(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [sys.executable, str(SCRIPT), *arguments],
-        capture_output=True,
-        text=True,
-        env={**os.environ, **environment},
-        check=False,
-    )
+        [sys.executable, str(SCRIPT), *arguments], capture_output=True, text=True,
+        env={**os.environ, **environment}, check=False,
+    )  # fmt: skip
 
 
 def test_what_was_begun_and_not_finished_is_made_anew(tmp_path: Path) -> None:
@@ -80,13 +77,10 @@ def test_a_service_with_them_lets_each_role_do_its_work(made: Path) -> None:
     service = made / "service"
     server = ShardServer(
         ServiceConfig(
-            "localhost:0",
-            tls_cert=service / "tls.crt",
-            tls_key=service / "tls.key",
-            tls_client_ca=service / "ca.crt",
-            tokens=made / "tokens",
+            "localhost:0", tls_cert=service / "tls.crt", tls_key=service / "tls.key",
+            tls_client_ca=service / "ca.crt", tokens=made / "tokens",
         )
-    )
+    )  # fmt: skip
     with ShardClient(server.address, "rank0", **options(made, "worker")) as client:
         assert client.service_epoch == 1
     with pytest.raises(RefusedError, match="Register is not a call of the role viewer"):
@@ -169,9 +163,7 @@ def bootstrap(api: ApiServer, folder: Path, token: str) -> subprocess.CompletedP
     return run("--kubernetes", "gmeta", KUBERNETES_API=url, KUBERNETES_ACCOUNT=str(folder))
 
 
-def test_the_cluster_gets_the_secrets_that_the_manifests_mount_once(
-    api: ApiServer, tmp_path: Path
-) -> None:
+def test_the_cluster_gets_each_secret_of_the_manifests_once(api: ApiServer, tmp_path: Path) -> None:
     done = bootstrap(api, tmp_path / "account", "the-pods-own-token")
     assert done.returncode == 0, done.stderr
     assert set(api.secrets) == {f"gmeta-{holder}" for holder in HOLDERS}
@@ -189,9 +181,7 @@ def test_the_cluster_gets_the_secrets_that_the_manifests_mount_once(
     assert api.secrets == before
 
 
-def test_half_of_the_secrets_or_no_right_to_make_them_is_an_error(
-    api: ApiServer, tmp_path: Path
-) -> None:
+def test_half_the_secrets_or_no_right_to_make_them_fails(api: ApiServer, tmp_path: Path) -> None:
     refused = bootstrap(api, tmp_path / "account", "somebody-elses")
     assert (refused.returncode, api.secrets) == (1, {})
     assert refused.stderr == "error: Secret gmeta-operator was not created: HTTP 403\n"

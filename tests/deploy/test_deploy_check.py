@@ -63,9 +63,7 @@ def test_alerts_are_explained_and_the_same_in_both_forms() -> None:
         (("GmetaLeasesExpire\n", "GmetaLeasesGo\n"), "GmetaLeasesGo has no section in docs/"),
     ],
 )
-def test_a_mistake_in_an_alert_is_noticed(
-    tmp_path: Path, wrong: tuple[str, str], expected: str
-) -> None:
+def test_an_alerts_mistake_is_found(tmp_path: Path, wrong: tuple[str, str], expected: str) -> None:
     # In both forms, as a person would make it.
     shutil.copy(ALERTS.with_name("alerts_test.yml"), tmp_path)
     alerts, operator = tmp_path / ALERTS.name, tmp_path / OPERATOR_ALERTS.name
@@ -112,10 +110,6 @@ MISTAKES: dict[str, tuple[Mistake, str]] = {
     "a typo in a field": (
         lambda m: one(m, "StatefulSet", "gmeta-shard-service")["spec"].update(replcias=1),
         "'replcias' was unexpected",
-    ),
-    "a wrong type": (
-        lambda m: one(m, "StatefulSet", "gmeta-shard-service")["spec"].update(replicas="one"),
-        "'one' is not of type 'integer'",
     ),
     "a typo in a ServiceMonitor": (
         lambda m: one(m, "ServiceMonitor", "gmeta-shard-service")["spec"]["endpoints"][0].update(
@@ -224,10 +218,6 @@ MISTAKES: dict[str, tuple[Mistake, str]] = {
     "a job without an end": (
         lambda m: one(m, "Job", "gmeta-prepare")["spec"].pop("activeDeadlineSeconds"),
         "Job/gmeta-prepare: it has no activeDeadlineSeconds",
-    ),
-    "a job that stays for ever": (
-        lambda m: one(m, "Job", "gmeta-prepare")["spec"].pop("ttlSecondsAfterFinished"),
-        "Job/gmeta-prepare: it has no ttlSecondsAfterFinished",
     ),
     "a drain that waits for pods that are not ready": (
         lambda m: one(m, "PodDisruptionBudget", "gmeta-train")["spec"].pop(
@@ -339,9 +329,7 @@ def test_both_trainer_images_serve() -> None:
         (("RUN groupadd", "RUN cd /tmp && groupadd"), "DL3003"),
     ],
 )
-def test_a_mistake_in_a_dockerfile_is_noticed(
-    tmp_path: Path, wrong: tuple[str, str], expected: str
-) -> None:
+def test_a_dockerfiles_error_is_seen(tmp_path: Path, wrong: tuple[str, str], expected: str) -> None:
     file = tmp_path / "broken.Dockerfile"
     (service,) = [path for path in DOCKERFILES if path.name == "service.Dockerfile"]
     file.write_text(service.read_text().replace(*wrong))
@@ -359,9 +347,7 @@ def test_a_mistake_in_a_dockerfile_is_noticed(
         (('["credentials:/run/gmeta"]', '["credential:/run/gmeta"]'), "which is no volume"),
     ],
 )
-def test_a_mistake_in_the_compose_file_is_noticed(
-    tmp_path: Path, wrong: tuple[str, str], expected: str
-) -> None:
+def test_a_compose_mistake_is_found(tmp_path: Path, wrong: tuple[str, str], expected: str) -> None:
     file = tmp_path / "compose.yaml"
     file.write_text(COMPOSE_FILE.read_text().replace(*wrong, 1))
     assert any(expected in problem for problem in compose_problems(file))
@@ -412,9 +398,7 @@ print(*{dist for name in loaded for dist in known.get(name, [])})
         (("transformer",), {}, "Additional properties are not allowed ('transformer'"),
     ],
 )
-def test_what_kserve_would_refuse_is_found(
-    where: tuple[str, ...], value: object, expected: str
-) -> None:
+def test_what_kserve_refuses_is_found(where: tuple[str, ...], value: object, expected: str) -> None:
     manifests = render(ROOT / "deploy/k8s/overlays/local-cpu-kserve")
     (service,) = (each for each in manifests if each["kind"] == "InferenceService")
     assert schema_problems(service) == []

@@ -57,21 +57,17 @@ def pin(*paths: Path) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, capture_output=True, text=True, check=False)
 
 
-def test_digests_become_those_of_the_registry_or_nothing_changes(
-    registry: str, tmp_path: Path
-) -> None:
+def test_digests_become_the_registrys_or_nothing_changes(registry: str, tmp_path: Path) -> None:
     docker, compose = tmp_path / "a.Dockerfile", tmp_path / "compose.yaml"
     docker.write_text(f"ARG BASE_IMAGE={registry}/team/base:1.2@{OLD}\nFROM gmeta-own:0.1.0\n")
     compose.write_text(f"image: {registry}/team/gone:9@{OLD}\n")
     refused = pin(docker, compose)
     assert refused.returncode == 1
-    assert refused.stderr == (
-        f"error: {compose}: no digest: HTTP Error 404: Not Found. Nothing was changed\n"
-    )
+    expected = f"error: {compose}: no digest: HTTP Error 404: Not Found. Nothing was changed\n"
+    assert refused.stderr == expected
     assert OLD in docker.read_text()
     done = pin(docker)
     assert (done.returncode, done.stdout) == (0, f"changed {docker}\n"), done.stderr
-    assert docker.read_text() == (
-        f"ARG BASE_IMAGE={registry}/team/base:1.2@{NEW}\nFROM gmeta-own:0.1.0\n"
-    )
+    expected = f"ARG BASE_IMAGE={registry}/team/base:1.2@{NEW}\nFROM gmeta-own:0.1.0\n"
+    assert docker.read_text() == expected
     assert pin(docker).stdout == f"same    {docker}\n"

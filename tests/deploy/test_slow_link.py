@@ -65,6 +65,5 @@ def test_a_slow_link_is_told_from_waiting_for_one(network: list[Host]) -> None:
         monitor.close_window(2.5 * window)
     said = {name: (health.verdict, health.cause) for name, health in monitor.health.items()}
     assert said[f"rank{SLOW_RANK}"] == ("transient", "network")
-    assert {said[f"rank{rank}"] for rank in range(NUM_RANKS) if rank != SLOW_RANK} == {
-        ("healthy", "")
-    }
+    expected = {("healthy", "")}
+    assert {said[f"rank{rank}"] for rank in range(NUM_RANKS) if rank != SLOW_RANK} == expected

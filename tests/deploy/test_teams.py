@@ -52,13 +52,10 @@ def _is_shared(line: str) -> bool:
     return any(
         word in line
         for word in (
-            "image:",
-            "priorityClassName:",
-            "- gmeta-credentials",
-            "- gmeta-resume",
+            "image:", "priorityClassName:", "- gmeta-credentials", "- gmeta-resume",
             "replacement:",
         )
-    )
+    )  # fmt: skip
 
 
 @needs_kubectl

@@ -17,9 +17,7 @@ from tests.support.waiting import PATIENCE_S, wait_until
 
 
 @pytest.mark.distributed
-def test_a_node_that_gets_sigterm_leaves_a_checkpoint_of_its_last_step(
-    tmp_path: Path, click_logs: Path
-) -> None:
+def test_sigterm_leaves_a_checkpoint_of_a_nodes_last_step(tmp_path: Path, click_logs: Path) -> None:
     run = tmp_path / "run"
     config = write_config(tmp_path / "train.toml", click_logs, run)
     endless = ["run.epochs=1000", "run.max_steps=0", "run.checkpoint_every_steps=1000000"]
@@ -48,9 +46,7 @@ def test_a_node_that_gets_sigterm_leaves_a_checkpoint_of_its_last_step(
     assert [c.name for c in list_checkpoints(run / "checkpoints")] == [f"step-{last:08d}"]
 
 
-def test_a_mistake_in_the_config_is_told_once_and_starts_no_rank(
-    tmp_path: Path, click_logs: Path
-) -> None:
+def test_a_mistake_in_the_config_starts_no_rank(tmp_path: Path, click_logs: Path) -> None:
     config = write_config(tmp_path / "train.toml", click_logs, tmp_path / "run")
     node = subprocess.run(
         [

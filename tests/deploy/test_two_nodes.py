@@ -1,9 +1,7 @@
 """The container entry points as processes on several hosts: a service with TLS, tokens and client
 certificates, two training nodes, a cable that is pulled, and a node that comes later and goes.
-
 Nodes are forked with everything imported, but for the one that goes: Linux tells its ranks, which
-are children of its agent only there.
-"""
+are children of its agent only there."""
 
 import os
 import signal
@@ -99,18 +97,13 @@ class Cluster:
     def _variables(self, rank: int, nodes: str, python: str) -> dict[str, str]:
         cert, key = self.worker_pair
         return {
-            "PYTHON": python,
-            "NNODES": nodes,
-            "NODE_RANK": str(rank),
+            "PYTHON": python, "NNODES": nodes, "NODE_RANK": str(rank),
             "RDZV_ENDPOINT": f"{self.nodes[0].address}:29400",
-            "LOCAL_ADDR": self.nodes[rank].address,
-            "GLOO_SOCKET_IFNAME": INTERFACE,
-            "GMETA_SHARD_SERVICE": f"{self.hub.address}:7070",
-            "GMETA_SHARD_TLS_CA": str(self.ca),
-            "GMETA_SHARD_TLS_CERT": str(cert),
-            "GMETA_SHARD_TLS_KEY": str(key),
+            "LOCAL_ADDR": self.nodes[rank].address, "GLOO_SOCKET_IFNAME": INTERFACE,
+            "GMETA_SHARD_SERVICE": f"{self.hub.address}:7070", "GMETA_SHARD_TLS_CA": str(self.ca),
+            "GMETA_SHARD_TLS_CERT": str(cert), "GMETA_SHARD_TLS_KEY": str(key),
             "GMETA_SHARD_TOKEN_FILE": str(self.folder / "tokens" / "worker"),
-        }
+        }  # fmt: skip
 
     def _start(
         self, host: Host, name: str, command: list[str], variables: dict[str, str]

@@ -1,7 +1,5 @@
-"""Runs a function on several gloo ranks, each a fresh process, and brings back the results.
-
-The processes are forked from one that has the imports ready: they cost seconds a rank.
-"""
+"""Runs a function on several gloo ranks, each a fresh process, and brings back the results. The
+processes are forked from one that has the imports ready: they cost seconds a rank."""
 
 import os
 import tempfile
@@ -44,12 +42,9 @@ def on_ranks(
 
 
 def steps_of(
-    batches: Iterable[TaskBatch],
-    arrange: Callable[[TaskBatch], Any],
-    features: Features,
-    ranks: Ranks,
-    **rest: Any,
-) -> Iterator[tuple[Any, StepTotals]]:
+    batches: Iterable[TaskBatch], arrange: Callable[[TaskBatch], Any], features: Features,
+    ranks: Ranks, **rest: Any,
+) -> Iterator[tuple[Any, StepTotals]]:  # fmt: skip
     """The steps of these batches, each arranged so, as `in_step` yields them."""
     return iterate_steps(
         map(arrange, batches), arrange(batch_without_tasks(features)), ranks, **rest
@@ -57,13 +52,9 @@ def steps_of(
 
 
 def _rank(
-    rank: int,
-    world_size: int,
-    folder: str,
-    work: Callable[..., Any],
-    arguments: tuple[Any, ...],
+    rank: int, world_size: int, folder: str, work: Callable[..., Any], arguments: tuple[Any, ...],
     hosts: tuple[Host, ...],
-) -> None:
+) -> None:  # fmt: skip
     torch.set_num_threads(1)
     if hosts:
         hosts[rank].enter()

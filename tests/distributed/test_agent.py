@@ -30,8 +30,7 @@ MAX_EPOCHS = 200
 
 
 def train_on_rank(ranks: Ranks, config: TrainConfig) -> tuple[list[list[int]], list[float]]:
-    """Tasks of each step of each epoch until the new shares were seen for a while, and the report's
-    times."""
+    """Tasks of each step until the new shares were seen for a while, and the report's times."""
     dataset = open_dataset(config.data.path)
     learner = build_learner(dataset.features, MODEL, AlgorithmConfig(name="maml"), "bce")
     sharded = shard_learner(learner, dataset.features, config, ranks)

@@ -81,9 +81,7 @@ def test_ranks_with_other_configs_end_before_anything_is_made(
 
 
 @pytest.mark.distributed
-def test_ranks_with_other_data_end_before_anything_is_made(
-    tmp_path: Path, click_logs: Path
-) -> None:
+def test_ranks_of_other_data_end_before_anything_is_made(tmp_path: Path, click_logs: Path) -> None:
     other = tmp_path / "other"
     prepare_synthetic(str(other), SyntheticConfig(num_tasks=20, num_items=60, query_rows=5))
     config = write_config(tmp_path / "train.toml", click_logs, tmp_path / "run")

@@ -1,6 +1,4 @@
-"""Training with batches in few shapes (run.shape_buckets) against training without, on one rank and
-on two.
-"""
+"""Training in few shapes (run.shape_buckets) against training without, on 1 rank and on 2."""
 
 import random
 from types import SimpleNamespace
@@ -95,9 +93,8 @@ def test_on_a_cpu_shapes_are_as_asked_and_steps_eager_and_the_log_says_why(
     ranks: Any = SimpleNamespace(device=torch.device("cpu"), rank=0)
     _choose_shapes(learner, RunConfig(shape_buckets=buckets, cuda_graphs="on"), ranks)
     assert (learner.in_buckets, learner._graphs) == (expected, None)
-    assert caplog.messages == [
-        "run.cuda_graphs: steps are taken eagerly, as this run computes on the CPU"
-    ]
+    wanted = ["run.cuda_graphs: steps are taken eagerly, as this run computes on the CPU"]
+    assert caplog.messages == wanted
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,5 @@
 """Checkpoints appear whole or not at all, beside training, say why when they cannot, and go on at
-any number of ranks.
-"""
+any number of ranks."""
 
 import copyreg
 import errno
@@ -74,13 +73,9 @@ def write_and_break(ranks: Ranks, folder: Path) -> dict[str, Any]:
     (folder / "tmp-step-00000009").mkdir()  # of a process that was killed while it wrote
     told: list[tuple[str, int]] = []
     writer = CheckpointWriter(
-        folder,
-        sharded,
-        optimizer,
-        CONFIG,
-        ranks,
+        folder, sharded, optimizer, CONFIG, ranks,
         lambda checkpoint: told.append((checkpoint.name, len(list_checkpoints(folder)))),
-    )
+    )  # fmt: skip
     for step in (1, 2, 3):
         writer.save(RunProgress(step=step))
     writer.finish()
@@ -204,12 +199,9 @@ def load_and_train(ranks: Ranks, folder: Path) -> list[float]:
 
 
 def train_steps(
-    ranks: Ranks,
-    learner: MetaLearner,
-    sharded: DistributedLearner,
-    optimizer: OuterOptimizer,
+    ranks: Ranks, learner: MetaLearner, sharded: DistributedLearner, optimizer: OuterOptimizer,
     steps: range,
-) -> list[float]:
+) -> list[float]:  # fmt: skip
     """This rank's losses; a step's tasks depend on its number alone."""
 
     def tasks(step: int) -> list[reference.Task]:
@@ -305,8 +297,7 @@ def damages(data: bytes, rng: random.Random) -> list[bytes | None]:
 
 
 def damage_and_load(ranks: Ranks, folder: Path) -> dict[str, list[str]]:
-    """What loading, exporting and inspecting say of each damage; then of those of an index without
-    checksums."""
+    """What loading, exporting and inspecting say of each damage; then without checksums."""
     learner, sharded, optimizer = fresh(ranks)
     train_steps(ranks, learner, sharded, optimizer, range(1))
     with CheckpointWriter(folder, sharded, optimizer, CONFIG, ranks) as writer:
@@ -342,9 +333,7 @@ def inspected(path: Path) -> None:
 
 
 @pytest.mark.distributed
-def test_no_wrong_bit_of_a_checkpoint_is_loaded_exported_or_inspected_in_silence(
-    tmp_path: Path,
-) -> None:
+def test_no_wrong_bit_is_loaded_exported_or_inspected_in_silence(tmp_path: Path) -> None:
     (said,) = on_ranks(1, damage_and_load, tmp_path)
     old = said.pop("old")
     for messages in said.values():
@@ -360,8 +349,7 @@ def test_no_wrong_bit_of_a_checkpoint_is_loaded_exported_or_inspected_in_silence
 
 
 def refuse_together(ranks: Ranks, folder: Path) -> list[str]:
-    """A file of rank 1 that it cannot read once it is written, an index that nothing of ours can
-    read, then a file with a flipped bit."""
+    """A file of rank 1 it cannot read, an index nothing of ours can read, a flipped bit."""
     learner, sharded, optimizer = fresh(ranks)
     train_steps(ranks, learner, sharded, optimizer, range(1))
     writer = CheckpointWriter(folder, sharded, optimizer, CONFIG, ranks)
@@ -459,9 +447,7 @@ def load_into_a_wider_model(ranks: Ranks, folder: Path) -> str:
 
 
 @pytest.mark.distributed
-def test_a_whole_checkpoint_of_another_model_is_the_configs_matter_and_not_to_be_removed(
-    tmp_path: Path,
-) -> None:
+def test_another_models_whole_checkpoint_is_the_configs_matter(tmp_path: Path) -> None:
     for told in on_ranks(2, load_into_a_wider_model, tmp_path):
         assert told.startswith(
             f"checkpoint {tmp_path}/step-00000001 does not fit the config: Size mismatch between "

@@ -1,8 +1,6 @@
 """A run goes on with the next increment of a stream, on any number of ranks, stopped or not.
-
 Mutants that these tests catch: rows reset or sums discounted again at a resume, gate tasks trained,
-the increment scored after its first step, or with what its own rows say of its items.
-"""
+the increment scored after its first step, or with what its own rows say of its items."""
 
 import json
 from dataclasses import replace
@@ -73,12 +71,9 @@ def test_any_ranks_go_on_to_the_same_model_and_a_stop_changes_nothing(tmp_path: 
     whole = config_of(runs["whole"], third, runs["two"])
     stopped = config_of(runs["stopped"], third, runs["two"], run__max_steps=2)
     configs = [
-        config_of(runs["one"], first),
-        config_of(runs["two"], second, runs["one"]),
-        whole,
-        stopped,
-        replace(stopped, run=replace(stopped.run, max_steps=0)),
-    ]
+        config_of(runs["one"], first), config_of(runs["two"], second, runs["one"]), whole,
+        stopped, replace(stopped, run=replace(stopped.run, max_steps=0)),
+    ]  # fmt: skip
     on_ranks(1, train_each, configs)
     unbroken = tensors(newest(runs["whole"]))
     assert unbroken["model.tables.embeddings.item.weight"].shape == (300, 4)
@@ -132,10 +127,8 @@ def test_an_increment_is_scored_before_it_is_trained_on(tmp_path: Path) -> None:
     on_ranks(2, train_each, configs)
     told = json.loads((runs[1] / PREQUENTIAL_FILE).read_text())
     assert (told["increment"], told["trained_on"]) == (2, [1])
-    assert {name: one["num_tasks"] for name, one in told["splits"].items()} == {
-        "train": NUM_TASKS,
-        "gate": NUM_TASKS // 4,
-    }
+    expected = {"train": NUM_TASKS, "gate": NUM_TASKS // 4}
+    assert {name: one["num_tasks"] for name, one in told["splits"].items()} == expected
     (valid,) = [line["valid"] for line in RunFolder(runs[1]).read_metrics() if "valid" in line]
     assert told["splits"]["gate"]["scores"] == pytest.approx(valid, abs=1e-7)
     assert not (runs[0] / PREQUENTIAL_FILE).exists()
@@ -153,17 +146,13 @@ def train_and_evaluate(ranks: Ranks, configs: list[TrainConfig], on: Path) -> fl
 
 
 @pytest.mark.distributed
-def test_a_forecast_is_what_the_served_model_says_which_knows_no_label_of_the_increment(
-    tmp_path: Path,
-) -> None:
+def test_a_forecast_is_the_served_models_before_the_increments_labels(tmp_path: Path) -> None:
     # No value is new to the second increment, so that the model of the first knows all of its rows.
     first, second = write_increments(tmp_path / "shop", (30, 30))
     known = {"item_features__columns": ["item"], "item_features__shrinkage": 0.0}
     one = config_of(tmp_path / "one", first, **known)
     two = config_of(tmp_path / "two", second, tmp_path / "one", **known)
-
     (served,) = on_ranks(1, train_and_evaluate, [one, two], second)
-
     told = json.loads((tmp_path / "two" / PREQUENTIAL_FILE).read_text())
     assert told["splits"]["train"]["scores"]["logloss"] == pytest.approx(served, abs=1e-7)
 
@@ -175,9 +164,7 @@ def train_and_count(ranks: Ranks, config: TrainConfig) -> None:
 
 @pytest.mark.distributed
 @pytest.mark.parametrize("source", ["static", "service"])
-def test_every_task_of_an_increment_is_trained_once_and_none_of_the_gate(
-    tmp_path: Path, source: str
-) -> None:
+def test_an_increments_tasks_are_trained_once_the_gates_never(tmp_path: Path, source: str) -> None:
     first, second = write_increments(tmp_path / "shop", (30, 100))
     one, two = tmp_path / "one", tmp_path / "two"
     on_ranks(2, train_and_count, config_of(one, first, data__source=source))

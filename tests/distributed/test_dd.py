@@ -112,9 +112,7 @@ def gradient_of_one_rank(data: Path, tasks: set[int], tables: dict[str, Any]) ->
 
 
 @pytest.mark.distributed
-def test_two_speeds_get_the_best_split_in_micro_batches_and_the_gradient_of_one_rank(
-    click_logs: Path,
-) -> None:
+def test_two_speeds_get_the_best_micro_batches_and_the_same_gradient(click_logs: Path) -> None:
     watched = StragglerConfig(
         MonitorConfig(window_s=0.2), ControllerConfig("dd", max_micro_batch=MAX_MICRO_BATCH)
     )

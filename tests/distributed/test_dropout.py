@@ -1,6 +1,4 @@
-"""A model of somebody's own with dropout: on in training, each rank and step with draws of its own,
-off wherever it is scored.
-"""
+"""A model of one's own with dropout: own draws by rank and step in training, off elsewhere."""
 
 import random
 from pathlib import Path
@@ -86,9 +84,7 @@ def drawn_on_rank(ranks: Ranks, configs: list[TrainConfig]) -> list[list[list[fl
 
 
 @pytest.mark.distributed
-def test_ranks_and_steps_draw_apart_and_a_resumed_run_what_it_would_have_drawn(
-    tmp_path: Path,
-) -> None:
+def test_ranks_and_steps_draw_apart_and_a_resumed_run_alike(tmp_path: Path) -> None:
     data = write_increments(tmp_path / "shop")[0]
 
     def run(name: str, steps: int) -> TrainConfig:

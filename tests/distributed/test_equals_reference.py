@@ -1,6 +1,4 @@
-"""1, 2 and 4 gloo ranks = a plain PyTorch loop, after several outer steps, with unequal tasks per
-rank; of several labels too.
-"""
+"""1, 2 and 4 gloo ranks = a plain PyTorch loop, with unequal tasks per rank, several labels."""
 
 import random
 from dataclasses import replace
@@ -155,7 +153,6 @@ def tasks_of_step(case: str) -> tuple[Features, list[list[list[reference.Task]]]
         reference.some_features(*COLUMNS),
         labels_of(case)[1],
     )
-
     tasks = [
         [
             [

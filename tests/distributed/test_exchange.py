@@ -1,6 +1,4 @@
-"""The exchange of rows: three AlltoAlls a step, overlapped without a change, quantised within half
-a step of the format.
-"""
+"""The exchange of rows: three AlltoAlls a step, overlapped, quantised within half a step."""
 
 from dataclasses import replace
 from itertools import chain
@@ -46,8 +44,7 @@ ALGORITHMS = (
 
 
 def train_with_and_without_overlap(ranks: Ranks) -> list[list[dict[str, Any]]]:
-    """By algorithm, losses and tables with ids sent a step ahead, then without; rank 1 runs out of
-    data first."""
+    """Losses and tables with ids sent a step ahead, then without; rank 1 runs out first."""
     return [
         [trained(ranks, algorithm, overlapped) for overlapped in (True, False)]
         for algorithm in ALGORITHMS
@@ -58,12 +55,9 @@ def trained(ranks: Ranks, algorithm: AlgorithmConfig, overlapped: bool) -> dict[
     run = Run(ranks, "mixed", algorithm=algorithm)
     batches = iter(batches_of_rank(ranks)[: 4 - ranks.rank])
     steps = steps_of(
-        batches,
-        run.learner.collate,
-        FEATURES,
-        ranks,
+        batches, run.learner.collate, FEATURES, ranks,
         sharded=run.sharded if overlapped else None,
-    )
+    )  # fmt: skip
     for episodes, totals in steps:
         take_step(run, episodes, ranks.world_size / totals.num_terms)
     return run.result()
@@ -118,8 +112,7 @@ def test_one_rank_takes_any_number_of_steps_on_a_batch_announced_once() -> None:
 
 
 def sums_of_gradients(ranks: Ranks) -> list[tuple[float, float]]:
-    """What was seen of the gradient of this rank's rows and what it was, with our exchange and
-    TorchRec's."""
+    """What was seen of the gradient of this rank's rows; ours and TorchRec's exchange."""
     run = Run(ranks, "row_wise")
     found = []
     for exchange in get_args(ExchangeKind):

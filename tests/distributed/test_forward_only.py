@@ -1,6 +1,4 @@
-"""The encoder and Meta-Embedding on 1, 2 and 3 ranks: the same model, also where a rank has no
-support row or nothing at all.
-"""
+"""The encoder and Meta-Embedding on 1, 2 and 3 ranks: one model, also where a rank has nothing."""
 
 from dataclasses import replace
 from typing import Any

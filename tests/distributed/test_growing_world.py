@@ -1,7 +1,5 @@
-"""A run on leased shards goes on with twice the ranks: no episode is lost or trained twice.
-
-The split counts as too large for memory here, so each shard is a whole stored block.
-"""
+"""A run on leased shards goes on with twice the ranks: no episode is lost or trained twice. The
+split counts as too large for memory here, so each shard is a whole stored block."""
 
 import json
 from pathlib import Path
@@ -40,14 +38,10 @@ def test_a_run_that_stops_inside_an_epoch_goes_on_with_twice_the_ranks(tmp_path:
     prepare_synthetic(
         path,
         SyntheticConfig(
-            num_tasks=NUM_TASKS,
-            num_items=60,
-            min_rows=ROWS_PER_TASK,
-            max_rows=ROWS_PER_TASK,
-            query_rows=4,
-            block_rows=ROWS_PER_TASK * TASKS_PER_BLOCK,
+            num_tasks=NUM_TASKS, num_items=60, min_rows=ROWS_PER_TASK, max_rows=ROWS_PER_TASK,
+            query_rows=4, block_rows=ROWS_PER_TASK * TASKS_PER_BLOCK,
         ),
-    )
+    )  # fmt: skip
     server = ShardServer(ServiceConfig("127.0.0.1:0"))
 
     def config(epochs: int, max_steps: int) -> TrainConfig:

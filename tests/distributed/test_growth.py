@@ -1,10 +1,8 @@
 """A table that grows between two runs trains as if it had been large from the start, to the bit.
-
 Method: the same steps twice, once on tables of 101 rows that grow to 1,000, once on tables of 1,000
 from the start. Mutants that these tests catch: momentum of a reset row kept, a reset row left as it
 was, initial values that depend on the size of the table, sums not discounted, statistics of items
-left out or of a value that a row stood for before.
-"""
+left out or of a value that a row stood for before."""
 
 import random
 from dataclasses import replace
@@ -52,7 +50,6 @@ def test_a_part_has_the_rows_of_the_whole_table(width: int, first_row: int, num_
     part, whole = torch.zeros(num_rows, width), torch.zeros(2 * INIT_BLOCK_ROWS, width)
     _fill(part, first_row, 0, width, 0.1, 3, 5)
     _fill(whole, 0, 0, width, 0.1, 3, 5)
-
     assert torch.equal(part, whole[first_row : first_row + num_rows])
 
 
@@ -244,9 +241,7 @@ def load_what_training_rows_say(ranks: Ranks, folder: Path) -> dict[str, Tensor]
 
 
 @pytest.mark.distributed
-def test_what_training_rows_said_grows_with_the_tables_and_reused_rows_know_nothing(
-    tmp_path: Path,
-) -> None:
+def test_what_training_rows_said_grows_and_reused_rows_know_nothing(tmp_path: Path) -> None:
     expected = torch.zeros(NEW_ROWS, 2)
     expected[:OLD_ROWS] = 1.0 + torch.arange(2 * OLD_ROWS).reshape(OLD_ROWS, 2)
     without_reused = expected.clone()

@@ -103,10 +103,8 @@ def test_all_ranks_end_with_the_batch_that_is_to_blame(tmp_path: Path) -> None:
         "step 9 (step 9 of epoch 1): the gradient of the layers is not finite, though each rank's "
         f"loss and rows are. {ADVICE}"
     )
-    assert sorted(path.name for path in tmp_path.iterdir()) == [
-        "step-00000002-rank-1.pt",
-        "step-00000008-rank-0.pt",
-    ]
+    expected = ["step-00000002-rank-1.pt", "step-00000008-rank-0.pt"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == expected
     parts = load_batch(tmp_path / "step-00000002-rank-1.pt")
     assert [part.task_T.tolist() for part in parts] == [[100, 101], [102, 103]]
     assert [int(part.rows.features[0].dense_NK.isnan().sum()) for part in parts] == [1, 0]

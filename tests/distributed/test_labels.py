@@ -1,5 +1,4 @@
-"""Labels that the loss is not defined for end a run before their step, whichever block they are in
-and whoever called train()."""
+"""Labels that the loss is not defined for end a run before their step, wherever they are."""
 
 import re
 from collections.abc import Iterator
@@ -117,9 +116,7 @@ def test_a_rating_that_is_no_number_is_named_with_its_row(tmp_path: Path, loss: 
 
 @pytest.mark.distributed
 @pytest.mark.parametrize("world_size", [2, 4])
-def test_all_ranks_end_with_the_wrong_label_that_one_of_them_meets(
-    tmp_path: Path, world_size: int
-) -> None:
+def test_all_ranks_end_with_the_wrong_label_of_one(tmp_path: Path, world_size: int) -> None:
     """Without it the others would end with a broken collective."""
     config = config_of(written(tmp_path, train=clicks(wrong=4.0)), tmp_path)
     (line,) = set(on_ranks(world_size, refusal_of_training, config))
@@ -147,9 +144,7 @@ def test_a_block_that_cannot_be_read_asks_all_ranks_to_stop_before_its_step() ->
 
 
 @pytest.mark.distributed
-def test_all_ranks_refuse_what_is_wrong_with_the_first_block_and_make_no_folder(
-    tmp_path: Path,
-) -> None:
+def test_all_ranks_refuse_a_wrong_first_block_and_make_no_folder(tmp_path: Path) -> None:
     rows = make_rows(NUM_TASKS)
     config = config_of(written(tmp_path, train=replace(rows, label_N=rows.label_N + 3)), tmp_path)
     first, second = on_ranks(2, refusal_of_training, config)
@@ -171,16 +166,11 @@ def test_a_wrong_label_of_a_split_that_is_scored_is_refused(tmp_path: Path) -> N
 @pytest.mark.parametrize(
     ("loss", "wrong", "is_refused"),
     [
-        ("bce", np.nan, True),
-        ("bce", 1.0, False),
-        ("mse", 4.0, False),
-        ("mse", np.nan, True),
-        ("huber", np.inf, True),
-        ("softmax", -1.0, True),
-        ("softmax", 4.0, False),
+        ("bce", np.nan, True), ("bce", 1.0, False), ("mse", 4.0, False), ("mse", np.nan, True),
+        ("huber", np.inf, True), ("softmax", -1.0, True), ("softmax", 4.0, False),
         ("pairwise", -1.0, False),
     ],
-)
+)  # fmt: skip
 def test_a_loss_takes_what_it_is_defined_for(
     tmp_path: Path, loss: str, wrong: float, is_refused: bool
 ) -> None:
@@ -199,9 +189,7 @@ def test_a_loss_takes_what_it_is_defined_for(
 
 @pytest.mark.parametrize("source", ["static", "service"])
 @pytest.mark.parametrize("key", ["train_split", "valid_split"])
-def test_an_empty_split_is_refused_whatever_the_source(
-    tmp_path: Path, source: str, key: str
-) -> None:
+def test_an_empty_split_is_refused_of_any_source(tmp_path: Path, source: str, key: str) -> None:
     path = written(tmp_path, train=clicks(), empty=make_rows(0))
     with pytest.raises(ConfigError) as caught:
         build(config_of(path, tmp_path, source=source, **{key: cast(object, "empty")}))

@@ -1,6 +1,4 @@
-"""Whole blocks through the trainer: each rank reads its own blocks, the steps are the
-same at any world size.
-"""
+"""Whole blocks in training: each rank reads its own, the steps are alike at any world size."""
 
 import json
 from dataclasses import replace

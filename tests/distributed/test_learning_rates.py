@@ -50,13 +50,9 @@ def train_with(
 ) -> dict[str, object]:
     """Train on every other task of each step; rows before and after, and the layers."""
     outer = OuterConfig(
-        dense_optimizer="sgd",
-        dense_lr=DENSE_RATE,
-        sparse_optimizer="sgd",
-        sparse_lr=SPARSE_RATE,
-        lr_schedule=schedule,
-        warmup_steps=warmup_steps,
-    )
+        dense_optimizer="sgd", dense_lr=DENSE_RATE, sparse_optimizer="sgd", sparse_lr=SPARSE_RATE,
+        lr_schedule=schedule, warmup_steps=warmup_steps,
+    )  # fmt: skip
     torch.manual_seed(3)
     learner = build_learner(FEATURES, MODEL, AlgorithmConfig(name="none"), "bce")
     config = TrainConfig(
@@ -131,6 +127,5 @@ def test_a_warm_up_rises_to_the_full_rate_and_the_schedule_follows() -> None:
     cosine = [rate_scale("cosine", 0, step, 4) for step in range(4)]
     assert cosine == pytest.approx([1, (1 + 2**-0.5) / 2, 0.5, (1 - 2**-0.5) / 2])
     # A run no longer than its warm-up never reaches the decay.
-    assert [rate_scale("linear", 3, step, 3) for step in range(3)] == pytest.approx(
-        [1 / 3, 2 / 3, 1]
-    )
+    found = [rate_scale("linear", 3, step, 3) for step in range(3)]
+    assert found == pytest.approx([1 / 3, 2 / 3, 1])

@@ -1,6 +1,4 @@
-"""A run with plain epochs on one rank and two: its first epoch is a plain run's, and the number of
-ranks, or a stop in between, changes nothing.
-"""
+"""Plain epochs on one rank and two, stopped or not: the first epoch is a plain run's."""
 
 from dataclasses import replace
 from pathlib import Path

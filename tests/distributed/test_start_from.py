@@ -89,12 +89,9 @@ def test_a_run_starts_with_the_weights_of_another_at_step_0_with_any_optimizer(
     )
     # Without rates the weights stay what they are at the beginning.
     outer = replace(
-        config.outer,
-        dense_optimizer="sgd",
-        dense_lr=0.0,
-        sparse_optimizer="adagrad",
+        config.outer, dense_optimizer="sgd", dense_lr=0.0, sparse_optimizer="adagrad",
         sparse_lr=0.0,
-    )
+    )  # fmt: skip
     run = replace(config.run, dir=str(tmp_path / "second"), start_from=config.run.dir, max_steps=1)
     # Another seed would draw other weights, if any were drawn.
     anew = replace(config, outer=outer, run=replace(run, seed=7))

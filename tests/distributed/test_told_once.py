@@ -53,7 +53,5 @@ def test_ranks_with_reasons_of_their_own_tell_them() -> None:
 
 @pytest.mark.distributed
 def test_a_rank_that_is_alone_with_its_reason_tells_it() -> None:
-    assert on_ranks(2, refuse, {1: UserError("no GPU here. Set run.device")}, 0.2) == [
-        ("", None),
-        ("error on rank 1: no GPU here. Set run.device\n", 2),
-    ]
+    expected = [("", None), ("error on rank 1: no GPU here. Set run.device\n", 2)]
+    assert on_ranks(2, refuse, {1: UserError("no GPU here. Set run.device")}, 0.2) == expected

@@ -1,6 +1,4 @@
-"""Tables of several widths: trained as plain tensors would be, and no value more travels or is
-held.
-"""
+"""Tables of several widths train as plain tensors would; no value more travels or is held."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -80,10 +78,8 @@ def test_narrow_tables_and_projections_train_as_plain_tensors_do() -> None:
     for name, rows in tables.items():
         torch.testing.assert_close(found["tables"][name], rows.detach(), rtol=0, atol=2e-6)
     layers = dict(learner.named_parameters())
-    assert {name for name in layers if "projections" in name} == {
-        "projections.layers.s1.weight",
-        "projections.layers.m1.weight",
-    }
+    expected = {"projections.layers.s1.weight", "projections.layers.m1.weight"}
+    assert {name for name in layers if "projections" in name} == expected
     for name, value in layers.items():
         torch.testing.assert_close(found["layers"][name], value.detach(), rtol=0, atol=2e-6)
 

@@ -12,7 +12,7 @@ import pytest
 from metaio.prepare.engines.local import prepare
 from metaio.prepare.job import PrepareOptions
 from metaio.prepare.schema.schema_file import parse_schema
-from tests.support.commands import SMALL_MODEL, evaluate, gmeta, write_config
+from tests.support.commands import SMALL_MODEL, evaluate, gmeta, succeed, write_config
 
 SCHEMA: dict[str, Any] = {
     "task": {"column": "user"},
@@ -53,8 +53,7 @@ def prepared(folder: Path, **parts: Any) -> Path:
 def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("draws")
     config = write_config(folder / "train.toml", prepared(folder), folder / "run")
-    result = gmeta("train", config, *SMALL_MODEL, "run.max_steps=2")
-    assert result.returncode == 0, result.stderr
+    succeed("train", config, *SMALL_MODEL, "run.max_steps=2")
     return folder / "run"
 
 
@@ -93,9 +92,8 @@ def test_draws_sizes_and_ids_are_the_same_on_one_rank_and_two(run: Path) -> None
     assert sizes == {user: sum(1 for row in raw.values() if row["user"] == user) for user in sizes}
     order = [("run", "ascending"), ("draw", "ascending"), ("row_id", "ascending")]
     one, two = (part.sort_by(order).to_pydict() for part in (table, again))
-    assert {name: one[name] for name in ("task", "label")} == {
-        name: two[name] for name in ("task", "label")
-    }
+    found = {name: one[name] for name in ("task", "label")}
+    assert found == {name: two[name] for name in ("task", "label")}
     mine = np.array(one["run"]) == "run"
     for name in ("before", "after"):
         values = [np.array(part[name], np.float64)[mine] for part in (one, two)]
@@ -108,9 +106,8 @@ def test_draws_sizes_and_ids_are_the_same_on_one_rank_and_two(run: Path) -> None
     ):
         assert [result["run"] for result in limit["results"]] == ["run", "bias model"]
         for here, there in zip(limit["results"], other["results"], strict=True):
-            assert here["metrics"]["mae"]["value"] == pytest.approx(
-                there["metrics"]["mae"]["value"], rel=1e-5
-            )
+            found = here["metrics"]["mae"]["value"]
+            assert found == pytest.approx(there["metrics"]["mae"]["value"], rel=1e-5)
 
 
 @pytest.mark.distributed

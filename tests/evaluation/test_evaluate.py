@@ -94,9 +94,7 @@ def test_what_is_learned_beside_the_model_stays_on_its_device(click_logs: Path, 
     assert {each.device.type for each in held.local.learner.parameters()} == {"meta"}
 
 
-def test_an_increment_that_a_run_was_trained_on_before_is_told(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_an_increment_trained_on_before_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     trained = [TrainedIncrement("s", number, f"print {number}", 5) for number in (1, 2)]
     about = {"lineage": [asdict(one) for one in trained]}
     monkeypatch.setattr(gmeta.evaluation.evaluate, "checkpoint_of", lambda folder: Path())

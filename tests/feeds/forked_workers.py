@@ -1,7 +1,6 @@
 """Processes that make batches, forked with everything imported: a fresh interpreter takes a second
 to import torch. They run the same program on the same descriptors; nothing else differs, and one
-test starts fresh ones all the same.
-"""
+test starts fresh ones all the same."""
 
 import functools
 import os
@@ -24,13 +23,9 @@ class ForkedWorker(Forked):
     """As much of Popen as is asked of it."""
 
     def __init__(
-        self,
-        command: Sequence[str],
-        *,
-        pass_fds: Sequence[int],
-        env: Mapping[str, str],
+        self, command: Sequence[str], *, pass_fds: Sequence[int], env: Mapping[str, str],
         start_new_session: bool,
-    ) -> None:
+    ) -> None:  # fmt: skip
         assert start_new_session
         *python, program = command[: -len(pass_fds)]
         assert python == [sys.executable, "-P", "-c"]

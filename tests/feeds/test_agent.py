@@ -55,9 +55,7 @@ def test_nothing_read_yet_takes_no_time() -> None:
     assert ReadTime().task_s(0.0, 0) == 0.0
 
 
-def test_steps_that_wait_for_threads_to_arrange_wait_for_data(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_steps_that_wait_for_arranging_wait_for_data(monkeypatch: pytest.MonkeyPatch) -> None:
     ticks = itertools.count()
     monkeypatch.setattr("gmeta.data.map_ahead.perf_counter", lambda: next(ticks))
     exchange = SimpleNamespace(prepare=lambda episodes: f"{episodes} and packed")
@@ -69,7 +67,6 @@ def test_steps_that_wait_for_threads_to_arrange_wait_for_data(
     assert list(agent.collate_batches(iter(batches), arrange)) == wanted
     assert agent.wait_s == 3
     beside = StaticStepAgent(sharded, micro_batches=1, threads=0)
-    assert list(beside.collate_batches(iter(batches), arrange)) == [
-        f"{batch} arranged" for batch in batches
-    ]
+    found = list(beside.collate_batches(iter(batches), arrange))
+    assert found == [f"{batch} arranged" for batch in batches]
     assert beside.wait_s == 0

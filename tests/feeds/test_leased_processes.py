@@ -1,6 +1,5 @@
 """Batches of leased shards that processes make beside a rank: those of the rank itself, to the bit,
-whatever the shares; and each task once, also where such a process was killed.
-"""
+whatever the shares; and each task once, also where such a process was killed."""
 
 import os
 import signal
@@ -47,6 +46,7 @@ from metaio.read import pipeline
 from tests.distributed.harness import on_ranks
 from tests.feeds.forked_workers import running_workers, with_forked_workers
 from tests.feeds.test_processes import EVERYTHING, config_of, started, tensors
+from tests.support.refusals import catch_message
 from tests.support.waiting import PATIENCE_S
 
 NUM_TASKS, EPOCHS, TASKS_PER_STEP = 200, 2, 16
@@ -75,8 +75,7 @@ class Asking(NamedTuple):
 
 @with_forked_workers
 def work_on_rank(ranks: Ranks, config: TrainConfig, rebuild: bool) -> tuple[Any, Any, Any]:
-    """What was asked for, the same made of those tasks by the rank itself, and the tasks of the
-    steps, by epoch."""
+    """What was asked for, the same made by the rank itself, and the steps' tasks, by epoch."""
     dataset, learner = build(config)
     sharded = shard_learner(learner, dataset.features, config, ranks)
     local = sharded.local
@@ -268,9 +267,7 @@ def numbers_of(processes: BatchWorkers, local: ShardedLearner, *numbers: int) ->
     return [episodes.task_T.numel() for episodes in made]
 
 
-def test_what_nobody_took_is_dropped_and_counts_as_read(
-    click_logs: Path, tmp_path: Path, ranks: Ranks
-) -> None:
+def test_what_nobody_took_counts_as_read(click_logs: Path, tmp_path: Path, ranks: Ranks) -> None:
     processes, local = started(click_logs, tmp_path, ranks, 2)
     made = processes.make_batches(local, asks(3, 5, 7, 9), 2)
     assert [next(made).task_T.numel() for _ in range(2)] == [3, 5]
@@ -290,13 +287,9 @@ def test_the_next_is_read_while_one_is_arranged(
     dataset, learner = build(config)
     local = shard_learner(learner, dataset.features, config, ranks).local
     work = BatchWork(
-        BatchSettings.of(config, dataset),
-        learner.collate_options(),
-        local.exchange.planner,
-        0,
-        1,
-        1,
-    )
+        BatchSettings.of(config, dataset), learner.collate_options(), local.exchange.planner, 0,
+        1, 1,
+    )  # fmt: skip
     compose, arranged = pipeline.compose, BatchWork.collate
     composed, are_read = [], Event()
 
@@ -340,9 +333,7 @@ def test_one_that_cannot_be_made_is_told_where_it_was_asked_for_alone(
     made.close()  # the wrong one is dropped
     assert numbers_of(processes, local, 5, 3) == [5, 3]
     made = processes.make_batches(local, iter([wrong]), 2)
-    with pytest.raises(FormatError) as error:
-        next(made)
-    assert str(error.value) == (
+    assert catch_message(FormatError, next, made) == (
         f"episodes {NUM_TASKS - 1} to {NUM_TASKS + 1} are outside split train, which has "
         f"{NUM_TASKS}. The list of ranges belongs to another dataset"
     )

@@ -1,6 +1,4 @@
-"""Batches that processes make beside a rank: those of the rank itself, to the bit; and how the
-processes end.
-"""
+"""Batches that processes make beside a rank: the rank's own, to the bit; how processes end."""
 
 import gc
 import json
@@ -46,6 +44,7 @@ from tests.distributed.harness import on_ranks
 from tests.feeds.forked_workers import running_workers, with_forked_workers
 from tests.support.forked import Forked
 from tests.support.processes import with_imports_ready
+from tests.support.refusals import catch_message
 from tests.support.waiting import PATIENCE_S, wait_until
 
 CONFIG = """
@@ -69,14 +68,10 @@ loggers = []
 STEPS = 5  # of an epoch: 200 tasks
 # What is drawn anew, told by other rows, cut in parts and plain at first, at once.
 EVERYTHING = [
-    "augment.resplit_support=true",
-    "augment.oov_dropout=0.3",
-    'item_features.columns=["item"]',
-    'support_features.columns=["genre", "tags"]',
-    "outer.accumulate_steps=2",
-    "algorithm.plain_epochs=1",
-    "run.shape_buckets=on",
-]
+    "augment.resplit_support=true", "augment.oov_dropout=0.3", 'item_features.columns=["item"]',
+    'support_features.columns=["genre", "tags"]', "outer.accumulate_steps=2",
+    "algorithm.plain_epochs=1", "run.shape_buckets=on",
+]  # fmt: skip
 KINDS = {
     "fast loop": [],
     "everything": EVERYTHING,
@@ -228,9 +223,7 @@ class SignalsAll(Callback):
                 os.kill(pid, signal.SIGTERM)
 
 
-def test_sigterm_to_all_processes_of_a_job_loses_nothing(
-    click_logs: Path, tmp_path: Path, ranks: Ranks
-) -> None:
+def test_sigterm_to_all_processes_is_safe(click_logs: Path, tmp_path: Path, ranks: Ranks) -> None:
     before = running_workers()
     alone = config_of(click_logs, tmp_path, f"run.dir={tmp_path}/threads", "run.epochs=2")
     expected = trained(alone, ranks)
@@ -282,9 +275,7 @@ def told_by(ranks: Ranks, config: TrainConfig) -> str:
 
 
 @pytest.mark.distributed
-def test_a_killed_one_ends_the_run_on_all_ranks_with_the_same_words(
-    click_logs: Path, tmp_path: Path
-) -> None:
+def test_a_killed_one_ends_the_run_on_all_ranks_alike(click_logs: Path, tmp_path: Path) -> None:
     callback = f"run.callbacks=['{__name__}:EndsAWorkerOfTheSecond']"
     keys = "data.processes=2", "data.tasks_per_step=4", callback
     one, other = on_ranks(2, told_by, config_of(click_logs, tmp_path, *keys))
@@ -334,17 +325,13 @@ def test_ctrl_c_is_for_the_rank_alone(click_logs: Path, tmp_path: Path, ranks: R
     processes.close()
 
 
-def test_what_one_cannot_read_is_told_as_the_rank_would(
-    click_logs: Path, tmp_path: Path, ranks: Ranks
-) -> None:
+def test_what_one_cannot_read_is_told_alike(click_logs: Path, tmp_path: Path, ranks: Ranks) -> None:
     processes, local = started(click_logs, tmp_path, ranks, 2)
     gone = config_of(tmp_path / "gone", tmp_path)
     processes._settings = replace(processes._settings, data=gone.data)
     with pytest.raises(NoDatasetError) as expected:
         build(gone)
-    with pytest.raises(NoDatasetError) as error:
-        next(episodes_of(processes, local))
-    assert str(error.value) == str(expected.value)
+    assert catch_message(NoDatasetError, next, episodes_of(processes, local)) == str(expected.value)
     processes.close()
 
 
@@ -354,9 +341,7 @@ def test_one_that_fails_writes_why_and_is_named(
     processes, local = started(click_logs, tmp_path, ranks, 1)
     pid = processes._workers[0].process.pid
     local.exchange.planner = None  # type: ignore[assignment]
-    with pytest.raises(GMetaError) as error:
-        next(episodes_of(processes, local))
-    assert str(error.value) == (
+    assert catch_message(GMetaError, next, episodes_of(processes, local)) == (
         f"process {pid}, one of data.processes = 1 that make the batches of rank 0, ended with "
         "exit code 1; what it wrote stands above. If memory ran out, lower data.processes, or set "
         "it to 0 for threads; --resume goes on from the newest checkpoint"
@@ -382,9 +367,7 @@ def _takes_a_batch(data: Path, folder: Path, told: Connection) -> None:
     told.recv()
 
 
-def test_their_memory_has_no_name_and_goes_with_them(
-    click_logs: Path, tmp_path: Path, ranks: Ranks
-) -> None:
+def test_their_memory_is_nameless_and_goes(click_logs: Path, tmp_path: Path, ranks: Ranks) -> None:
     gc.collect()  # blocks that earlier tests let go of without closing them
     held = num_blocks()
     processes, local = started(click_logs, tmp_path, ranks, 2)
@@ -430,9 +413,7 @@ def is_running(pid: int) -> bool:
         return False
 
 
-def test_a_batch_that_came_in_one_block_can_be_saved(
-    click_logs: Path, tmp_path: Path, ranks: Ranks
-) -> None:
+def test_a_batch_of_one_block_can_be_saved(click_logs: Path, tmp_path: Path, ranks: Ranks) -> None:
     config = config_of(click_logs, tmp_path, "outer.accumulate_steps=2")
     _, (wanted, *_) = made_here(config, ranks, 0, 1, 0, 0)
     block = SharedBlock.make()
@@ -449,30 +430,17 @@ def test_a_batch_that_came_in_one_block_can_be_saved(
 @pytest.mark.parametrize(
     ("asked", "device", "cores", "quota", "ranks", "number"),
     [
-        (3, "cpu", 1, "", 1, 3),
-        (0, "cuda", 16, "", 1, 0),
-        (-1, "cpu", 16, "", 1, 0),
-        (-1, "cuda", 16, "", 1, 4),
-        (-1, "cuda", 16, "", 8, 1),
-        (-1, "cuda", 1, "", 1, 0),
-        (-1, "cuda", 16, "", 32, 0),
-        (-1, "cuda", 64, "max 100000", 8, 4),
-        (-1, "cuda", 64, "300000 100000", 1, 2),
-        (-1, "cuda", 64, "50000 100000", 1, 0),
+        (3, "cpu", 1, "", 1, 3), (0, "cuda", 16, "", 1, 0), (-1, "cpu", 16, "", 1, 0),
+        (-1, "cuda", 16, "", 1, 4), (-1, "cuda", 16, "", 8, 1), (-1, "cuda", 1, "", 1, 0),
+        (-1, "cuda", 16, "", 32, 0), (-1, "cuda", 64, "max 100000", 8, 4),
+        (-1, "cuda", 64, "300000 100000", 1, 2), (-1, "cuda", 64, "50000 100000", 1, 0),
     ],
-)
+)  # fmt: skip
 @pytest.mark.parametrize("is_local", [True, False])
 def test_a_gpu_has_some_unasked_and_keeps_a_core_for_its_rank(
-    asked: int,
-    device: str,
-    cores: int,
-    quota: str,
-    ranks: int,
-    number: int,
-    is_local: bool,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+    asked: int, device: str, cores: int, quota: str, ranks: int, number: int, is_local: bool,
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
     if quota:
         (tmp_path / "cpu.max").write_text(f"{quota}\n")
     monkeypatch.setattr("gmeta.feeds.batch_workers._QUOTA", tmp_path / "cpu.max")

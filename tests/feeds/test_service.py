@@ -35,9 +35,7 @@ def test_a_job_that_leases_no_shards_needs_no_service(monkeypatch: pytest.Monkey
     assert not needs_own_service(job("static").data)
 
 
-def test_a_rank_keeps_its_name_and_shows_what_the_environment_names(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_rank_keeps_and_shows_the_environments_name(monkeypatch: pytest.MonkeyPatch) -> None:
     given: list[Any] = []
     monkeypatch.setattr(
         shard_service, "ShardClient", lambda *names, **files: given.append((names, files))

@@ -100,9 +100,7 @@ def compare(
 @pytest.mark.parametrize("loss", RANKING)
 @pytest.mark.parametrize("name", ["maml", "fomaml", "anil", "metasgd"])
 @pytest.mark.parametrize("embeddings", [False, True])
-def test_the_fast_loop_ranks_one_label_as_the_loop_does(
-    loss: str, name: str, embeddings: bool
-) -> None:
+def test_the_fast_loop_ranks_a_label_as_the_loop(loss: str, name: str, embeddings: bool) -> None:
     algorithm = AlgorithmConfig(
         name=name, inner_steps=2, adapt_embeddings=embeddings, support_prior=0.5
     )
@@ -184,9 +182,7 @@ def test_the_slopes_of_pairs_are_differentiable_by_the_weights_of_their_rows() -
 
 @pytest.mark.parametrize("kind", RANKING)
 @pytest.mark.parametrize("labels", [[1.0], [1.0, 1.0, 1.0], [0.0, 0.0], []])
-def test_a_list_that_says_nothing_of_the_order_has_the_loss_0(
-    kind: str, labels: list[float]
-) -> None:
+def test_a_list_that_says_nothing_of_order_has_loss_0(kind: str, labels: list[float]) -> None:
     layout = RowLayout.of(torch.tensor([len(labels)]))
     output_N = torch.randn(len(labels), requires_grad=True)
     label_N = torch.tensor(labels)

@@ -6,13 +6,9 @@ import torch
 from gmeta.losses.row_losses import LossFunction, row_grads_N, row_losses_N
 
 LOSSES = [
-    LossFunction("bce"),
-    LossFunction("mse"),
-    LossFunction("mae"),
-    LossFunction("huber"),
-    LossFunction("huber", 0.3),
-    LossFunction("huber", 4.0),
-]
+    LossFunction("bce"), LossFunction("mse"), LossFunction("mae"), LossFunction("huber"),
+    LossFunction("huber", 0.3), LossFunction("huber", 4.0),
+]  # fmt: skip
 
 
 @pytest.mark.parametrize("loss", LOSSES)

@@ -119,12 +119,9 @@ def write(tmp_path: Path) -> WriteFn:
     """Writes splits of Rows as a dataset below tmp_path and returns its path."""
 
     def write_splits(
-        splits: dict[str, Rows],
-        features: Features = FEATURES,
-        name: str = "data",
-        bundle_tasks: int = 0,
-        **options: object,
-    ) -> str:
+        splits: dict[str, Rows], features: Features = FEATURES, name: str = "data",
+        bundle_tasks: int = 0, **options: object,
+    ) -> str:  # fmt: skip
         out = str(tmp_path / name)
         provenance = Provenance(task="user", label="click")
         with write_dataset(out, features, provenance, **options) as writer:  # type: ignore[arg-type]
@@ -142,7 +139,6 @@ def session() -> Iterator[Any]:
 
     os.environ.setdefault("PYSPARK_PYTHON", sys.executable)
     os.environ.setdefault("SPARK_LOCAL_IP", "127.0.0.1")  # the machine's name may have no address
-
     builder = SparkSession.builder.master("local[2]").appName("metaio")
     for key, value in {
         "spark.ui.enabled": "false",

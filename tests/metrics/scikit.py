@@ -1,18 +1,12 @@
-"""scikit-learn's metrics, imported by the test that asks for one first: each worker, which collects
-all tests, would spend two seconds on it.
-"""
+"""scikit-learn's metrics, imported by the test that asks for one first: it takes two seconds."""
 
 from importlib import import_module
 from typing import Any
 
 NAMES = {
-    "average_precision_score",
-    "log_loss",
-    "mean_absolute_error",
-    "ndcg_score",
-    "roc_auc_score",
+    "average_precision_score", "log_loss", "mean_absolute_error", "ndcg_score", "roc_auc_score",
     "root_mean_squared_error",
-}
+}  # fmt: skip
 
 
 class _Metrics:

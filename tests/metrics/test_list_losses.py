@@ -18,9 +18,7 @@ LENGTHS = [5, 1, 3, 2, 6]  # the fourth task has equal labels
 
 
 @pytest.mark.parametrize("kind", ["softmax", "pairwise"])
-def test_the_metric_is_the_mean_of_what_training_minimises(
-    kind: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_metric_is_what_training_minimises(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(metric, "MOST_PAIRS", 7)  # so that a task takes several blocks
     rng = np.random.default_rng(2)
     task_N = np.repeat(np.arange(5), LENGTHS)
@@ -74,9 +72,7 @@ def test_scores_are_measured_by_their_order() -> None:
          "rows alone. Choose ndcg@10, gauc or pairwise"),
     ],
 )  # fmt: skip
-def test_metrics_of_something_else_than_scores_are_refused(
-    loss: str, name: str, message: str
-) -> None:
+def test_metrics_of_something_but_scores_are_refused(loss: str, name: str, message: str) -> None:
     with pytest.raises(ConfigError) as caught:
         Scoring(loss, EvaluationConfig(metrics=(name,)))  # type: ignore[arg-type]
     assert str(caught.value) == message

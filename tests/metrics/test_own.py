@@ -16,6 +16,7 @@ from gmeta.metrics.scores import evaluate_split, split_terms
 from gmeta.metrics.terms import Floats, Ints
 from gmeta.runs.build import check_hooks
 from gmeta_keys.plugins import NOT_INSTALLED
+from tests.support.refusals import catch_message
 
 # N rows
 
@@ -133,9 +134,7 @@ def test_a_metric_that_fails_is_found_before_the_first_step() -> None:
         (["auc", f"{HERE}:FAILING"], {}),
         (["auc"], {"early_stop_metric": f"{HERE}:FAILING"}),
     ):
-        with pytest.raises(GMetaError) as caught:
-            checked(metrics, **run)
-        assert str(caught.value) == (
+        assert catch_message(GMetaError, checked, metrics, **run) == (
             f"evaluation.metrics = '{HERE}:FAILING' failed on 200 rows: IndexError: no rows. Mend "
             "it, or leave it out. These rows were made up to try it"
         )
@@ -168,9 +167,7 @@ def test_a_module_that_is_named_nearly_as_a_metric_is_a_module(
 
 
 def test_a_name_of_something_else_is_refused() -> None:
-    with pytest.raises(ConfigError) as caught:
-        scoring_of(f"{HERE}:mean_error")
-    assert str(caught.value) == (
+    assert catch_message(ConfigError, scoring_of, f"{HERE}:mean_error") == (
         f"evaluation.metrics = '{HERE}:mean_error' is a value of function: a value of "
         "gmeta.metrics.custom_metrics.Metric is needed. Name that (docs/extending.md)"
     )

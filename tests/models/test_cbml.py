@@ -40,11 +40,8 @@ def test_gates_follow_from_the_mean_of_a_tasks_support_rows() -> None:
     model = cbml(sizes)
     rows_NX = model.seen_NX(some_inputs(5, sizes, 4))
     gates = model.gates_TO(RowLayout.of(torch.tensor([2, 0, 3])).mean_TX(rows_NX))
-    assert {name: tuple(gate.shape) for name, gate in gates.items()} == {
-        "decision.0": (3, 6),
-        "decision.2": (3, 5),
-        "decision.4": (3, 1),
-    }
+    expected = {"decision.0": (3, 6), "decision.2": (3, 5), "decision.4": (3, 1)}
+    assert {name: tuple(gate.shape) for name, gate in gates.items()} == expected
     together = torch.cat(list(gates.values()), dim=1)
     means = [rows_NX[:2].mean(0), torch.zeros_like(rows_NX[0]), rows_NX[2:].mean(0)]
     for task, mean_X in enumerate(means):
@@ -69,8 +66,5 @@ def test_before_adaptation_a_task_has_the_gates_of_no_support_and_after_it_its_o
 
 
 def test_the_layers_of_the_gate_never_adapt() -> None:
-    assert list(adaptable_layers(cbml(InputSizes(1, 0, 0)), ("*",))) == [
-        "decision.0",
-        "decision.2",
-        "decision.4",
-    ]
+    expected = ["decision.0", "decision.2", "decision.4"]
+    assert list(adaptable_layers(cbml(InputSizes(1, 0, 0)), ("*",))) == expected

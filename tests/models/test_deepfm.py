@@ -23,9 +23,7 @@ def fields(model: DeepFM, features_FD: torch.Tensor, dense: list[float]) -> list
 
 @pytest.mark.parametrize("outputs", [1, 3])
 @pytest.mark.parametrize("columns", [(2, 1, 2), (3, 0, 0), (1, 0, 1)])
-def test_every_field_counts_once_and_every_pair_of_fields(
-    columns: tuple[int, int, int], outputs: int
-) -> None:
+def test_each_field_and_each_pair_counts_once(columns: tuple[int, int, int], outputs: int) -> None:
     sizes = InputSizes(*columns, outputs=outputs)
     model = build_model(ModelConfig(name="deepfm", embedding_dim=4, hidden=(5,)), sizes).double()
     assert isinstance(model, DeepFM)

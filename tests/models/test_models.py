@@ -1,6 +1,4 @@
-"""Every registered model: its shape, its independence of row order, its parts against plain
-arithmetic.
-"""
+"""Every registered model: its shape, independence of row order, its parts by arithmetic."""
 
 from dataclasses import replace
 
@@ -11,6 +9,7 @@ from torch import nn
 import gmeta_models
 from gmeta_models import MODELS, InputSizes, ModelConfig, RowInputs, build_model
 from tests.models.inputs import named_sizes, row, some_inputs
+from tests.support.refusals import catch_message
 
 
 @pytest.mark.parametrize("name", sorted(MODELS))
@@ -62,9 +61,7 @@ def test_a_last_layer_without_a_bias_takes_no_output_bias(monkeypatch: pytest.Mo
     monkeypatch.setitem(MODELS, "unbiased", Unbiased)
     config, sizes = ModelConfig(name="unbiased", embedding_dim=4), InputSizes(1, 0, 0)
     assert build_model(config, sizes).layer.bias is None
-    with pytest.raises(ValueError) as caught:
-        build_model(replace(config, output_bias=-2.5), sizes)
-    assert str(caught.value) == (
+    assert catch_message(ValueError, build_model, replace(config, output_bias=-2.5), sizes) == (
         "model.output_bias = -2.5, but layer, the last layer, has no bias. Give it one, or leave "
         "output_bias at 0"
     )
@@ -137,9 +134,7 @@ def test_an_unknown_model_lists_the_known_ones() -> None:
 def test_dlrm_refuses_dot_products_of_a_single_column() -> None:
     """All that its top MLP saw would be nothing: a model of one number."""
     config = ModelConfig(name="dlrm", embedding_dim=4)
-    with pytest.raises(ValueError) as caught:
-        build_model(config, InputSizes(1, 0, 0))
-    assert str(caught.value) == (
+    assert catch_message(ValueError, build_model, config, InputSizes(1, 0, 0)) == (
         'model.options.interaction = "dot" takes the dot products of pairs of columns: this '
         "dataset has 1 column, so no row would differ from another. "
         'Set model.options.interaction = "cat", or add a column to the schema and prepare again'
@@ -151,9 +146,7 @@ def test_dlrm_refuses_dot_products_of_a_single_column() -> None:
 
 
 def test_a_dataset_without_sparse_columns_is_refused() -> None:
-    with pytest.raises(ValueError) as caught:
-        build_model(ModelConfig(), InputSizes(0, 0, 3))
-    assert str(caught.value) == (
+    assert catch_message(ValueError, build_model, ModelConfig(), InputSizes(0, 0, 3)) == (
         "the dataset has 0 sparse columns: a model needs at least one. "
         "Add a [[single]] or [[multi]] column to the schema and prepare again"
     )

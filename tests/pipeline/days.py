@@ -59,14 +59,10 @@ def write_day(logs: Path, day: int, users: int = 40, flip: bool = False, done: b
     at = np.sort(rng.integers(day * DAY, (day + 1) * DAY, user.size))
     table = pa.table(
         {
-            "user": user,
-            "item": item,
-            "slot": rng.integers(0, 100, user.size),
-            "price": rng.random(user.size),
-            "click": click.astype(np.float32),
-            "at": at,
+            "user": user, "item": item, "slot": rng.integers(0, 100, user.size),
+            "price": rng.random(user.size), "click": click.astype(np.float32), "at": at,
         }
-    )
+    )  # fmt: skip
     folder = logs / f"day={day:03d}"
     folder.mkdir(parents=True)
     pq.write_table(table, folder / "part-0.parquet")

@@ -1,11 +1,9 @@
-"""Method: a stage of the loop is killed at the n-th change that it makes to the disk.
-
-What changes the disk is what the interpreter reports of it (PEP 578); files that native code
-writes lie in folders that such events make and name. A stage is forked with everything imported
-and killed with SIGKILL: no cleanup runs, as in a power cut of the process. What every such kill
-leaves, one run shows that is stopped at each change, with all its threads, while a copy is made. It
-is taken up in the process of the test, which costs half of another fork.
-"""
+"""Method: a stage of the loop is killed at the n-th change that it makes to the disk. What changes
+the disk is what the interpreter reports of it (PEP 578); files that native code writes lie in
+folders that such events make and name. A stage is forked with everything imported and killed with
+SIGKILL: no cleanup runs, as in a power cut of the process. What every such kill leaves, one run
+shows that is stopped at each change, with all its threads, while a copy is made. It is taken up in
+the process of the test, which costs half of another fork."""
 
 import os
 import resource
@@ -33,8 +31,7 @@ _CHANGES = {"os.mkdir", "os.rename", "os.remove", "os.rmdir", "os.link", "shutil
 
 
 def killed_at(arguments: list[str], root: Path, event: int, notes: Path) -> int:
-    """Run a stage that is killed at its `event`-th change below `root`; its exit code, -9 where it
-    was. Where it came to its end, `notes` holds how many changes there were."""
+    """Run a stage killed at its `event`-th change below `root`; its exit code, -9 where it was."""
     process = with_imports_ready().Process(
         target=_become, args=(tuple(arguments), str(root), event, str(notes), environment())
     )
@@ -45,8 +42,7 @@ def killed_at(arguments: list[str], root: Path, event: int, notes: Path) -> int:
 
 
 def left_at_each_change(arguments: list[str], root: Path, copies: Path) -> list[Path]:
-    """Run a stage to its end; what lay below `root` before each change, which is what a kill there
-    would have left, as folders of `copies`."""
+    """Run a stage to its end; what a kill before each change had left, as folders."""
     context = with_imports_ready()
     found: list[Path] = []
     stops, sign = context.Pipe(duplex=False)
@@ -95,8 +91,7 @@ def _stands_still(pid: int) -> bool:
 
 
 def taken_up(arguments: list[str], log: Path) -> int:
-    """A stage as the loop runs it, in this process; training, which is for ever changed by it,
-    in another."""
+    """A stage as the loop runs it, in this process; training in another, which it changes."""
     log.parent.mkdir(parents=True, exist_ok=True)
     if arguments[0] == "train":
         done = gmeta(*arguments)
@@ -131,13 +126,9 @@ def _linked(source: str, target: str) -> None:
 
 
 def _become(
-    arguments: tuple[str, ...],
-    root: str,
-    last: int,
-    notes: str,
-    env: Mapping[str, str],
+    arguments: tuple[str, ...], root: str, last: int, notes: str, env: Mapping[str, str],
     sign: Connection | None = None,
-) -> None:
+) -> None:  # fmt: skip
     os.environ.clear()
     os.environ.update(env)
     silent = os.open(os.devnull, os.O_WRONLY)

@@ -1,6 +1,5 @@
 """Files that are late, empty, without rows, doubled, mended or archived: each is trained once or
-told, and none keeps a loop from the partitions that come after it.
-"""
+told, and none keeps a loop from the partitions that come after it."""
 
 import json
 import math
@@ -115,9 +114,8 @@ def test_a_refused_file_that_is_mended_is_taken_and_is_told_no_more(root: Path) 
     pq.write_table(good, part)
     assert numbers(loop) == [3]
     (left,) = list_quarantine(root / "stream")
-    assert [Path(one["name"]).parts[-2:] for one in left["files"]] == [
-        ("day=001", "part-0.parquet")
-    ]
+    expected = [("day=001", "part-0.parquet")]
+    assert [Path(one["name"]).parts[-2:] for one in left["files"]] == expected
     assert read_status(loop).quarantined == 0
 
 
@@ -393,9 +391,8 @@ def test_a_doubled_file_is_left_out_and_the_others_are_taken(root: Path) -> None
     loop = new_loop(root)
     assert numbers(loop) == [1, 0, 2]
     assert inputs(root)[1] == ["day=001/part-0.parquet"]
-    assert sorted(read_status(loop).refused_files) == [
-        str(second / f"part-{part}.parquet") for part in (1, 2)
-    ]
+    found = sorted(read_status(loop).refused_files)
+    assert found == [str(second / f"part-{part}.parquet") for part in (1, 2)]
     assert rows(root, 2) == 240
 
 

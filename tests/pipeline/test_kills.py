@@ -1,8 +1,6 @@
 """Killed at any change that a stage makes to the disk, a loop loses nothing and doubles nothing.
-
 With LOOP_KILLS=2000 (make kills) what a kill leaves is tried for every change, and so many kills
-are made; else it is tried for every second change, and two kills a stage are at those between.
-"""
+are made; else it is tried for every second change, and two kills a stage are at those between."""
 
 import json
 import os
@@ -140,14 +138,9 @@ def scored(root: Path) -> object:
 
 
 OUTCOMES: dict[str, Callable[[Path], object]] = {
-    "prepare": prepared,
-    "train": trained,
-    "export": exported,
-    "judge": judged,
-    "promote": promoted,
-    "publish": published,
-    "score": scored,
-}
+    "prepare": prepared, "train": trained, "export": exported, "judge": judged,
+    "promote": promoted, "publish": published, "score": scored,
+}  # fmt: skip
 
 
 @pytest.mark.distributed

@@ -32,9 +32,10 @@ from tests.pipeline.days import write_day, write_loop
 from tests.pipeline.following import loop_of, run_stage, stages_of
 from tests.serving.channel.models import Model, content
 from tests.serving.channel.test_channel import SIZES
-from tests.support.commands import environment
+from tests.support.commands import environment, succeed
 from tests.support.commands import gmeta as run_gmeta
 from tests.support.forked import ForkedProcess, Task, forked
+from tests.support.refusals import catch_message
 from tests.support.waiting import PATIENCE_S, wait_until
 
 KILLS = int(os.environ.get("FOLLOW_KILLS", "4"))
@@ -93,8 +94,7 @@ def test_runs_are_promoted_and_exported_as_what_changed(
         ["promote", out, channel.root],
         ["promote", runs / "000002" / "run", channel.root],  # of the same checkpoint: it serves
     ):
-        done = run_gmeta(*arguments)
-        assert done.returncode == 0, done.stderr
+        done = succeed(*arguments)
         told += done.stderr
     # Of so small a model a delta is more than half.
     assert "; whole, since the deltas over version 1 are half of it)" in told
@@ -233,9 +233,7 @@ def test_a_candidate_is_judged_again_where_another_champion_serves_by_now(
     assert log.read_text() == told
 
 
-def test_a_model_that_a_person_promotes_without_its_verdict_is_known(
-    followed: Path, tmp_path: Path
-) -> None:
+def test_a_model_a_person_promotes_unjudged_is_known(followed: Path, tmp_path: Path) -> None:
     """It was refused, or would be promoted next: the loop must not wait, or promote it for ever."""
     root = shutil.copytree(followed, tmp_path / "copy")
     shutil.rmtree(root / "channel")
@@ -421,18 +419,13 @@ def test_checkpoints_of_versions_that_later_ones_build_on_stay(tmp_path: Path) -
     done = loop.step()
     assert done is not None
     assert done.summary.startswith("version 4-")
-    assert [channel.version(number).kind for number in channel.numbers()] == [
-        "full",
-        "delta",
-        "delta",
-        "delta",
-    ]
+    expected = ["full", "delta", "delta", "delta"]
+    assert [channel.version(number).kind for number in channel.numbers()] == expected
     channel.rollback(1)
     assert loop.continued_from(5) == 1
     runs = tmp_path / "runs"
-    assert [n for n in numbers if list_checkpoints(runs / f"{n:06d}" / "run/checkpoints")] == [
-        *numbers
-    ]
+    found = [n for n in numbers if list_checkpoints(runs / f"{n:06d}" / "run/checkpoints")]
+    assert found == [*numbers]
 
 
 def test_a_store_that_cannot_be_listed_is_a_line_and_no_end(
@@ -461,9 +454,7 @@ def test_a_store_that_cannot_be_listed_is_a_line_and_no_end(
     assert metrics.registry.get_sample_value("gmeta_follow_failing") == 1
 
 
-def test_a_full_disk_of_the_log_ends_no_loop(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_full_log_disk_ends_no_loop(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     class Full(io.StringIO):
         def flush(self) -> None:
             raise OSError(errno.ENOSPC, "No space left on device")
@@ -487,9 +478,8 @@ def test_a_failed_stage_says_what_it_said(tmp_path: Path) -> None:
     with pytest.raises(UserError) as caught:
         loop_of(config, stage).step()
     log = tmp_path / "runs" / "logs" / "prepare-day=000.log"
-    assert str(caught.value) == (
-        f"prepare of {tmp_path}/logs/day=000 ended with 2: it is full (see {log})"
-    )
+    expected = f"prepare of {tmp_path}/logs/day=000 ended with 2: it is full (see {log})"
+    assert str(caught.value) == expected
 
 
 def test_a_killed_stage_says_by_what(tmp_path: Path) -> None:
@@ -501,9 +491,7 @@ def test_a_killed_stage_says_by_what(tmp_path: Path) -> None:
     told = f"prepare of {tmp_path}/logs/day=000 ended with"
     for code, why in ((-9, "SIGKILL, as where memory runs out"), (-11, "SIGSEGV")):
         loop = loop_of(write_loop(tmp_path), lambda arguments, log, code=code: code)
-        with pytest.raises(GMetaError) as caught:
-            loop.step()
-        assert str(caught.value) == f"{told} {code}: {why} (see {log})"
+        assert catch_message(GMetaError, loop.step) == f"{told} {code}: {why} (see {log})"
 
 
 def test_an_idle_turn_lists_the_log_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -45,7 +45,7 @@ CAUGHT_BY: dict[Callable[[pytest.MonkeyPatch], None], Callable[..., None]] = {
     pointer_before_fsync: test_channel.test_the_pointer_is_written_once_the_version_is_on_the_disk,
     parent_check_skipped: test_channel.test_a_delta_that_does_not_follow_is_refused_by_name,
     gate_tasks_trained: (
-        test_extend.test_support_is_the_newest_rows_before_the_window_and_the_gate_is_never_trained
+        test_extend.test_support_is_the_newest_rows_before_the_window_the_gate_untrained
     ),
 }
 

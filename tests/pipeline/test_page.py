@@ -24,6 +24,7 @@ from metaio.stream.chain import open_stream
 from tests.pipeline.days import write_loop
 from tests.pipeline.following import loop_of
 from tests.support.commands import gmeta
+from tests.support.refusals import catch_message
 
 
 def copied(followed: Path, root: Path) -> Path:
@@ -41,15 +42,10 @@ def test_the_page_shows_every_increment_with_its_version(followed: Path) -> None
         assert loop.channel.version(number).name in page
     titles = re.findall("<figcaption>(.*?)</figcaption>", page)
     assert titles == [
-        "Training rows",
-        "Ids that came (up) and went (down)",
-        "AUC before training on it (prequential)",
-        "Logloss before training on it (prequential)",
-        "AUC of gate tasks",
-        "Logloss of gate tasks",
-        "Bytes shipped",
-        "Where the time goes",
-    ]
+        "Training rows", "Ids that came (up) and went (down)",
+        "AUC before training on it (prequential)", "Logloss before training on it (prequential)",
+        "AUC of gate tasks", "Logloss of gate tasks", "Bytes shipped", "Where the time goes",
+    ]  # fmt: skip
     assert page.count("<svg role") == len(titles)
     assert page.count("promoted") >= 4  # verdicts and moves of the pointer
     # Every colour goes by the reader's choice of light or dark.
@@ -81,9 +77,7 @@ def test_the_first_version_is_scored_on_what_came_after_it(followed: Path) -> No
 
 
 @pytest.mark.distributed
-def test_the_best_possible_auc_is_that_of_the_increments_partition(
-    followed: Path, tmp_path: Path
-) -> None:
+def test_the_best_possible_auc_is_of_the_partition(followed: Path, tmp_path: Path) -> None:
     config = copied(followed, tmp_path)
     best = tmp_path / "days.json"
     best.write_text(json.dumps([{"day": "day=001", "auc_of_p_click": 0.875}]))
@@ -94,17 +88,13 @@ def test_the_best_possible_auc_is_that_of_the_increments_partition(
     (panel,) = (one for one in stream_chart(days).panels if one.title.startswith("AUC before"))
     assert panel.description.endswith(", best possible 0.8750")
     best.write_text("{}{}")
-    with pytest.raises(UserError) as caught:
-        read_days(loop_of(config))
-    assert str(caught.value).startswith(
+    assert catch_message(UserError, read_days, loop_of(config)).startswith(
         f"follow.best = '{best}' is no list of {{day, auc_of_p_click}}: "
     )
 
 
 @pytest.mark.distributed
-def test_a_refused_candidate_is_crossed_and_a_lost_record_is_not_there(
-    followed: Path, tmp_path: Path
-) -> None:
+def test_a_refused_candidate_is_crossed_a_lost_record_not(followed: Path, tmp_path: Path) -> None:
     config = copied(followed, tmp_path)
     root = tmp_path / "runs" / "000002"
     verdict = json.loads((root / "verdict.json").read_text())
@@ -114,11 +104,8 @@ def test_a_refused_candidate_is_crossed_and_a_lost_record_is_not_there(
     (root / "stages.jsonl").write_text('{"stage": "train", "took_s": 2.5}\n{"stage": "expo')
     loop = loop_of(config)
     days = read_days(loop)
-    assert (days[1].refused, dict(days[1].frozen), dict(days[1].took_s)) == (
-        True,
-        {},
-        {"train": 2.5},
-    )
+    expected = (True, {}, {"train": 2.5})
+    assert (days[1].refused, dict(days[1].frozen), dict(days[1].took_s)) == expected
     descriptions = [panel.description for panel in stream_chart(days).panels]
     assert any(", refused 0." in told for told in descriptions)
     assert not any("frozen" in told for told in descriptions)
@@ -162,11 +149,9 @@ def test_the_live_page_and_its_metrics_are_of_now(followed: Path) -> None:
 
 @pytest.mark.distributed
 def test_a_page_that_cannot_be_drawn_says_why_and_is_drawn_once_it_can_be(
-    followed: Path,
-    tmp_path: Path,
-    capfd: pytest.CaptureFixture[str],
+    followed: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
-) -> None:
+) -> None:  # fmt: skip
     config = copied(followed, tmp_path)
     best = tmp_path / "days.json"
     config.write_text(config.read_text().replace("[follow]", f'[follow]\nbest = "{best}"'))
@@ -214,14 +199,10 @@ def test_a_stream_without_an_increment_has_a_page(tmp_path: Path) -> None:
 
 def test_alarms_say_what_to_look_at() -> None:
     status = PipelineStatus(
-        prepared=9,
-        event_end_s=time.time() - 7_201,
-        fresh_s=3_600,
-        refused=2,
-        refused_files={"day=7/part-0.parquet": "it holds 3 rows"},
-        failure="disk full",
+        prepared=9, event_end_s=time.time() - 7_201, fresh_s=3_600, refused=2,
+        refused_files={"day=7/part-0.parquet": "it holds 3 rows"}, failure="disk full",
         newest_alarms=("table item is 81 % full",),
-    )
+    )  # fmt: skip
     assert status.alarms() == [
         "the next stage fails: disk full",
         "the served model knows nothing of the last 2.0 h; follow.fresh_s allows 60.0 min",
@@ -230,9 +211,8 @@ def test_alarms_say_what_to_look_at() -> None:
         "increment 9: table item is 81 % full",
     ]
     assert PipelineStatus(event_end_s=0.0, fresh_s=0.0).alarms() == []
-    assert PipelineStatus(refused=3).alarms() == [
-        "3 candidates in a row refused: nothing of it is served"
-    ]
+    expected = ["3 candidates in a row refused: nothing of it is served"]
+    assert PipelineStatus(refused=3).alarms() == expected
 
 
 def test_an_address_that_strangers_reach_needs_a_proof(tmp_path: Path) -> None:

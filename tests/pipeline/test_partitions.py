@@ -98,9 +98,7 @@ def test_partitions_of_a_store_are_listed_together(monkeypatch: pytest.MonkeyPat
     assert names("memory://hours/hour=*") == [("hour=1", 1), ("hour=2", 1)]
 
 
-def test_a_client_of_one_connection_is_asked_by_no_other_thread(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_client_of_one_connection_is_one_threads(monkeypatch: pytest.MonkeyPatch) -> None:
     import fsspec
 
     fs = fsspec.filesystem("memory")

@@ -42,9 +42,7 @@ def test_every_move_of_the_pointer_is_published_once(channel: Channel, tmp_path:
     assert stages_of(loop_of(config)) == [("publish", 0)]
 
 
-def test_a_place_that_cannot_be_written_is_told_and_tried_again(
-    channel: Channel, tmp_path: Path
-) -> None:
+def test_a_place_that_cannot_be_written_is_tried_again(channel: Channel, tmp_path: Path) -> None:
     (tmp_path / "store").write_text("a file")
     loop = loop_of(config_with(tmp_path, f"file://{tmp_path}/store/clicks"))
     name = f"2-{channel.require_current().checksum[:12]}"

@@ -1,7 +1,6 @@
 """Each private call of torch and TorchRec still does what the engine uses it for: when a new
 version moves one, the failing test's name says which. That of `place_row_states` is in
-tests/distributed/test_checkpoint.py, where tables have one row.
-"""
+tests/distributed/test_checkpoint.py, where tables have one row."""
 
 import ast
 import re

@@ -1,6 +1,5 @@
 """bfloat16 products: close to float32 in loss and gradient, for every algorithm and model; threads
-for large steps only; memory that is kept.
-"""
+for large steps only; memory that is kept."""
 
 import ctypes
 import random
@@ -18,6 +17,7 @@ from gmeta.runs.build import build_learner
 from gmeta_models import ModelConfig
 from tests.support import reference
 from tests.support.processes import with_imports_ready
+from tests.support.refusals import catch_message
 
 FEATURES = reference.some_features(3, 1, 2)
 CPU = torch.device("cpu")
@@ -72,17 +72,14 @@ def test_tf32_is_chosen_on_cuda_and_left_again() -> None:
 
 
 def test_tf32_on_a_cpu_is_refused() -> None:
-    with pytest.raises(ConfigError) as refused:
-        choose_products("tf32", CPU)
-    assert str(refused.value) == (
+    assert catch_message(ConfigError, choose_products, "tf32", CPU) == (
         'run.precision = "tf32" needs CUDA, and this run computes on the cpu: only Nvidia GPUs '
         'multiply in it. Set "float32" or "bf16", or run.device = "cuda"'
     )
 
 
 def faults_a_round(kept: int) -> float:
-    """Page faults of a round of blocks that are allocated, written and freed, in a new process that
-    keeps so many bytes."""
+    """Page faults of a round of allocated, written and freed blocks, in a new process."""
     with ProcessPoolExecutor(1, with_imports_ready()) as pool:
         return pool.submit(faults_here, kept).result()
 

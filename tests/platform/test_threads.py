@@ -126,9 +126,7 @@ def test_predictions_too_are_made_on_the_threads_that_are_faster() -> None:
         torch.set_num_threads(before)
 
 
-def test_a_served_model_chooses_too_where_it_is_asked_to(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_served_model_chooses_if_asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write_random_model(tmp_path)
     served = load(tmp_path)
     support, query = random_rows(40, seed=1, num_tasks=4), random_rows(40, seed=2, num_tasks=4)

@@ -8,8 +8,7 @@ from tests.pretended import learner_steps, training
 
 
 def everything(steps: list[Any], runs: list[Any]) -> dict[str, Any]:
-    """Return what the learner's steps show, in a process forked before anything is computed, and
-    whole runs beside it."""
+    """Return what the learner's steps show, in an early fork, and whole runs beside it."""
     fork = multiprocessing.get_context("fork")
     here, there = fork.Pipe(duplex=False)
     process = fork.Process(target=_tell_of_steps, args=(here, there, steps))

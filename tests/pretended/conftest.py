@@ -93,11 +93,9 @@ def pretended_once(pretended: Callable[..., Any], shared: Path) -> Callable[...,
 
 @pytest.fixture(scope="session")
 def shown(
-    pretended_once: Callable[..., Any],
-    click_logs: Path,
-    labelled: Path,
+    pretended_once: Callable[..., Any], click_logs: Path, labelled: Path,
     tmp_path_factory: pytest.TempPathFactory,
-) -> dict[str, Any]:
+) -> dict[str, Any]:  # fmt: skip
     """What steps of the learner and served models show, and whole runs: half a minute."""
     cases = [case.name for case in all_cases()]
     steps = [cases.index(one) for one in FAKE], list(SHOWN_BY), cases.index("melu maml")
@@ -116,6 +114,5 @@ def found(shown: dict[str, Any]) -> Reading:
 
 @pytest.fixture(scope="session")
 def runs(shown: dict[str, Any]) -> dict[str, Any]:
-    """Each run on the CPU and on the pretended GPU, one rank; under `ranks` UNEVEN on two, and with
-    the mutant."""
+    """Each run on the CPU and the pretended GPU, one rank; `ranks` UNEVEN on two; the mutant."""
     return dict(shown["runs"])

@@ -1,12 +1,9 @@
 """A CUDA device that is none: tensors say that they are on cuda:0 and hold their values on the CPU.
-
 What code for CUDA does with them is found and counted on a machine without a GPU, with values to
 compare: tensors of host and device mixed (refused as CUDA refuses them), launches, copies, and
 every place where the host would wait for the device. Not covered: NCCL, DDP's reducer, kernels
-themselves, their order on streams.
-
-Only for a process of its own, which `start` makes one with a GPU for good.
-"""
+themselves, their order on streams. Only for a process of its own, which `start` makes one with a
+GPU for good."""
 
 import sys
 import threading
@@ -70,8 +67,7 @@ _NOW, _BESIDE = Counts(), Counts()
 
 
 def counts() -> Counts:
-    """Return where to count now. A thread that Python started, as that which writes checkpoints,
-    keeps no step waiting; autograd's own is not of them."""
+    """Return where to count now; Python's own threads, as the checkpoint writer's, do not."""
     thread = threading.current_thread()
     is_beside = thread is not threading.main_thread() and not thread.name.startswith("Dummy")
     return _BESIDE if is_beside else _NOW
@@ -143,8 +139,7 @@ def place() -> str:
 
 
 def mapped(function: Callable[[Any], Any], tree: Any) -> Any:
-    """Return arguments or results with each leaf replaced, as torch's tree_map does, which takes
-    half the time of a step here: torch hands over plain tuples, lists and dicts."""
+    """Map the leaves of plain tuples, lists and dicts, in half of the time of torch's tree_map."""
     kind = type(tree)
     if kind is tuple or kind is list:
         return kind([mapped(function, one) for one in tree])
@@ -154,8 +149,7 @@ def mapped(function: Callable[[Any], Any], tree: Any) -> Any:
 
 
 def held_in(tree: Any) -> Any:
-    """Return arguments with what each tensor of the device holds in its place: mapped(held, tree)
-    without a call a leaf."""
+    """Return arguments with what each device tensor holds: mapped(held, tree), but faster."""
     kind = type(tree)
     if kind is tuple or kind is list:
         return kind(
@@ -212,8 +206,7 @@ class _Capturing:
 
 
 def called(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Do an operation as `_called` does; while a graph is captured, onto its tape, and refuse what
-    CUDA refuses then."""
+    """Do an operation as `_called` does, onto the tape of a captured graph if there is one."""
     if _Capturing.tape is None:
         return _called(func, args, kwargs)
     now = counts()

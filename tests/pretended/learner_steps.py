@@ -1,6 +1,4 @@
-"""The learner's step on the CPU and on the pretended GPU: losses, gradients, and what the GPU was
-asked for.
-"""
+"""The learner's step on the CPU and the pretended GPU: losses, gradients, what was asked for."""
 
 import random
 import traceback
@@ -161,13 +159,10 @@ def learner_of(case: Case) -> MetaLearner:
         embedding_dim=WIDTH,
         hidden=(16, 8),
         options={
-            "bottom": (8,),
-            "history": "m0" if history else "",
-            "expert": (8,),
-            "experts": 2,
+            "bottom": (8,), "history": "m0" if history else "", "expert": (8,), "experts": 2,
             "own_experts": 1,
         },
-    )
+    )  # fmt: skip
     torch.manual_seed(0)
     of_labels = LabelsConfig(
         loss={"stars": "mse"}, weight={"buy": 2.0}, entire_space={"buy": "click"}
@@ -278,8 +273,7 @@ def values_on_cpu(case: Case) -> list[Tensor]:
 
 
 def readings(numbers: list[int]) -> list[dict[str, Any]]:
-    """Compare the steps of these cases: how far the GPU's values are from the CPU's, relative to
-    their norm, and the counts."""
+    """How far the GPU's values are from the CPU's, relative to their norm, and the counts."""
     cases, found = list(all_cases()), []
     for number in numbers:
         case = cases[number]
@@ -292,16 +286,13 @@ def readings(numbers: list[int]) -> list[dict[str, Any]]:
             continue
         found.append(
             {
-                "case": case.name,
-                "error": "",
-                "far": far,
-                "waits": moving.waits + stepping.waits,
-                "to_device": moving.to_device,
+                "case": case.name, "error": "", "far": far,
+                "waits": moving.waits + stepping.waits, "to_device": moving.to_device,
                 "pageable": moving.pageable,
                 "copies_inside": stepping.to_device + stepping.to_host,
                 "launches": stepping.num_launches,
             }
-        )
+        )  # fmt: skip
     return found
 
 

@@ -1,7 +1,6 @@
 """A process with a pretended GPU, for tests and for benchmarks/gpu.py: the stand-in for CUDA's
 device guard is built and loaded, and functions are called there. Imports torch only inside: the
-guard comes before it.
-"""
+guard comes before it."""
 
 import ctypes
 import json
@@ -68,8 +67,7 @@ def built_guard(folder: Path) -> Path:
 
 
 def load_guard() -> None:
-    """Load the library that the environment names; before the first backward of the process, when
-    torch counts its devices."""
+    """Load the library before the process's first backward, when torch counts its devices."""
     ctypes.CDLL(os.environ[VARIABLE])
 
 
@@ -85,12 +83,9 @@ def call_pretended(
     folders = [str(ROOT / folder) for folder in ("", "models", "protos", "benchmarks")]
     path = os.pathsep.join([*folders, os.environ.get("PYTHONPATH", "")])
     run = subprocess.run(
-        command,
-        env={**os.environ, "PYTHONPATH": path, VARIABLE: str(guard), **variables},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+        command, env={**os.environ, "PYTHONPATH": path, VARIABLE: str(guard), **variables},
+        capture_output=True, text=True, check=False,
+    )  # fmt: skip
     if run.returncode:
         raise RuntimeError(f"{module}.{function} failed:\n{run.stdout}{run.stderr}")
     return json.loads(run.stdout.splitlines()[-1])

@@ -44,8 +44,7 @@ def everything() -> tuple[dict[str, list[float]], list[str]]:
 
 
 def compared(inside: Inside = PretendedDevice) -> dict[str, list[float]]:
-    """The largest difference of each way to predict from the CPU's, by case. `inside` is the
-    pretended device, or none."""
+    """The largest difference of each way to predict from the CPU's; `inside` is the device."""
     found = {}
     cases: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
         (f"{model} {name}", {"name": model}, more)

@@ -1,6 +1,5 @@
 """Stand-ins on the pretended GPU for what is compiled code there: fbgemm's lookup of a group of
-tables, with a row-wise Adagrad step in its backward, and DistributedDataParallel.
-"""
+tables, with a row-wise Adagrad step in its backward, and DistributedDataParallel."""
 
 from typing import Any
 

@@ -93,14 +93,10 @@ def trained(
 
 
 def everything(
-    folder: str,
-    data: str,
-    runs: dict[str, list[str]],
-    on_ranks: dict[str, list[str]],
+    folder: str, data: str, runs: dict[str, list[str]], on_ranks: dict[str, list[str]],
     mutant: str,
-) -> dict[str, Any]:
-    """Return what `trained` does of some runs on one rank and, first, of others on two, which are
-    forked: a start takes longer than what is trained."""
+) -> dict[str, Any]:  # fmt: skip
+    """Return what `trained` does of some runs on one rank and, first, of others on two."""
     two = trained_on_ranks(f"{folder}/ranks", 2, data, on_ranks, mutant)
     return {"ranks": two, **trained(folder, data, runs)}
 
@@ -160,8 +156,7 @@ def _run(
 
 @contextmanager
 def _counting_steps(steps: list[Counts]) -> Iterator[None]:
-    """Add the counts of each step: of its batch, on its way two steps ahead, and of itself; not of
-    what comes between steps."""
+    """Add each step's counts: of its batch two steps ahead and of itself, not between steps."""
     in_step, step = training.iterate_steps, training.TrainingRun._step
 
     def batches(*rest: Any) -> Iterator[Any]:

@@ -8,6 +8,7 @@ from gmeta.config.algorithm import AlgorithmConfig
 from gmeta.errors import GMetaError
 from gmeta.runs.chosen_adaptation import read_chosen_adaptation, write_chosen_adaptation
 from gmeta.runs.run_folder import RunFolder
+from tests.support.refusals import catch_message
 
 OWN = AlgorithmConfig("ridge", inner_lr=0.01, inner_steps=1, support_prior=3.0)
 
@@ -34,9 +35,7 @@ def test_what_was_chosen_is_of_one_checkpoint(tmp_path: Path) -> None:
 def test_a_damaged_choice_is_told_in_one_line(tmp_path: Path, text: str, why: str) -> None:
     path = tmp_path / "adapting.json"
     path.write_text(text)
-    with pytest.raises(GMetaError) as raised:
-        read_chosen_adaptation(RunFolder(tmp_path), OWN, 8)
-    assert str(raised.value) == (
+    assert catch_message(GMetaError, read_chosen_adaptation, RunFolder(tmp_path), OWN, 8) == (
         f"{path} is damaged: {why}. Evaluate the run again, or remove the file: the run then "
         "adapts as its config says"
     )

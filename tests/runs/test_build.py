@@ -10,6 +10,7 @@ from gmeta.errors import ConfigError
 from gmeta.runs.build import build
 from metaio.prepare.engines.local import prepare
 from metaio.prepare.schema.schema_file import parse_schema
+from tests.support.refusals import catch_message
 
 
 @pytest.fixture
@@ -38,9 +39,7 @@ def informed(data: Path, loss: str = "mse", **keys: Any) -> TrainConfig:
     )
 
 
-def test_statistics_of_support_rows_count_labels_from_those_of_the_training_split(
-    data: Path,
-) -> None:
+def test_statistics_of_support_rows_count_labels_from_the_training_split(data: Path) -> None:
     _, learner = build(informed(data, task=True, columns=["item"]))
     assert learner.statistics.prior == pytest.approx((4 / 3, (14 / 9) ** 0.5))
     assert learner.model.decision[0].in_features == 16 + 5
@@ -66,19 +65,10 @@ def test_statistics_of_support_rows_count_labels_from_those_of_the_training_spli
             "support_features.label_prior = [3.6] is no mean and standard deviation above 0. "
             "Write e.g. [3.6, 1.1], or [] to take them from the training split",
         ),
-        (
-            {"label_prior": [3.6, 0.0]},
-            "support_features.label_prior = [3.6, 0.0] is no mean and standard deviation above 0. "
-            "Write e.g. [3.6, 1.1], or [] to take them from the training split",
-        ),
     ],
 )
-def test_statistics_that_cannot_be_are_refused(
-    data: Path, keys: dict[str, Any], message: str
-) -> None:
-    with pytest.raises(ConfigError) as caught:
-        build(informed(data, **keys))
-    assert str(caught.value) == message
+def test_unknown_statistics_are_refused(data: Path, keys: dict[str, Any], message: str) -> None:
+    assert catch_message(ConfigError, build, informed(data, **keys)) == message
 
 
 @pytest.mark.parametrize(
@@ -95,12 +85,9 @@ def test_rows_are_not_drawn_anew_where_the_support_is_the_past(
     rows = "".join(f"{i % 3},{i % 5},{i % 2},{i}\n" for i in range(12))
     (tmp_path / "raw.csv").write_text(f"user,item,y,at\n{rows}")
     schema = {
-        "task": {"column": "user"},
-        "label": {"column": "y"},
-        "time": {"column": "at"},
-        "single": [{"column": "item", "hash": 9}],
-        "episodes": episodes,
-    }
+        "task": {"column": "user"}, "label": {"column": "y"}, "time": {"column": "at"},
+        "single": [{"column": "item", "hash": 9}], "episodes": episodes,
+    }  # fmt: skip
     prepare([str(tmp_path / "raw.csv")], str(tmp_path / "data"), parse_schema(schema))
     config = config_from_dict(
         {
@@ -112,9 +99,7 @@ def test_rows_are_not_drawn_anew_where_the_support_is_the_past(
     if not is_past:
         build(config)
         return
-    with pytest.raises(ConfigError) as caught:
-        build(config)
-    assert str(caught.value) == (
+    assert catch_message(ConfigError, build, config) == (
         f"augment.resplit_support is true, but the support rows of {tmp_path}/data are the past of "
         "its query rows, which drawing them anew would mix. Set it to false"
     )
@@ -125,9 +110,7 @@ def test_a_frozen_base_needs_a_run_to_begin_with(click_logs: Path) -> None:
         "data": {"path": str(click_logs)},
         "algorithm": {"name": "encoder", "options": {"train_base": False}},
     }
-    with pytest.raises(ConfigError) as caught:
-        build(config_from_dict(raw))
-    assert str(caught.value) == (
+    assert catch_message(ConfigError, build, config_from_dict(raw)) == (
         "algorithm.options.train_base = false and run.start_from is empty: model and tables "
         "would stay as "
         "they are drawn. Name the run to begin with in run.start_from, or set it to true"
@@ -166,6 +149,4 @@ def test_plain_epochs_leave_the_algorithm_some(
     if not message:
         build(config_from_dict(raw))
         return
-    with pytest.raises(ConfigError) as caught:
-        build(config_from_dict(raw))
-    assert str(caught.value) == message
+    assert catch_message(ConfigError, build, config_from_dict(raw)) == message

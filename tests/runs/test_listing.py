@@ -11,7 +11,7 @@ import pytest
 from gmeta.config.train_config import config_from_dict, load_config
 from gmeta.runs.listing import RunSummary, find_differing_keys, find_runs, summarise_run
 from gmeta.runs.run_folder import create_run_folder
-from tests.support.commands import gmeta
+from tests.support.commands import gmeta, succeed
 
 LOGGED = [
     {"step": 5, "epoch": 0, "loss": 0.7},
@@ -71,33 +71,27 @@ def test_the_command_lists_and_compares(tmp_path: Path) -> None:
     (tmp_path / "runs" / "broken").mkdir()
     for name in ("config.json", "environment.json"):
         (tmp_path / "runs" / "broken" / name).write_text("{")
-    listed = gmeta("runs", cwd=tmp_path)
-    assert listed.returncode == 0, listed.stderr
+    listed = succeed("runs", cwd=tmp_path)
     assert re.search(r"runs/maml +maml +dlrm +12 +0.5000 +auc +0.6000 +5 ", listed.stdout)
     assert "differ" not in listed.stdout
     assert listed.stderr.startswith("not listed: runs/broken is no run folder")
-
     compared = gmeta("runs", "runs/maml", "runs/plain", cwd=tmp_path)
     assert re.search(r'algorithm.name +"maml" +"none"', compared.stdout)
     assert re.search(r"metric +runs/maml +runs/plain", compared.stdout)
     assert re.search(r"logloss +0.6500 +0.6500", compared.stdout)
     told = json.loads(gmeta("runs", "runs/maml", "runs/plain", "--json", cwd=tmp_path).stdout)
     assert [run["best"] for run in told["runs"]] == [0.6, 0.6]
-    assert told["differing"] == [
-        {"key": "algorithm.name", "runs/maml": "maml", "runs/plain": "none"}
-    ]
+    expected = [{"key": "algorithm.name", "runs/maml": "maml", "runs/plain": "none"}]
+    assert told["differing"] == expected
     nothing = gmeta("runs", "elsewhere", cwd=tmp_path)
-    assert (nothing.returncode, nothing.stderr) == (
-        2,
-        "error: elsewhere is no folder. Give a run folder, or one with runs below it\n",
-    )
+    expected = (2, "error: elsewhere is no folder. Give a run folder, or one with runs below it\n")
+    assert (nothing.returncode, nothing.stderr) == expected
 
 
 def test_a_resolved_config_can_be_copied(tmp_path: Path) -> None:
     path = tmp_path / "mine.toml"
     path.write_text('[data]\npath = "d"\n[run]\ndir = "r"\n[model]\nhidden = [8, 4]\n')
-    printed = gmeta("config", path, "outer.dense_lr=0.25")
-    assert printed.returncode == 0, printed.stderr
+    printed = succeed("config", path, "outer.dense_lr=0.25")
     assert tomllib.loads(printed.stdout)["outer"]["dense_lr"] == 0.25
     copy = tmp_path / "copy.toml"
     copy.write_text(printed.stdout)

@@ -37,9 +37,8 @@ def test_the_steps_after_the_first_few_are_recorded(tmp_path: Path) -> None:
     summary = (tmp_path / "profile" / SUMMARY_FILE).read_text()
     assert summary.startswith(f"torch {torch.__version__}")
     assert "aten::mm" in summary
-    assert profiler.summary_lines() == [
-        f"profile: {tmp_path / 'profile'}  ({SUMMARY_FILE}, {TRACE_FILE})"
-    ]
+    expected = [f"profile: {tmp_path / 'profile'}  ({SUMMARY_FILE}, {TRACE_FILE})"]
+    assert profiler.summary_lines() == expected
 
 
 def test_a_run_that_ends_early_keeps_the_steps_that_it_had(tmp_path: Path) -> None:

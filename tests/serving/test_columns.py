@@ -14,6 +14,7 @@ from metaio import DataError, Dataset
 from metaio.prepare.schema.schema_file import parse_schema
 from tests.metaio.conftest import episodes_of_batch, whole_split
 from tests.metaio.prepare.test_local import changed, prepared, raw_table
+from tests.support.refusals import catch_message
 
 SCHEMA = changed(dense=[{"column": "price", "standardise": True}, {"column": "age", "fill": 5.0}])
 
@@ -25,12 +26,9 @@ def encoder_of(dataset: Dataset) -> RawColumnEncoder:
         for name in dataset.manifest.vocabularies
     }
     columns = ExportedColumns(
-        dataset.task,
-        dataset.label,
-        parse_schema(recipe["schema"]),
-        {name: tuple(moments) for name, moments in recipe["moments"].items()},
-        recipe["kinds"],
-    )
+        dataset.task, dataset.label, parse_schema(recipe["schema"]),
+        {name: tuple(moments) for name, moments in recipe["moments"].items()}, recipe["kinds"],
+    )  # fmt: skip
     return RawColumnEncoder(columns, parse_schema(recipe["schema"]), vocabularies)
 
 
@@ -59,9 +57,7 @@ def test_text_where_the_training_data_had_integers_is_refused(tmp_path: Path) ->
         values = np.arange(batch.num_rows)
         wrong = pa.array(values.astype(str) if held == "text" else values)
         changed_batch = batch.set_column(batch.schema.get_field_index(name), name, wrong)
-        with pytest.raises(DataError) as caught:
-            encoder.encode(changed_batch, True)
-        assert str(caught.value) == (
+        assert catch_message(DataError, encoder.encode, changed_batch, True) == (
             f"sparse column {name} holds {held} values; they were {wanted} when the data was "
             f"prepared, and would get other ids. Cast the column to {wanted}"
         )
@@ -122,9 +118,8 @@ def test_no_rows_of_plain_lists_are_no_rows(tmp_path: Path) -> None:
     """Empty Python lists have no type, that of the label neither."""
     encoder = encoder_of(prepared(tmp_path, raw_table(), SCHEMA))
     none = as_table({name: [] for name in encoder.names(True)}, "support")
-    assert (
-        encoder.encode(select_columns(none, encoder.names(True), [], "support"), True).num_rows == 0
-    )
+    found = encoder.encode(select_columns(none, encoder.names(True), [], "support"), True).num_rows
+    assert found == 0
 
 
 def test_a_column_without_values_has_no_kind(tmp_path: Path) -> None:

@@ -36,9 +36,10 @@ from gmeta_models.options import DlrmOptions
 from metaio import FormatError, open_dataset
 from metaio.prepare.engines.local import prepare
 from metaio.prepare.schema.schema_file import parse_schema
-from tests.support.commands import SMALL_MODEL, evaluate, write_config
+from tests.support.commands import SMALL_MODEL, evaluate, succeed, write_config
 from tests.support.commands import gmeta as run_gmeta
 from tests.support.exported import evaluated, rows_of_split
+from tests.support.refusals import catch_message
 from tests.support.sealed import seal
 
 SPLIT = "user-item-cold"
@@ -81,15 +82,11 @@ def raw_rows() -> pa.Table:
     price = rng.lognormal(2, 1, count)
     return pa.table(
         {
-            "user": user,
-            "stars": rng.integers(1, 6, count),
-            "at": rng.permutation(count),
-            "shop.name": shops,
-            "type": rng.integers(0, 500, count),
-            "items": tags,
+            "user": user, "stars": rng.integers(1, 6, count), "at": rng.permutation(count),
+            "shop.name": shops, "type": rng.integers(0, 500, count), "items": tags,
             "price": pa.array(price, mask=rng.random(count) < 0.1),
         }
-    )
+    )  # fmt: skip
 
 
 @pytest.fixture(scope="module")
@@ -103,8 +100,7 @@ def raw_run(tmp_path_factory: pytest.TempPathFactory, raw_rows: pa.Table) -> Pat
 
 
 def _trained(config: Path, *arguments: str) -> Path:
-    result = run_gmeta("train", config, *SMALL_MODEL, *arguments)
-    assert result.returncode == 0, result.stderr
+    succeed("train", config, *SMALL_MODEL, *arguments)
     return config.parent / "run"
 
 
@@ -130,8 +126,7 @@ def difference(ours: object, theirs: pa.ChunkedArray) -> float:
 
 @pytest.fixture(scope="module")
 def informed_run(tmp_path_factory: pytest.TempPathFactory, click_logs: Path) -> Path:
-    """Two ranks' run whose model sees statistics of support rows, which training draws anew, and
-    of training rows."""
+    """Two ranks' run with statistics of support rows, drawn anew in training, and of items."""
     folder = tmp_path_factory.mktemp("informed")
     config = write_config(folder / "train.toml", click_logs, folder / "run")
     keys = ("support_features.task=true", 'support_features.columns=["*"]', "outer.loss=mae")
@@ -147,16 +142,13 @@ def test_statistics_of_support_rows_are_exported_with_their_prior(
     export_run(informed_run, tmp_path / "model")
     label_N = open_dataset(str(click_logs)).read_block("train", 0).label_N
     config = read_config(tmp_path / "model")
-    assert config.support_features.label_prior == pytest.approx(
-        (float(label_N.mean()), float(label_N.std())), rel=1e-5
-    )
+    found = config.support_features.label_prior
+    assert found == pytest.approx((float(label_N.mean()), float(label_N.std())), rel=1e-5)
     assert_served_as_evaluated(informed_run, tmp_path / "model", click_logs)
 
 
 @pytest.mark.distributed
-def test_statistics_of_training_rows_are_exported(
-    informed_run: Path, tmp_path: Path, click_logs: Path
-) -> None:
+def test_statistics_are_exported(informed_run: Path, tmp_path: Path, click_logs: Path) -> None:
     """Those of all training rows, whichever rank read them: against a loop over the rows."""
     export_run(informed_run, tmp_path / "model")
     dataset = open_dataset(str(click_logs))
@@ -178,9 +170,7 @@ def test_statistics_of_training_rows_are_exported(
 
 
 @pytest.mark.distributed
-def test_a_served_model_predicts_what_evaluate_does(
-    run: Path, model: Path, click_logs: Path
-) -> None:
+def test_a_served_model_predicts_as_evaluate(run: Path, model: Path, click_logs: Path) -> None:
     assert_served_as_evaluated(run, model, click_logs)
 
 
@@ -203,20 +193,13 @@ def assert_served_as_evaluated(run: Path, model: Path, click_logs: Path) -> None
 
 
 @pytest.mark.distributed
-def test_raw_columns_are_encoded_as_prepare_did(
-    raw_run: Path, raw_rows: pa.Table, tmp_path: Path
-) -> None:
+def test_raw_columns_are_as_prepared(raw_run: Path, raw_rows: pa.Table, tmp_path: Path) -> None:
     exported = CliRunner().invoke(app, ["export", str(raw_run), str(tmp_path / "model")])
     assert exported.exit_code == 0, exported.exception
     sizes = {path.name: path.stat().st_size for path in (tmp_path / "model").rglob("*.*")}
     of_tables = sum(size for name, size in sizes.items() if name.startswith("table-"))
-    trained = (
-        4
-        * 4
-        * sum(
-            table.num_rows for table in open_dataset(str(raw_run.parent / "data")).features.tables
-        )
-    )
+    tables = open_dataset(str(raw_run.parent / "data")).features.tables
+    trained = 4 * 4 * sum(table.num_rows for table in tables)
     assert exported.stderr == (
         f"exported: {tmp_path}/model  (step 3, {size_text(sum(sizes.values()))}; tables float32, "
         f"{size_text(of_tables)}, {of_tables / trained:.2f} of what was trained)\n"
@@ -273,9 +256,7 @@ def test_any_step_kept_can_be_exported_and_replaces_a_model_only_when_told(
     )
     assert export_run(run, out, "int8", overwrite=True).step == 8
     assert gmeta.load(out).config.table_format == "int8"
-    with pytest.raises(UserError) as caught:
-        export_run(run, tmp_path / "other", step=5)
-    assert str(caught.value) == (
+    assert catch_message(UserError, export_run, run, tmp_path / "other", step=5) == (
         f"run {run} has no checkpoint of step 5: it has 4, 8. "
         "Choose one of them, or leave out --step"
     )
@@ -295,9 +276,7 @@ def test_a_run_is_exported_for_another_runtime_as_for_gmeta(
     )
     assert torch.equal(found.after_N, expected.after_N)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["clicks", "model"]
-    with pytest.raises(UserError) as caught:
-        export_for(run, tmp_path / "clicks", "triton")
-    assert str(caught.value) == (
+    assert catch_message(UserError, export_for, run, tmp_path / "clicks", "triton") == (
         f"{tmp_path / 'clicks'} holds an exported Triton model already. "
         "Choose another folder, or pass --overwrite to replace it"
     )
@@ -355,9 +334,7 @@ def test_a_damaged_checkpoint_is_told_in_one_line_and_leaves_nothing(
 
 
 @pytest.mark.distributed
-def test_whatever_bit_of_a_checkpoints_index_is_wrong_is_told_in_one_line(
-    run: Path, tmp_path: Path
-) -> None:
+def test_any_wrong_bit_of_a_checkpoints_index_is_told_in_a_line(run: Path, tmp_path: Path) -> None:
     newest = list_checkpoints(run / "checkpoints")[-1]
     copy = Path(shutil.copytree(newest, tmp_path / newest.name))
     intact, rng = (copy / ".metadata").read_bytes(), np.random.default_rng(0)
@@ -375,17 +352,13 @@ def test_whatever_bit_of_a_checkpoints_index_is_wrong_is_told_in_one_line(
 
 
 @pytest.mark.distributed
-def test_a_run_is_exported_only_with_the_dataset_it_was_trained_on(
-    run: Path, tmp_path: Path
-) -> None:
+def test_a_run_is_exported_only_with_its_own_dataset(run: Path, tmp_path: Path) -> None:
     copy = Path(shutil.copytree(run, tmp_path / "run"))
     environment = json.loads((copy / "environment.json").read_text())
     trained_on = environment["dataset_fingerprint"]
     (copy / "environment.json").write_text(json.dumps({"dataset_fingerprint": "0" * 32}))
     dataset = json.loads((copy / "config.json").read_text())["data"]["path"]
-    with pytest.raises(GMetaError) as caught:
-        export_run(copy, tmp_path / "model")
-    assert str(caught.value) == (
+    assert catch_message(GMetaError, export_run, copy, tmp_path / "model") == (
         f"dataset {dataset} has fingerprint {trained_on[:12]}, run {copy} was trained on "
         "000000000000: its ids may mean other values. Bring back that dataset, or train on this one"
     )
@@ -397,34 +370,26 @@ def test_a_run_is_exported_only_with_the_dataset_it_was_trained_on(
     told = f"run {copy} cannot be exported without its data: {tmp_path}/gone holds no dataset: "
     assert str(caught.value).startswith(told)
     shutil.rmtree(copy / "checkpoints")
-    with pytest.raises(UserError) as caught:
-        export_run(copy, tmp_path / "model")
-    assert str(caught.value) == (
+    assert catch_message(UserError, export_run, copy, tmp_path / "model") == (
         f"run {copy} has 0 checkpoints: there is nothing to export yet. Let it reach its first one"
     )
 
 
 @pytest.mark.distributed
-def test_a_checkpoint_of_another_model_than_the_config_is_not_exported(
-    run: Path, tmp_path: Path
-) -> None:
+def test_a_checkpoint_of_another_model_is_not_exported(run: Path, tmp_path: Path) -> None:
     copy = Path(shutil.copytree(run, tmp_path / "run"))
     config = json.loads((copy / "config.json").read_text())
     config["model"]["hidden"] = [16, 8]
     (copy / "config.json").write_text(json.dumps(config))
     checkpoint = list_checkpoints(copy / "checkpoints")[-1]
-    with pytest.raises(UserError) as refused:
-        export_run(copy, tmp_path / "model")
-    assert str(refused.value) == (
+    assert catch_message(UserError, export_run, copy, tmp_path / "model") == (
         f"model.hidden = [16, 8], but checkpoint {checkpoint} was trained with [16], and its "
         "weights mean nothing with another. Set it as it was, or train a new run, which may begin "
         "with run.start_from"
     )
     # One of an older release does not say with what it was trained.
     seal(checkpoint / "progress.json", lambda about: about.pop("config"))
-    with pytest.raises(GMetaError) as caught:
-        export_run(copy, tmp_path / "model")
-    assert str(caught.value) == (
+    assert catch_message(GMetaError, export_run, copy, tmp_path / "model") == (
         f"checkpoint {checkpoint} has no tensor "
         "model.learner.model.top.4.weight: it is of another model than the run's config. Export a "
         "step of the same run"
@@ -455,17 +420,13 @@ def test_a_run_of_a_package_that_is_not_here_is_told_from_a_mistyped_name(
         f"{', '.join(known)}. Use the release that made it, or install the package that has it: "
         "docs/extending.md."
     )
-    with pytest.raises(GMetaError) as caught:
-        export_run(copy, tmp_path / "model")
-    assert str(caught.value) == told
+    assert catch_message(GMetaError, export_run, copy, tmp_path / "model") == told
     ended = run_gmeta("evaluate", copy)
     assert (ended.returncode, ended.stderr) == (1, f"error: {told}\n")
 
 
 @pytest.mark.distributed
-def test_a_vocabulary_that_was_altered_since_training_is_not_exported(
-    raw_run: Path, tmp_path: Path
-) -> None:
+def test_a_vocabulary_altered_since_training_is_not_exported(raw_run: Path, tmp_path: Path) -> None:
     """It would name other rows of the trained table."""
     copy = Path(shutil.copytree(raw_run, tmp_path / "run"))
     data = Path(shutil.copytree(raw_run.parent / "data", tmp_path / "data"))
@@ -475,9 +436,7 @@ def test_a_vocabulary_that_was_altered_since_training_is_not_exported(
     file = data / "vocabulary" / "items.parquet"
     whole = file.read_bytes()
     file.write_bytes(whole[:-1] + bytes([whole[-1] ^ 1]))
-    with pytest.raises(FormatError) as caught:
-        export_run(copy, tmp_path / "model")
-    assert str(caught.value) == (
+    assert catch_message(FormatError, export_run, copy, tmp_path / "model") == (
         f"{file}: {len(whole)} bytes that differ from the checksum in the manifest, which lists "
         f"{len(whole)} bytes. Copy the dataset again or prepare it again; gmeta inspect --verify "
         "lists every damaged file"
@@ -517,18 +476,14 @@ def test_a_run_of_other_hardware_is_evaluated_on_what_is_here(run: Path, tmp_pat
 
 
 @pytest.mark.distributed
-def test_a_diverged_model_is_not_exported(
-    run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_no_diverged_one_leaves(run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def diverged(reader: CheckpointReader, names: list[str]) -> dict[str, torch.Tensor]:
         found = read(reader, names)
         return {name: value.fill_(torch.nan) for name, value in found.items()}
 
     read = CheckpointReader.read
     monkeypatch.setattr(CheckpointReader, "read", diverged)
-    with pytest.raises(GMetaError) as caught:
-        export_run(run, tmp_path / "model")
-    assert str(caught.value) == (
+    assert catch_message(GMetaError, export_run, run, tmp_path / "model") == (
         "layer model.bottom.0.weight holds values that are not finite: the run diverged. "
         "Export an earlier checkpoint with --step, or train with lower rates"
     )

@@ -25,11 +25,9 @@ HEADER_BYTES = _HEADER.size
 
 
 def served(
-    folder: Path,
-    algorithm: AlgorithmConfig,
-    model: str = "dlrm",
+    folder: Path, algorithm: AlgorithmConfig, model: str = "dlrm",
     statistics: SupportFeaturesConfig | None = None,
-) -> ServedModel:
+) -> ServedModel:  # fmt: skip
     config = ModelConfig(
         model, 4, hidden=(8,), options={"bottom": (8,), "history": "seen", "attention": (4,)}
     )
@@ -66,18 +64,14 @@ def assert_the_same_to_the_bit(model: ServedModel, other: ServedModel) -> None:
 
 @pytest.mark.parametrize("algorithm", [*sorted(ALGORITHMS), "none"])
 @pytest.mark.parametrize("model", sorted(MODELS))
-def test_every_algorithms_tasks_are_kept_to_the_bit(
-    tmp_path: Path, model: str, algorithm: str
-) -> None:
+def test_algorithms_tasks_are_kept_to_the_bit(tmp_path: Path, model: str, algorithm: str) -> None:
     found = served(tmp_path, algorithm_of(algorithm, model), model)
     assert_the_same_to_the_bit(found, gmeta.load(tmp_path))
 
 
 @pytest.mark.parametrize("embeddings", [False, True])
 @pytest.mark.parametrize("path", ["low_rank", "materialised"])
-def test_rows_changes_and_support_are_kept_to_the_bit(
-    tmp_path: Path, path: str, embeddings: bool
-) -> None:
+def test_rows_changes_and_support_are_kept(tmp_path: Path, path: str, embeddings: bool) -> None:
     config = replace(MAML, adapt_embeddings=embeddings, bias_rate=0.5, layer_paths=(f"*={path}",))
     found = served(tmp_path, config, statistics=STATISTICS)
     assert_the_same_to_the_bit(found, gmeta.load(tmp_path))
@@ -109,9 +103,7 @@ def signed(content: bytes) -> bytes:
     return before + _checksum(before, payload) + payload
 
 
-def test_what_is_no_state_of_this_model_is_told_in_a_line(
-    model: ServedModel, state: bytes, tmp_path: Path
-) -> None:
+def test_what_is_no_state_of_it_is_told(model: ServedModel, state: bytes, tmp_path: Path) -> None:
     remedy = "Adapt the task anew by its support rows"
     assert refused(model, "text") == (
         "a task's state is of type str; bytes are needed. Give what task.state() returned"
@@ -145,9 +137,7 @@ def test_every_damage_is_told_in_a_line(model: ServedModel, state: bytes) -> Non
     refused(model, state + b"\0")
 
 
-def test_whatever_a_stranger_signs_is_refused_in_a_line_or_predicts(
-    model: ServedModel, state: bytes
-) -> None:
+def test_what_a_stranger_signs_is_refused_or_predicts(model: ServedModel, state: bytes) -> None:
     rng, query = np.random.default_rng(1), random_rows(4, seed=2)
     header_end = HEADER_BYTES + 8 + int.from_bytes(state[HEADER_BYTES : HEADER_BYTES + 8], "little")
     told: list[str] = []

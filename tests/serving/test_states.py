@@ -8,7 +8,6 @@ import pyarrow as pa
 import pytest
 import torch
 
-import gmeta
 from gmeta.adaptation.algorithms.registry import ALGORITHMS
 from gmeta.adaptation.plain_update import LowRankUpdate, MaterialisedUpdate
 from gmeta.config.algorithm import AlgorithmConfig, InnerPath
@@ -16,24 +15,11 @@ from gmeta.config.inputs import SupportFeaturesConfig
 from gmeta.serving.encoded_rows import join_rows, split_rows
 from gmeta.serving.served_model import ServedModel
 from gmeta.serving.task_states import AdaptedTensors, TaskState, split_tasks, stack_tasks
-from gmeta_models import MODELS, ModelConfig
-from tests.support.exported import metaemb_rate, random_rows, write_random_model
+from gmeta_models import MODELS
+from tests.serving.test_state_bytes import served
+from tests.support.exported import metaemb_rate, random_rows
 
 SIZES = (5, 0, 1, 9, 3)  # support rows of each task
-
-
-def served(
-    folder: Path,
-    algorithm: AlgorithmConfig,
-    model: str = "dlrm",
-    statistics: SupportFeaturesConfig | None = None,
-) -> ServedModel:
-    history = "seen" if model == "din" else ""
-    config = ModelConfig(
-        name=model, embedding_dim=4, hidden=(16,), options={"bottom": (8,), "history": history}
-    )
-    write_random_model(folder, algorithm=algorithm, model=config, support_features=statistics)
-    return gmeta.load(folder)
 
 
 def cut(rows: pa.Table, sizes: tuple[int, ...]) -> list[pa.Table]:
@@ -43,9 +29,7 @@ def cut(rows: pa.Table, sizes: tuple[int, ...]) -> list[pa.Table]:
 
 @pytest.mark.parametrize("algorithm", [*sorted(ALGORITHMS), "none"])
 @pytest.mark.parametrize("model", sorted(MODELS))
-def test_tasks_adapted_together_predict_as_alone(
-    tmp_path: Path, model: str, algorithm: str
-) -> None:
+def test_tasks_adapted_at_once_predict_as_alone(tmp_path: Path, model: str, algorithm: str) -> None:
     rates = AlgorithmConfig(name=algorithm, inner_steps=2, inner_lr=0.3)
     if algorithm == "metaemb":
         rate = metaemb_rate(model)
@@ -59,9 +43,7 @@ def test_tasks_adapted_together_predict_as_alone(
 
 
 @pytest.mark.parametrize("embeddings", [False, True])
-def test_tasks_keep_what_statistics_of_their_support_ask_for(
-    tmp_path: Path, embeddings: bool
-) -> None:
+def test_tasks_keep_what_support_statistics_ask_for(tmp_path: Path, embeddings: bool) -> None:
     rates = AlgorithmConfig(inner_steps=2, inner_lr=0.3, adapt_embeddings=embeddings, bias_rate=0.5)
     statistics = SupportFeaturesConfig(task=True, columns=("city", "tags"), label_prior=(0.5, 0.5))
     assert_together_as_alone(served(tmp_path / "model", rates, statistics=statistics))
@@ -106,9 +88,7 @@ def test_a_state_is_as_small_as_its_task(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("path", ["low_rank", "materialised"])
 @pytest.mark.parametrize("algorithm", ["maml", "ridge"])
-def test_a_state_holds_no_graph_and_becomes_bytes(
-    tmp_path: Path, algorithm: str, path: InnerPath
-) -> None:
+def test_a_state_has_no_graph_but_bytes(tmp_path: Path, algorithm: str, path: InnerPath) -> None:
     """A layer's inputs follow from the layer before it, whose outputs took a gradient."""
     found = served(
         tmp_path / "model", AlgorithmConfig(algorithm, 1, 0.3, layer_paths=(f"*={path}",))

@@ -1,7 +1,5 @@
-"""A browser for tests of pages: Chromium without a window, driven by Selenium.
-
-A test that opens one is marked with `needs_browser`, and skipped where there is none.
-"""
+"""A browser for tests of pages: Chromium without a window, driven by Selenium. A test that opens
+one is marked with `needs_browser`, and skipped where there is none."""
 
 import shutil
 import tempfile
@@ -100,8 +98,7 @@ class Browser:
         return next(text for text in self.texts(selector) if text and part in text)
 
     def faults(self) -> list[str]:
-        """Errors that the page left in the console since they were last asked for: a script's, and
-        answers of 4xx and 5xx."""
+        """Errors in the page's console since last asked: a script's, and answers of 4xx and 5xx."""
         entries = self.driver.get_log("browser")
         return [each["message"] for each in entries if each["level"] == "SEVERE"]
 
@@ -121,8 +118,7 @@ class Browser:
         return int(self.driver.execute_script(script))
 
     def contrast(self, *selectors: str) -> float:
-        """The least contrast of text to what lies behind it among these elements: 1 to 21; 4.5 is
-        what WCAG asks for."""
+        """The least contrast of text to its background, 1 to 21; 4.5 is what WCAG asks for."""
         return min(float(self.driver.execute_script(_CONTRAST, self.find(s))) for s in selectors)
 
     def picture(self, path: Path) -> None:

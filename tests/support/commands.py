@@ -21,10 +21,15 @@ def environment() -> dict[str, str]:
 def gmeta(
     *arguments: str | Path, cwd: Path | None = None, own_server: bool = False
 ) -> subprocess.CompletedProcess[str]:
-    """`gmeta ARGUMENTS`, waited for: it and what it starts are forked, see
-    tests/support/forked.py.
-    """
+    """`gmeta ARGUMENTS`, waited for: it and what it starts are forked (forked.py)."""
     return run_forked("gmeta", *arguments, env=environment(), cwd=cwd, own_server=own_server)
+
+
+def succeed(*arguments: str | Path, cwd: Path | None = None) -> subprocess.CompletedProcess[str]:
+    """`gmeta ARGUMENTS`, which must end well."""
+    done = gmeta(*arguments, cwd=cwd)
+    assert done.returncode == 0, done.stderr
+    return done
 
 
 def evaluate(*arguments: str | Path, cwd: Path | None = None) -> subprocess.CompletedProcess[str]:
@@ -46,13 +51,9 @@ def without_pictures() -> None:
 def fresh_gmeta(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
     """`python -m gmeta ARGUMENTS`, waited for: a fresh interpreter."""
     return subprocess.run(
-        [sys.executable, "-m", "gmeta", *map(str, arguments)],
-        capture_output=True,
-        text=True,
-        timeout=2 * PATIENCE_S,
-        env=environment(),
-        check=False,
-    )
+        [sys.executable, "-m", "gmeta", *map(str, arguments)], capture_output=True, text=True,
+        timeout=2 * PATIENCE_S, env=environment(), check=False,
+    )  # fmt: skip
 
 
 def write_config(path: Path, dataset: Path, run: Path) -> Path:

@@ -31,21 +31,16 @@ FEATURES = Features(
 
 
 def metaemb_rate(model: str) -> float:
-    """An inner rate at which one table's moving embeddings show in what a new model predicts:
-    through gates and towers they do so little."""
+    """An inner rate at which one table's moving embeddings show in what is predicted."""
     return {"mmoe": 300.0, "ple": 3000.0}.get(model, 3.0)
 
 
 def write_random_model(
-    folder: Path,
-    features: Features = FEATURES,
-    table_format: TableFormat = "float32",
-    loss: str = "bce",
-    algorithm: AlgorithmConfig | None = None,
-    model: ModelConfig | None = None,
+    folder: Path, features: Features = FEATURES, table_format: TableFormat = "float32",
+    loss: str = "bce", algorithm: AlgorithmConfig | None = None, model: ModelConfig | None = None,
     support_features: SupportFeaturesConfig | None = None,
     item_features: ItemFeaturesConfig | None = None,
-) -> dict[str, torch.Tensor]:
+) -> dict[str, torch.Tensor]:  # fmt: skip
     """An exported model of random values in `folder`; returns its float32 tables by name."""
     config = ExportedConfig(
         model=model or ModelConfig(embedding_dim=4, hidden=(16,), options={"bottom": (8,)}),
@@ -86,15 +81,11 @@ def random_rows(num_rows: int, seed: int = 0, num_tasks: int = 1) -> pa.Table:
 
     return pa.table(
         {
-            "user": rng.integers(0, num_tasks, num_rows),
-            "item": rng.integers(0, 50, num_rows),
-            "city": rng.integers(0, 8, num_rows),
-            "tags": lists(12),
-            "seen": lists(50),
-            "price": rng.standard_normal(num_rows),
-            "click": rng.integers(0, 2, num_rows),
+            "user": rng.integers(0, num_tasks, num_rows), "item": rng.integers(0, 50, num_rows),
+            "city": rng.integers(0, 8, num_rows), "tags": lists(12), "seen": lists(50),
+            "price": rng.standard_normal(num_rows), "click": rng.integers(0, 2, num_rows),
         }
-    )
+    )  # fmt: skip
 
 
 def rows_of_split(dataset: Path, split: str) -> tuple[pa.Table, pa.Table]:

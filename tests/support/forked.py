@@ -1,7 +1,6 @@
 """`python -m PROGRAM` in processes that are forked with everything imported: so are the ranks that
 `gmeta` starts. A fresh interpreter imports for seconds, three of them a run of two ranks; nothing
-else differs, and some tests start a fresh one all the same.
-"""
+else differs, and some tests start a fresh one all the same."""
 
 import os
 import runpy
@@ -65,8 +64,7 @@ class Forked:
 
 
 class ForkedProcess(Forked):
-    """A program, with as much of Popen as tests and torchrun's agent ask of it; it and its ranks
-    write to the same two files."""
+    """A program with as much of Popen as is asked of it; its ranks write to the same files."""
 
     def __init__(self, task: Task) -> None:
         ready, sign = with_imports_ready().Pipe(duplex=False)
@@ -110,15 +108,10 @@ def forked(task: Task) -> Iterator[ForkedProcess]:
 
 
 def run_forked(
-    program: str,
-    *arguments: str | Path,
-    env: Mapping[str, str],
-    cwd: Path | None = None,
-    anew: tuple[str, ...] = (),
-    timeout_s: float = 2 * PATIENCE_S,
-    first: Callable[[], None] | None = None,
-    own_server: bool = False,
-) -> subprocess.CompletedProcess[str]:
+    program: str, *arguments: str | Path, env: Mapping[str, str], cwd: Path | None = None,
+    anew: tuple[str, ...] = (), timeout_s: float = 2 * PATIENCE_S,
+    first: Callable[[], None] | None = None, own_server: bool = False,
+) -> subprocess.CompletedProcess[str]:  # fmt: skip
     """As subprocess.run of `python -m PROGRAM ARGUMENTS`."""
     command = tuple(map(str, arguments))
     with tempfile.TemporaryDirectory() as folder:

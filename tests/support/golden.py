@@ -1,7 +1,5 @@
-"""The golden numbers that stand beside the repository, as models, batches and named parameters.
-
-See ../shared/oracle/README.md for what each key holds; everything is float64.
-"""
+"""The golden numbers that stand beside the repository, as models, batches and named parameters. See
+../shared/oracle/README.md for what each key holds; everything is float64."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -62,8 +60,7 @@ def layer_parameters(case: str, model: nn.Module) -> Iterator[tuple[str, nn.Para
 
 
 def batch(case: str, golden: dict[str, np.ndarray]) -> TaskBatch:
-    """The three tasks as one batch; every row of every table counts as fetched, in the order of
-    TABLES."""
+    """The three tasks as one batch; every row of every table counts as fetched."""
     table_rows = [golden[f"{case}/init/{table}"].shape[0] for table in TABLES]
     first_item, first_tag = table_rows[0], table_rows[0] + table_rows[1]
     label = "y" if case.endswith("bce") else "rating"

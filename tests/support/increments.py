@@ -48,14 +48,10 @@ def features_of(num_rows: int) -> Features:
 
 
 def write_increments(
-    folder: Path,
-    capacities: Sequence[int] = CAPACITIES,
-    stream: str = "shop",
-    reset_rows: Sequence[int] = (),
-    num_tasks: int = 48,
-    reset_in: Sequence[int] = (2, 3),
+    folder: Path, capacities: Sequence[int] = CAPACITIES, stream: str = "shop",
+    reset_rows: Sequence[int] = (), num_tasks: int = 48, reset_in: Sequence[int] = (2, 3),
     gate_tasks: Sequence[int] = (),
-) -> list[Path]:
+) -> list[Path]:  # fmt: skip
     """An increment of so many tasks for each capacity, and a quarter of them in the gate, unless
     `gate_tasks` says of each how many. Those of `reset_in` reuse `reset_rows` of
     the table `item`, which their own data does not use."""

@@ -1,6 +1,4 @@
-"""SIGTERM in the middle of a wait: a handler that takes the lock of the wait that it interrupts
-hangs for ever.
-"""
+"""SIGTERM in the middle of a wait: a handler that takes the wait's lock hangs for ever."""
 
 import os
 import signal
@@ -19,8 +17,7 @@ NOT_INTERRUPTED = 9
 
 
 def interrupted(run: Callable[[], int | None], waits_in: CodeType) -> int:
-    """Return what `run` does when SIGTERM comes in the middle of the first wait that the function
-    of this code begins; NOT_INTERRUPTED if it begins none."""
+    """Return what `run` does when SIGTERM comes amid that code's first wait, if it has one."""
     lines: list[int] = []
 
     def trace(frame: FrameType, event: str, _: Any) -> Any:
@@ -38,8 +35,7 @@ def interrupted(run: Callable[[], int | None], waits_in: CodeType) -> int:
 
 
 def exit_code_of(become: Callable[..., int], *arguments: object) -> int:
-    """Return what a function does in a process of its own, which is killed if it hangs. Raises
-    subprocess.TimeoutExpired then."""
+    """Return a function's exit code in its own process. Raises subprocess.TimeoutExpired."""
     forked = Forked(_leave_with, become, arguments)
     try:
         return forked.wait(PATIENCE_S)

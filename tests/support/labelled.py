@@ -4,7 +4,7 @@ from pathlib import Path
 
 import numpy as np
 
-from tests.support.commands import gmeta
+from tests.support.commands import succeed
 
 SCHEMA = """
 task = { column = "user" }
@@ -73,12 +73,10 @@ def write_log(path: Path, num_users: int = 80, seed: int = 0) -> Path:
 
 
 def prepare(folder: Path) -> Path:
-    """Write the log and its dataset into a folder; the path of the training config, whose run is
-    to be `run` there."""
+    """Write the log and its dataset; return the training config of a run in `run` there."""
     (folder / "schema.toml").write_text(SCHEMA)
     log = write_log(folder / "log.csv")
-    done = gmeta("prepare", "--schema", folder / "schema.toml", log, folder / "data")
-    assert done.returncode == 0, done.stderr
+    succeed("prepare", "--schema", folder / "schema.toml", log, folder / "data")
     config = folder / "train.toml"
     config.write_text(TRAIN.format(data=folder / "data", run=folder / "run"))
     return config

@@ -4,7 +4,7 @@ import csv
 import random
 from pathlib import Path
 
-from tests.support.commands import gmeta
+from tests.support.commands import succeed
 
 SCHEMA = """
 [task]
@@ -39,8 +39,7 @@ def write_stream(stream: Path, days: int) -> Path:
         log = stream.parent / f"day{day}.csv"
         write_day(log, day)
         arguments = ["--schema", schema] if day == 0 else []
-        result = gmeta("prepare", *arguments, "--extend", stream, log)
-        assert result.returncode == 0, result.stderr
+        succeed("prepare", *arguments, "--extend", stream, log)
     return stream
 
 
@@ -49,16 +48,13 @@ def write_day(log: Path, day: int) -> None:
     rng = random.Random(day)
     rows = [
         (
-            f"u{user + 20 * day}",
-            f"i{rng.randrange(20 + 10 * day)}",
-            f"c{rng.randrange(5)}",
-            round(rng.random() + day, 3),
-            int(rng.random() < 0.3 + 0.3 * day),
+            f"u{user + 20 * day}", f"i{rng.randrange(20 + 10 * day)}", f"c{rng.randrange(5)}",
+            round(rng.random() + day, 3), int(rng.random() < 0.3 + 0.3 * day),
             1_000 * day + rng.randrange(1_000),
         )
         for user in range(40)
         for _ in range(6)
-    ]
+    ]  # fmt: skip
     with log.open("w", newline="") as file:
         writer = csv.writer(file)
         writer.writerow(["user", "item", "city", "price", "click", "second"])

@@ -1,6 +1,5 @@
 """What the processes of tests find imported when they are forked: also what a rank imports only
-when it is needed, each of it some tenths of a second that every rank would spend again.
-"""
+when it is needed, each of it some tenths of a second that every rank would spend again."""
 
 # ruff: noqa: E402, F401
 import gc

@@ -1,6 +1,4 @@
-"""Processes of tests: the server that ranks are forked from, with everything imported, and what
-holds where a test may start none.
-"""
+"""Processes of tests: the server that ranks are forked from; what may not be started."""
 
 import ctypes
 import gc
@@ -56,8 +54,7 @@ def collapse_memory() -> None:
 
 
 def remove_sockets() -> None:
-    """With their folder, unless it is that of the process which this one was forked for:
-    multiprocessing does so at a normal exit."""
+    """With their folder, unless it is the forking process's: multiprocessing does so at exit."""
     config = mp.current_process()._config  # type: ignore[attr-defined]
     if mp.parent_process() is None and config.get("tempdir"):
         shutil.rmtree(config["tempdir"], ignore_errors=True)

@@ -1,6 +1,4 @@
-"""Slow and obvious: every algorithm as a loop over tasks with explicit weights and tables; batches
-from plain lists.
-"""
+"""Slow and obvious: every algorithm as a loop over tasks with explicit weights and tables."""
 
 import random
 from collections.abc import Callable, Mapping, Sequence
@@ -40,14 +38,10 @@ class Task:
 
 
 def some_features(
-    num_single: int,
-    num_multi: int,
-    num_dense: int,
-    shared_table: bool = False,
+    num_single: int, num_multi: int, num_dense: int, shared_table: bool = False,
     history: bool = False,
-) -> Features:
-    """A table per feature of 3, 4, 5, ... rows, or one table for all; with `history`, m0 uses the
-    table of s0."""
+) -> Features:  # fmt: skip
+    """A table per feature of 3, 4, 5, ... rows, or one for all; `history`: m0 uses s0's."""
     names = [f"s{i}" for i in range(num_single)] + [f"m{i}" for i in range(num_multi)]
     tables_of = {name: "shared" if shared_table else name for name in names}
     if history:
@@ -135,8 +129,7 @@ def batch_of(tasks: Sequence[Task], features: Features) -> TaskBatch:
 
 
 def ids_twice(batch: TaskBatch) -> TaskBatch:
-    """The batch with every id standing twice, as where two blocks of a batch hold it: every other
-    task takes its rows from the second place."""
+    """The batch with every id twice: every other task takes its rows from the second place."""
     ids_B = batch.unique_ids_U.split(batch.unique_lengths_B.tolist())
     length_U = torch.repeat_interleave(batch.unique_lengths_B, batch.unique_lengths_B)
     table_U = torch.repeat_interleave(batch.unique_lengths_B)
@@ -195,8 +188,7 @@ def rows_inputs(
 
 
 def rates_by_name(learner: MetaLearner, features: Features) -> dict[str, Tensor]:
-    """The rates that a learner learns by name of weight and table, each shaped to multiply the
-    gradient of what it names; none if it learns none."""
+    """A learner's learned rates by name, each shaped to multiply its gradient; or none."""
     if not isinstance(learner.rates, nn.Module):
         return {}
     rates = dict(learner.rates.named_parameters())
@@ -217,8 +209,7 @@ def rates_by_name(learner: MetaLearner, features: Features) -> dict[str, Tensor]
 def start_of(
     model: nn.Module, tables: dict[str, Tensor], features: Features, task: Task
 ) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """The weights, gated where the model has gates (and without what makes these), and the tables
-    that a task starts from."""
+    """The weights, gated where the model has gates, and the tables that a task starts from."""
     weights = dict(model.named_parameters())
     if isinstance(model, GatedModel):
         weights = {name: value for name, value in weights.items() if name[:5] != "gate."}
@@ -232,14 +223,9 @@ def start_of(
 
 
 def adapt(
-    model: nn.Module,
-    tables: dict[str, Tensor],
-    features: Features,
-    task: Task,
-    algorithm: AlgorithmConfig,
-    row_loss: RowLoss,
-    rates: Mapping[str, Tensor],
-) -> tuple[dict[str, Tensor], dict[str, Tensor], Tensor]:
+    model: nn.Module, tables: dict[str, Tensor], features: Features, task: Task,
+    algorithm: AlgorithmConfig, row_loss: RowLoss, rates: Mapping[str, Tensor],
+) -> tuple[dict[str, Tensor], dict[str, Tensor], Tensor]:  # fmt: skip
     """Weights and tables after the inner loop, every adapted value written out, and Reptile's pull:
     a scalar whose gradient is theta - theta_t.
 
@@ -259,12 +245,9 @@ def adapt(
         support_loss = support_losses.sum() / (task.num_support + algorithm.support_prior)
         now = weights | tables
         grads = torch.autograd.grad(
-            support_loss,
-            list(now.values()),
-            create_graph=algorithm.name in SECOND_ORDER,
-            retain_graph=True,
-            allow_unused=True,
-        )
+            support_loss, list(now.values()), create_graph=algorithm.name in SECOND_ORDER,
+            retain_graph=True, allow_unused=True,
+        )  # fmt: skip
         for (name, value), grad in zip(now.items(), grads, strict=True):
             if grad is None:
                 continue
@@ -282,15 +265,10 @@ def adapt(
 
 
 def solved(
-    model: nn.Module,
-    weights: dict[str, Tensor],
-    layers: Mapping[str, nn.Linear],
-    output: Tensor,
-    losses: Tensor,
-    algorithm: AlgorithmConfig,
-) -> dict[str, Tensor]:
-    """The weights of these layers behind one step of ridge regression, with as many unknowns as
-    there are weights."""
+    model: nn.Module, weights: dict[str, Tensor], layers: Mapping[str, nn.Linear], output: Tensor,
+    losses: Tensor, algorithm: AlgorithmConfig,
+) -> dict[str, Tensor]:  # fmt: skip
+    """The layers' weights behind one step of ridge regression with as many unknowns."""
     names = [name for name in weights if name.rpartition(".")[0] in layers]
     moving = [weights[name] for name in names]
     rows = [torch.autograd.grad(one, moving, create_graph=True) for one in output]
@@ -328,16 +306,10 @@ def one_label(loss: str, huber_delta: float) -> RowLoss:
 
 
 def outer_loss(
-    model: nn.Module,
-    tables: dict[str, Tensor],
-    features: Features,
-    tasks: Sequence[Task],
-    algorithm: AlgorithmConfig,
-    loss: str,
-    rates: Mapping[str, Tensor] = MappingProxyType({}),
-    huber_delta: float = 1.0,
-    row_loss: RowLoss | None = None,
-) -> Tensor:
+    model: nn.Module, tables: dict[str, Tensor], features: Features, tasks: Sequence[Task],
+    algorithm: AlgorithmConfig, loss: str, rates: Mapping[str, Tensor] = MappingProxyType({}),
+    huber_delta: float = 1.0, row_loss: RowLoss | None = None,
+) -> Tensor:  # fmt: skip
     """Mean over the tasks with query rows of the mean query loss; over all rows if the algorithm is
     none; Reptile's value and gradient, over the tasks with support rows. `row_loss` is that of
     several labels, in place of `loss`."""

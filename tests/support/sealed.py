@@ -1,5 +1,4 @@
-"""Checkpoints and exported models whose checksums were made to fit after somebody altered them, as
-an attacker would."""
+"""Checkpoints and models altered by an attacker who made their checksums fit."""
 
 import json
 from collections.abc import Callable

@@ -9,26 +9,9 @@ from typing import Any
 NUM_CHANGES = 500
 # What no reader of ours expects where it stands.
 ODD: list[Any] = [
-    None,
-    True,
-    -1,
-    0,
-    1.5,
-    2**63,
-    10**30,
-    "",
-    "..",
-    "../../etc/passwd",
-    "/etc/passwd",
-    "a\nb",
-    "\ud800",
-    "x" * 300,
-    [],
-    {},
-    [[]],
-    {"": None},
-    [None] * 3,
-]
+    None, True, -1, 0, 1.5, 2**63, 10**30, "", "..", "../../etc/passwd", "/etc/passwd", "a\nb",
+    "\ud800", "x" * 300, [], {}, [[]], {"": None}, [None] * 3,
+]  # fmt: skip
 NOT_JSON = ["NaN", "Infinity", "1e999", "[" * 3000, "", "{", '"' + "x" * 50]
 
 

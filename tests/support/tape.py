@@ -1,7 +1,6 @@
 """A CUDA graph that is none: the operations of torch that a function called, called again on the
 same tensors, in place. Whatever depended on a value, or on what a step brought elsewhere than into
-its static tensors, comes out wrong.
-"""
+its static tensors, comes out wrong."""
 
 from collections.abc import Callable
 from typing import Any

@@ -9,11 +9,9 @@ PATIENCE_S = 240.0
 
 
 def wait_until(
-    reached: Callable[[], Any],
-    what: str = "it",
-    pause_s: float = 0.01,
+    reached: Callable[[], Any], what: str = "it", pause_s: float = 0.01,
     patience_s: float = PATIENCE_S,
-) -> None:
+) -> None:  # fmt: skip
     """Returns once `reached()` is true; `what` says in the failure what did not happen."""
     until_s = time.monotonic() + patience_s
     while not reached():

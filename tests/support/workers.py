@@ -1,6 +1,4 @@
-"""Workers of pytest-xdist that are forked from the server of the tests: one process imports for all
-of them, and for all that they fork.
-"""
+"""pytest-xdist's workers, forked from the tests' server: one process imports for all."""
 
 import os
 import sys

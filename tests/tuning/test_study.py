@@ -30,6 +30,7 @@ from gmeta.tuning.study import (
     StudyPlan,
     import_optuna,
 )
+from tests.support.refusals import catch_message
 
 SPACE = (
     SearchRange("algorithm.inner_lr", 0.001, 1.0, True, False),
@@ -61,9 +62,7 @@ def test_the_configs_own_values_come_first(tmp_path: Path) -> None:
     assert study.config(values).algorithm.name in ("maml", "metasgd")
 
 
-def test_a_study_goes_on_whatever_a_kill_left(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_study_goes_on_after_a_kill(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)  # where it is relative, Optuna would wait for its lock for ever
     folder = Path("study")
     folder.mkdir()
@@ -123,20 +122,15 @@ def test_undefined_scores_count_for_nothing(tmp_path: Path) -> None:
     assert [(trial["number"], trial["score"]) for trial in told["trials"]] == [(0, 0.6), (1, None)]
 
 
-def test_a_whole_trial_has_the_score_of_its_end_whatever_its_validations_were(
-    tmp_path: Path,
-) -> None:
+def test_a_whole_trial_has_the_score_of_its_end_whatever_came_before(tmp_path: Path) -> None:
     study = opened(tmp_path)
     for at_end in (0.7, 0.9, 0.8):
         number, _ = study.propose_trial()
         study.report_score(number, 0, 1.0 - at_end)
         study.finish_trial(number, "complete", f"adapts for {at_end}", at_end)
     again = opened(tmp_path)
-    assert [(one.number, one.score) for one in again.rank_trials()] == [
-        (1, 0.9),
-        (2, 0.8),
-        (0, 0.7),
-    ]
+    expected = [(1, 0.9), (2, 0.8), (0, 0.7)]
+    assert [(one.number, one.score) for one in again.rank_trials()] == expected
     best = again.best_trial()
     assert best is not None
     assert best.note == "adapts for 0.9"
@@ -230,28 +224,20 @@ def test_the_best_value_at_the_end_of_its_range_is_told(tmp_path: Path) -> None:
     assert describe_edges(SPACE, best) == [
         "algorithm.inner_lr = 0.97 is at the highest end of its range: widen it with --space"
     ]
-    assert (
-        describe_edges(SPACE, replace(best, values={**best.values, "algorithm.inner_lr": 0.1}))
-        == []
-    )
+    found = describe_edges(SPACE, replace(best, values={**best.values, "algorithm.inner_lr": 0.1}))
+    assert found == []
 
 
 def test_without_optuna_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(__import__("sys").modules, "optuna", None)
-    with pytest.raises(UserError) as raised:
-        import_optuna()
-    assert str(raised.value) == (
+    assert catch_message(UserError, import_optuna) == (
         "`gmeta tune` needs the extra: pip install 'gmeta[tune]' (Optuna is not installed)"
     )
 
 
 def test_a_score_of_a_run_that_diverged_is_short() -> None:
-    assert [format_score(score) for score in (None, 0.59123, -3.0, 1.127e28)] == [
-        "",
-        "0.5912",
-        "-3.0000",
-        "1.1e+28",
-    ]
+    expected = ["", "0.5912", "-3.0000", "1.1e+28"]
+    assert [format_score(score) for score in (None, 0.59123, -3.0, 1.127e28)] == expected
 
 
 def test_a_key_is_shown_without_its_section_where_that_is_clear() -> None:

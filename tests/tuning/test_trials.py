@@ -83,9 +83,7 @@ def test_a_trial_that_a_full_disk_ended_ends_the_study_and_is_not_counted(
         study.finish_trial.assert_not_called()
 
 
-def test_trials_at_a_time_take_the_gpus_by_turns(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_trials_take_the_gpus_by_turns(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     places: list[int] = []
 
     def process(target: Any, args: Any, daemon: bool) -> Mock:

@@ -80,12 +80,9 @@ def arranged_together(learner: MetaLearner, batch: reference.TaskBatch) -> Episo
 
 
 def assert_same_step(
-    learner: MetaLearner,
-    rows_UD: Tensor,
-    mine: Episodes,
-    other: Episodes,
+    learner: MetaLearner, rows_UD: Tensor, mine: Episodes, other: Episodes,
     wanted: Sequence[Tensor] | None = None,
-) -> None:
+) -> None:  # fmt: skip
     """Equal losses and gradients of what is wanted: by itself, of the rows and all parameters."""
     wanted = [rows_UD, *learner.parameters()] if wanted is None else wanted
     losses = [learner(rows_UD, episodes, 1.0) for episodes in (mine, other)]
@@ -118,32 +115,19 @@ def assert_same_step(
     ),
 )
 def test_the_fused_step_equals_the_general_one(
-    name: str,
-    model_and_layers: tuple[str, tuple[str, ...]],
-    interaction: str,
-    steps: int,
-    embeddings: bool,
-    rates: str,
-    path: InnerPath,
-    loss: str,
-    bias_rate: float,
-    num_common: int,
-    kernel: type[AdaptedMlp],
-    sizes: list[tuple[int, int]],
-) -> None:
+    name: str, model_and_layers: tuple[str, tuple[str, ...]], interaction: str, steps: int,
+    embeddings: bool, rates: str, path: InnerPath, loss: str, bias_rate: float, num_common: int,
+    kernel: type[AdaptedMlp], sizes: list[tuple[int, int]],
+) -> None:  # fmt: skip
     (model, layers), embeddings = model_and_layers, embeddings and name != "anil"
     moves_inputs = embeddings or (name != "anil" and any("bottom" in x or x == "*" for x in layers))
     adapts_head = name == "anil" or layers[-1] in HEADS
     algorithm = AlgorithmConfig(
-        name=name,
-        inner_steps=steps,
-        adapt_embeddings=embeddings,
-        adapt_layers=("*",) if name == "anil" else layers,
-        options={"learned_rates": rates},
-        layer_paths=(f"*={path}",),
-        support_prior=0.5,
+        name=name, inner_steps=steps, adapt_embeddings=embeddings,
+        adapt_layers=("*",) if name == "anil" else layers, options={"learned_rates": rates},
+        layer_paths=(f"*={path}",), support_prior=0.5,
         bias_rate=bias_rate if adapts_head else 1.0,
-    )
+    )  # fmt: skip
     config = replace(
         MELU, name=model, options={**MELU.options, "history": "m0", "interaction": interaction}
     )

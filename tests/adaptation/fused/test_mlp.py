@@ -48,14 +48,9 @@ def leaf(*shape: int) -> Tensor:
     seed=st.integers(0, 99),
 )
 def test_the_kernel_gives_the_passes_and_derivatives_of_the_definition(
-    sizes: list[tuple[int, int, int]],
-    paths: list[list[Path]],
-    adapts: list[bool],
-    gated: list[bool],
-    steps: int,
-    lowest: int,
-    seed: int,
-) -> None:
+    sizes: list[tuple[int, int, int]], paths: list[list[Path]], adapts: list[bool],
+    gated: list[bool], steps: int, lowest: int, seed: int,
+) -> None:  # fmt: skip
     torch.manual_seed(seed)
     support = padded_rows([(tasks, rows) for tasks, rows, _ in sizes])
     query = padded_rows([(tasks, rows) for tasks, _, rows in sizes])

@@ -112,9 +112,7 @@ def test_a_caller_that_leaves_harms_nobody(site: Site, capfd: pytest.CaptureFixt
     assert capfd.readouterr().err == ""
 
 
-def test_a_caller_that_says_nothing_does_not_keep_its_place(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_silent_caller_does_not_keep_its_place(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(http_edge, "REQUEST_TIMEOUT_S", 0.05)
     monkeypatch.setattr(HttpRequest, "timeout", 0.05)
     site = Site()
@@ -123,9 +121,7 @@ def test_a_caller_that_says_nothing_does_not_keep_its_place(
     site.server.stop()
 
 
-def test_one_request_too_many_is_dropped_and_the_others_are_answered(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_one_request_too_many_is_dropped_and_no_other(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(http_edge, "MAX_REQUESTS", 2)
     site = Site()
     waiting = [site.connection() for _ in range(2)]

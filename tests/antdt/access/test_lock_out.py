@@ -1,5 +1,4 @@
-"""Callers without a proof, and idle ones, keep nobody else out: what they open is ended, and an
-honest worker, an operator's page and a probe are answered all the while."""
+"""Callers without a proof, and idle ones, keep nobody else out: honest callers are answered."""
 
 import http.client
 import json
@@ -8,7 +7,7 @@ import ssl
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, closing
 from pathlib import Path
 from typing import Any
@@ -92,27 +91,27 @@ def end_of(stream: Any, most: int = 5) -> str:
         return str(error.code().name)  # type: ignore[attr-defined]
 
 
-def works(server: ShardServer, pki: Authority, tokens: Path) -> bool:
+@pytest.fixture
+def works(guarded: ShardServer, pki: Authority, tokens: Path) -> Callable[[], bool]:
     """Whether a worker's call is answered, at its first try."""
-    config = ConnectionConfig(server.address, 0.0, PATIENCE_S, pki.ca, token_file=tokens / "worker")
-    with closing(ServiceConnection(config)) as connection:
-        return bool(connection.call("Status", pb.StatusRequest).job == "default")
+    proofs = {"tls_ca": pki.ca, "token_file": tokens / "worker"}
+
+    def answers() -> bool:
+        config = ConnectionConfig(guarded.address, 0.0, PATIENCE_S, **proofs)
+        with closing(ServiceConnection(config)) as connection:
+            return bool(connection.call("Status", pb.StatusRequest).job == "default")
+
+    return answers
 
 
-def test_a_stranger_is_refused_before_the_message_is_waited_for(
-    guarded: ShardServer, channel: Any, pki: Authority, tokens: Path
-) -> None:
+def test_a_stranger_is_refused_before_the_message_is_waited_for(channel: Any, works: Any) -> None:
     with closing(HalfOpen(channel, STATUS, 100)) as strangers:
         assert strangers.codes() == ["UNAUTHENTICATED"] * 100
-        assert works(guarded, pki, tokens)
+        assert works()
 
 
 def test_a_call_with_a_proof_whose_message_never_comes_does_not_keep_its_place(
-    guarded: ShardServer,
-    channel: Any,
-    pki: Authority,
-    tokens: Path,
-    monkeypatch: pytest.MonkeyPatch,
+    guarded: ShardServer, channel: Any, works: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(auth, "MESSAGE_TIMEOUT_S", 0.05)
     with closing(HalfOpen(channel, STATUS, 20, proof(WORKER))) as silent:
@@ -120,15 +119,11 @@ def test_a_call_with_a_proof_whose_message_never_comes_does_not_keep_its_place(
     assert guarded._guard is not None
     wait_until(lambda: guarded._guard._num_calls == 0, "no call under way")
     monkeypatch.undo()
-    assert works(guarded, pki, tokens)
+    assert works()
 
 
 def test_an_honest_probe_is_answered_beside_those_that_never_end(
-    guarded: ShardServer,
-    channel: Any,
-    pki: Authority,
-    tokens: Path,
-    monkeypatch: pytest.MonkeyPatch,
+    channel: Any, works: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(auth, "MAX_PROBES", 4)
     health = health_pb2_grpc.HealthStub(channel)
@@ -145,17 +140,13 @@ def test_an_honest_probe_is_answered_beside_those_that_never_end(
         # All but the newest were ended, and told that they were.
         assert silent.codes() == ["RESOURCE_EXHAUSTED"] * 20
         assert [end_of(watch) for watch in watches[:16]] == ["RESOURCE_EXHAUSTED"] * 16
-        assert works(guarded, pki, tokens)
+        assert works()
         for watch in watches:
             watch.cancel()
 
 
 def test_calls_with_a_proof_have_a_limit_of_their_own(
-    guarded: ShardServer,
-    channel: Any,
-    pki: Authority,
-    tokens: Path,
-    monkeypatch: pytest.MonkeyPatch,
+    guarded: ShardServer, channel: Any, works: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(auth, "MAX_CALLS", 2)
     stub = pb_grpc.ShardServiceStub(channel)
@@ -165,24 +156,20 @@ def test_calls_with_a_proof_have_a_limit_of_their_own(
     with pytest.raises(grpc.RpcError) as full:
         stub.Status(pb.StatusRequest(), metadata=proof(WORKER))
     assert full.value.code().name == "RESOURCE_EXHAUSTED"
-    assert full.value.details() == (
-        "2 calls are under way; no more are taken. Retry after a pause."
-    )
+    found = full.value.details()
+    assert found == "2 calls are under way; no more are taken. Retry after a pause."
     request = health_pb2.HealthCheckRequest()
     assert health_pb2_grpc.HealthStub(channel).Check(request).status == 1
     for watch in watches:
         watch.cancel()
     wait_until(lambda: guarded._guard._num_calls == 0, "no call under way")
-    assert works(guarded, pki, tokens)
+    assert works()
 
 
 def test_a_watch_and_a_page_end_when_their_token_is_withdrawn(
-    guarded: ShardServer,
-    channel: Any,
-    pki: Authority,
-    tokens: Path,
+    guarded: ShardServer, channel: Any, pki: Authority, tokens: Path,
     monkeypatch: pytest.MonkeyPatch,
-) -> None:
+) -> None:  # fmt: skip
     monkeypatch.setattr(auth, "_RELOAD_EVERY_S", 0.0)
     monkeypatch.setattr("gmeta.antdt.dashboard.EVERY_S", 0.01)
     watch = pb_grpc.ShardServiceStub(channel).Watch(
@@ -283,11 +270,8 @@ def test_idle_connections_take_neither_the_probes_descriptors_nor_for_ever_the_w
         process.terminate()
         _, log = process.communicate(timeout=PATIENCE_S)
     warned = json.loads(log.splitlines()[0])
-    assert (warned["event"], warned["limit"], warned["max_connections"]) == (
-        "few_descriptors",
-        200,
-        100,
-    )
+    expected = ("few_descriptors", 200, 100)
+    assert (warned["event"], warned["limit"], warned["max_connections"]) == expected
 
 
 def test_the_limit_of_descriptors_is_raised_as_far_as_the_process_may() -> None:

@@ -84,9 +84,7 @@ def test_a_plan_waits_until_it_is_adopted(server: ShardServer, client: ShardClie
     wait_until(lambda: server.edge.read_status().workers[0].report.share == 5)
 
 
-def test_a_plan_may_be_adopted_after_a_newer_one_took_its_place(
-    server: ShardServer, client: ShardClient
-) -> None:
+def test_a_plan_may_be_adopted_after_a_newer_one(server: ShardServer, client: ShardClient) -> None:
     agent = WorkerAgent(client, 8, lambda: "")
     post(server, 1, 2, rank0=5.0)
     wait_until(lambda: taken(agent).newest.tasks == 5)

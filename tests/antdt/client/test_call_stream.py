@@ -1,5 +1,4 @@
-"""The calls of a training loop over one stream: the same answers, the same refusals, and every
-request judged by itself for as long as the stream stays open."""
+"""Calls of a training loop over one stream: the same answers, each request judged by itself."""
 
 import asyncio
 import logging
@@ -154,9 +153,7 @@ def test_a_refusal_says_what_the_status_of_the_call_would_and_the_stream_goes_on
     assert len(granted.lease.grants.grants) == 1
 
 
-def test_a_client_opens_one_stream_and_its_threads_get_their_own_answers(
-    server: ShardServer,
-) -> None:
+def test_a_client_opens_one_stream_for_all_its_threads(server: ShardServer) -> None:
     with ShardClient(server.address, "a") as client:
         client.register_dataset(DatasetSpec("d", 400, 1))
         seen: list[list[int]] = [[] for _ in range(4)]
@@ -250,9 +247,7 @@ def test_a_drain_ends_idle_streams_and_does_not_wait_for_their_clients(server: S
         assert not stopping.is_alive()
 
 
-def test_a_message_too_large_for_a_stream_goes_by_itself_and_harms_no_other_call(
-    server: ShardServer,
-) -> None:
+def test_a_message_too_large_for_a_stream_harms_no_other_call(server: ShardServer) -> None:
     with ShardClient(server.address, "a") as client:
         client.register_dataset(SPEC)
         answer = client.lease("d", 0, 2)
@@ -264,9 +259,7 @@ def test_a_message_too_large_for_a_stream_goes_by_itself_and_harms_no_other_call
         assert num_streams(server) == 1
 
 
-def test_an_answer_that_never_comes_fails_in_time_and_the_repeated_call_gets_it(
-    server: ShardServer,
-) -> None:
+def test_an_answer_that_never_comes_fails_and_a_repeated_call_gets_it(server: ShardServer) -> None:
     proxy = Proxy(server.port)
     with ShardClient(proxy.address, "a", outage_budget_s=PATIENCE_S) as client:
         client.register_dataset(SPEC)

@@ -28,6 +28,7 @@ from gmeta.antdt.reports import Report
 from gmeta.antdt.service.shard_server import ServiceConfig, ShardServer
 from gmeta.antdt.storage.request import LedgerView
 from tests.antdt.faults.service_process import free_port
+from tests.support.refusals import catch_message
 from tests.support.waiting import PATIENCE_S, wait_until
 
 
@@ -96,9 +97,7 @@ def test_a_late_answer_to_register_does_not_take_a_lease_away_that_was_granted_m
     assert client.held == taken
 
 
-def test_a_lease_that_is_lost_while_its_progress_is_reported_stays_lost(
-    client: ShardClient,
-) -> None:
+def test_a_lease_lost_while_its_progress_is_reported_stays_lost(client: ShardClient) -> None:
     """Nobody would complete it otherwise, and the next one to get it would train it again."""
     (lease,) = client.lease("d", 0)
     lease.advance(1)
@@ -178,16 +177,12 @@ def test_leaving_the_client_gives_its_shards_back(address: str, client: ShardCli
     assert {lease.shard_index for lease in client.lease("d", 0, 3)} == {0, 1, 2}
 
 
-def test_a_restore_ends_every_lease_and_fences_the_others(
-    address: str, client: ShardClient
-) -> None:
+def test_a_restore_ends_each_lease_and_fences_the_others(address: str, client: ShardClient) -> None:
     (lease,) = client.lease("d", 0)
     lease.advance(1)
     generation = client.run_generation
     assert client.restore(None) == generation + 1
-    with pytest.raises(LeaseLostError) as lost:
-        lease.check()
-    assert str(lost.value) == (
+    assert catch_message(LeaseLostError, lease.check) == (
         f"the lease of shard {lease.shard_index} of dataset 'd' is lost: the job was rolled back "
         "to a checkpoint. Only a live lease may be trained: in a synchronous job stop this "
         "process and restart from the checkpoint."
@@ -196,9 +191,7 @@ def test_a_restore_ends_every_lease_and_fences_the_others(
     assert sum(len(list(lease.units())) for lease in client.shards("d")) == 10
 
 
-def test_a_flush_raises_when_trained_units_belong_to_a_lost_lease(
-    address: str, client: ShardClient
-) -> None:
+def test_a_flush_raises_where_units_are_of_a_lost_lease(address: str, client: ShardClient) -> None:
     """Without the error a checkpoint could hold units that the manifest does not know."""
     (lease,) = client.lease("d", 0)
     lease.advance(2)
@@ -236,11 +229,9 @@ def test_what_is_in_the_model_of_a_failed_shard_is_not_offered_again(client: Sha
 
 def test_a_service_that_never_answers_is_an_error_that_says_so() -> None:
     port = free_port()
-    with pytest.raises(ServiceUnavailableError) as outage:
-        ShardClient(f"127.0.0.1:{port}", "a", outage_budget_s=0.3)
-    assert str(outage.value).startswith(
-        f"the shard service at 127.0.0.1:{port} did not answer Register for "
-    )
+    assert catch_message(
+        ServiceUnavailableError, ShardClient, f"127.0.0.1:{port}", "a", outage_budget_s=0.3
+    ).startswith(f"the shard service at 127.0.0.1:{port} did not answer Register for ")
 
 
 def test_a_proxy_is_not_asked_for_a_service_on_this_machine(
@@ -308,9 +299,7 @@ def test_a_lease_that_was_not_renewed_in_time_stays_lost() -> None:
     )
     assert late
     lease.usable_until_s = time.monotonic() + 60.0
-    with pytest.raises(LeaseLostError) as again:
-        lease.check()
-    assert (str(again.value), lease.units_done) == (str(caught.value), 0)
+    assert (catch_message(LeaseLostError, lease.check), lease.units_done) == (str(caught.value), 0)
 
 
 def test_readings_come_with_the_next_heartbeat_and_the_last_ones_with_the_end(
@@ -330,8 +319,7 @@ def test_readings_come_with_the_next_heartbeat_and_the_last_ones_with_the_end(
 def test_a_reading_of_many_scores_takes_no_lease_away(
     server: ShardServer, address: str, client: ShardClient
 ) -> None:
-    """Five metrics of four labels on five validation splits are more values than a reading of the
-    service holds; a heartbeat that is refused renews nothing."""
+    """More values than a reading of the service holds: a refused heartbeat renews nothing."""
     scores = {f"valid/auc-{number}": number / 1000 for number in range(150)}
     client.report_metrics(7, scores)
     client.report_metrics(8, {"x" * 129: 0.5, "loss": 0.25})
@@ -361,9 +349,7 @@ def test_a_lease_that_was_lost_here_is_not_renewed_for_ever(client: ShardClient)
     assert all(tokens == {used.token} for tokens in sent)
 
 
-def test_a_heartbeat_under_way_while_the_job_is_rolled_back_fences_nobody(
-    client: ShardClient,
-) -> None:
+def test_a_heartbeat_amid_a_rollback_fences_nobody(client: ShardClient) -> None:
     """It left in the generation that the roll-back ends."""
     connection, restoring = client._session.connection, Future[int]()
     attempt = connection._attempt
@@ -408,9 +394,7 @@ def test_nobody_waits_for_a_feed_that_was_closed(client: ShardClient) -> None:
     client.lease = lease  # type: ignore[method-assign]
 
 
-def test_what_was_noted_is_reported_when_the_client_is_left(
-    address: str, client: ShardClient
-) -> None:
+def test_what_was_noted_is_reported_as_the_client_ends(address: str, client: ShardClient) -> None:
     """It is in the model: nobody shall train it again."""
     with ShardClient(address, "b") as other:
         (lease,) = other.lease("d", 0)
@@ -419,9 +403,7 @@ def test_what_was_noted_is_reported_when_the_client_is_left(
     assert again[lease.shard_index] == 1
 
 
-def test_beside_a_lost_lease_the_others_go_back_all_the_same(
-    address: str, client: ShardClient
-) -> None:
+def test_beside_a_lost_lease_the_others_go_back(address: str, client: ShardClient) -> None:
     with ShardClient(address, "b") as other:
         lost, kept = other.lease("d", 0, 2)
         lost.advance(1)

@@ -51,9 +51,7 @@ def test_a_full_store_is_waited_for_until_the_budget_is_spent(waiting: Waiting) 
     assert 290 < waiting.now_s <= 300
 
 
-def test_who_waits_for_a_full_store_hears_at_once_that_the_process_is_to_stop(
-    waiting: Waiting,
-) -> None:
+def test_who_waits_for_a_full_store_hears_of_the_stop_at_once(waiting: Waiting) -> None:
     waiting.connection.is_stopping = lambda: waiting.now_s >= 60
     assert waiting.outage() == (
         f"the shard service at 127.0.0.1:7070 did not answer Lease for 60 s (RESOURCE_EXHAUSTED: "
@@ -65,9 +63,7 @@ def test_who_waits_for_a_full_store_hears_at_once_that_the_process_is_to_stop(
     assert len([at_s for at_s in waiting.attempts_s if at_s >= 60]) == 1
 
 
-def test_a_call_of_a_process_that_is_to_stop_waits_for_a_restart_of_the_service(
-    waiting: Waiting,
-) -> None:
+def test_a_call_of_a_stopping_process_waits_for_the_services_restart(waiting: Waiting) -> None:
     """The last checkpoint is worth seconds; and they are no seconds of calls without end."""
     waiting.connection.is_stopping = lambda: True
     waiting.outage()

@@ -49,9 +49,7 @@ def test_steps_of_any_size_take_each_unit_once_and_then_the_epoch_ends(
     assert client.held == []
 
 
-def test_only_what_was_trained_is_reported_however_much_was_taken(
-    client: ShardClient, stream: UnitStream
-) -> None:
+def test_what_was_trained_is_reported_and_no_more(client: ShardClient, stream: UnitStream) -> None:
     stream.take_units(9)
     stream.mark_trained(3)
     stream.flush()
@@ -61,9 +59,7 @@ def test_only_what_was_trained_is_reported_however_much_was_taken(
     assert in_model(client) == 5
 
 
-def test_what_was_put_back_is_taken_again_in_the_same_order(
-    client: ShardClient, stream: UnitStream
-) -> None:
+def test_what_was_put_back_comes_in_the_same_order(client: ShardClient, stream: UnitStream) -> None:
     first = units(stream.take_units(2))
     dropped = units(stream.take_units(6))  # over the ends of two shards
     stream.put_back(6)

@@ -35,8 +35,7 @@ WINDOW_S = 0.05
 
 
 class FakeJob:
-    """Four workers that lease, complete and report to a real service; rank3 is four times slower
-    from the sixth window on."""
+    """Four workers of a real service; rank3 is four times slower from the sixth window on."""
 
     def __init__(self, server: ShardServer) -> None:
         self.server = server
@@ -124,20 +123,15 @@ def first_event(server: ShardServer) -> Any:
         return json.loads(stream.readline().decode().removeprefix("data: "))
 
 
-def test_the_stream_tells_shards_workers_actions_checkpoints_and_audit(
-    server: ShardServer,
-) -> None:
+def test_the_stream_tells_shards_workers_actions_checkpoints_audit(server: ShardServer) -> None:
     seen = first_event(server)
     dataset, scores = seen["datasets"]
     assert (dataset["backed_up"], scores["backed_up"]) == ([], [[0, "rank3", "rank0"]])
     assert dataset["done_open"] + dataset["done_committed"] == 24 * 4 * 10
     assert dataset["done_committed"] > 0
     slowest = seen["workers"][0]
-    assert (slowest["name"], slowest["verdict"], slowest["cause"]) == (
-        "rank3",
-        "transient",
-        "compute",
-    )
+    expected = ("rank3", "transient", "compute")
+    assert (slowest["name"], slowest["verdict"], slowest["cause"]) == expected
     assert slowest["evidence"].startswith("3.8 times the others' time per task")
     assert len(slowest["speeds"]) == 24
     assert seen["decisions"][-1]["kind"] == "ADJUST_BS"
@@ -240,12 +234,8 @@ def test_the_page_says_what_the_job_is_doing(
     assert NODE is not None
     drawn = subprocess.run(
         [NODE, str(Path(__file__).with_name("page_in_node.js")), str(page)],
-        input=json.dumps(state),
-        capture_output=True,
-        text=True,
-        timeout=PATIENCE_S,
-        check=False,
-    )
+        input=json.dumps(state), capture_output=True, text=True, timeout=PATIENCE_S, check=False,
+    )  # fmt: skip
     assert drawn.returncode == 0, drawn.stderr[-500:]
     for text in shown:
         assert text in drawn.stdout, drawn.stdout

@@ -1,6 +1,4 @@
-"""What a person reads on the live page while a job comes, runs, is slow, is killed, comes back and
-ends: a real service, real processes as workers, and a real browser.
-"""
+"""The live page through a job's life: a real service, processes as workers, a real browser."""
 
 import time
 import urllib.request

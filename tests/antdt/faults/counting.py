@@ -1,9 +1,7 @@
 """Called first by the ranks of test_training_job.py: they count how often each task was trained,
-beside the weights.
-
-The counts lie in the checkpoint folder, so they go back with the model where it goes back; they
-know nothing of shards or of the service, and so can tell what the manifest beside them is worth.
-"""
+beside the weights. The counts lie in the checkpoint folder, so they go back with the model where it
+goes back; they know nothing of shards or of the service, and so can tell what the manifest beside
+them is worth."""
 
 import json
 import os
@@ -19,8 +17,7 @@ COUNTS_FILE = "counts.json"
 
 
 def count_tasks() -> None:
-    """Wrap what `gmeta.train` calls, in a rank: the steps, and the feed that writes into
-    checkpoints."""
+    """Wrap what `gmeta.train` calls in a rank: steps, and the feed that writes checkpoints."""
     if "RANK" not in os.environ:
         return
     counts: Counter[int] = Counter()

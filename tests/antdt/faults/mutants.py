@@ -20,17 +20,10 @@ from tests.support.forked import SOURCE_ROOTS, run_forked
 
 ROOT = Path(__file__).parents[3]
 COPIED = (
-    "gmeta/__init__.py",
-    "gmeta/errors.py",
-    "gmeta/config/settings.py",
-    "gmeta/antdt",
-    "gmeta/cli/commands",
-    "protos",
-    "benchmarks/_socket_paths.py",
-    "tests/antdt",
-    "tests/support/processes.py",
-    "tests/support/waiting.py",
-)
+    "gmeta/__init__.py", "gmeta/errors.py", "gmeta/config/settings.py", "gmeta/antdt",
+    "gmeta/cli/commands", "protos", "benchmarks/_socket_paths.py", "tests/antdt",
+    "tests/support/processes.py", "tests/support/refusals.py", "tests/support/waiting.py",
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -112,11 +105,8 @@ MUTANTS = (
         "0 |",
     ),
     Mutant(
-        "progress not durable",
-        "ledger/events.py",
-        "NEEDS_NO_SYNC = (LeasesGranted,",
-        "NEEDS_NO_SYNC = (UnitsProgressed, LeasesGranted,",
-        by="schedules",
+        "progress not durable", "ledger/events.py", "NEEDS_NO_SYNC = (LeasesGranted,",
+        "NEEDS_NO_SYNC = (UnitsProgressed, LeasesGranted,", by="schedules",
     ),
     Mutant(
         "END before the disk has it",
@@ -181,7 +171,7 @@ MUTANTS = (
         "        state.backups.pair(token, other)\n",
         "        pass\n",
     ),
-)
+)  # fmt: skip
 
 # Name -> what pytest is given; in the order of their cost.
 METHODS: dict[str, Sequence[str]] = {
@@ -219,8 +209,7 @@ def mutated(mutant: Mutant) -> str:
 
 
 def make_copy(folder: Path, mutant: Mutant | None) -> None:
-    """The package and its tests, with the mutation in place; what is compiled already is copied,
-    too, as far as it is still the same code."""
+    """The package and its tests with the mutation; what is compiled already is copied too."""
     for name in COPIED:
         source, target = ROOT / name, folder / name
         target.parent.mkdir(parents=True, exist_ok=True)

@@ -1,8 +1,6 @@
-"""Real service processes for the fault suite: SQLite store, gRPC, killed by signal.
-
-They are forked from a server that has the imports ready, so that many kills fit into CI; nothing
-else differs from `gmeta shard-service`.
-"""
+"""Real service processes for the fault suite: SQLite store, gRPC, killed by signal. They are forked
+from a server that has the imports ready, so that many kills fit into CI; nothing else differs from
+`gmeta shard-service`."""
 
 import os
 import signal
@@ -42,8 +40,7 @@ def _serve(config: ServiceConfig, wall_step_s: Any, skipped_s: Any) -> None:
 
 
 class ServiceProcess:
-    """One service on a fixed port and store; `start` after `kill` is a restart. Its clocks are the
-    machine's, further by what a test says: nobody has to sit a lease's life out."""
+    """A service on a fixed port and store; its clocks go ahead by what a test says."""
 
     def __init__(self, store: Path, lease_ttl_s: float = 30.0) -> None:
         self.port = free_port()

@@ -1,10 +1,7 @@
-"""A synchronous job, its network, its power supply and the real ledger code in one thread,
-driven by one seed.
-
-The model is a Counter of trained units, its checkpoint a copy of it beside the manifest: at END
-every unit must have been trained exactly once an epoch, whatever was killed, lost, doubled,
-delayed or restored on the way.
-"""
+"""A synchronous job, its network, its power supply and the real ledger code in one thread, driven
+by one seed. The model is a Counter of trained units, its checkpoint a copy of it beside the
+manifest: at END every unit must have been trained exactly once an epoch, whatever was killed, lost,
+doubled, delayed or restored on the way."""
 
 import random
 from collections import Counter
@@ -136,14 +133,9 @@ class Simulation:
     def make_spec(self, speculative: bool = False) -> None:
         num_units = self.rng.randint(1, 24)
         self.spec = DatasetSpec(
-            "d",
-            num_units,
-            self.rng.randint(1, 4),
-            self.seed,
-            self.num_epochs,
-            max_attempts=2,
+            "d", num_units, self.rng.randint(1, 4), self.seed, self.num_epochs, max_attempts=2,
             speculative=speculative,
-        )
+        )  # fmt: skip
 
     def run(self) -> None:
         """Raises Violation, or ends with the data trained exactly once an epoch."""
@@ -198,8 +190,7 @@ class Simulation:
         return answer
 
     def ask(self, rank: Rank | None, make: Callable[[], Any]) -> Any:
-        """As the client does: again until there is an answer; registers again when the service
-        restarted."""
+        """As the client does: again until there is an answer; it registers after a restart."""
         while True:
             command = make()
             fate = self.rng.random() if self.crashing else 1.0
@@ -313,8 +304,7 @@ class Simulation:
             return
 
     def haunt(self, zombie: Rank) -> None:
-        """A zombie reports, leases and heartbeats with all that it knows; none of it may be
-        accepted."""
+        """A zombie calls with all that it knows; none of it may be accepted."""
         tokens = tuple(zombie.held) or (1,)
         caller = zombie.caller._replace(service_epoch=self.committer.service_epoch)
         for command in (

@@ -1,9 +1,7 @@
 """Workers that score a speculative dataset, each by itself: as simulation.py, but a shard's result
 is put into effect only once Complete was accepted, and slow workers' last shards have two leases.
-
 What a killed worker had not put into effect its successor asks about. At the end every shard must
-have been put into effect exactly once an epoch.
-"""
+have been put into effect exactly once an epoch."""
 
 from collections import Counter
 from dataclasses import dataclass, field

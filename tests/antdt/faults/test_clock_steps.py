@@ -11,9 +11,7 @@ from tests.antdt.faults.service_process import running
 
 
 @pytest.mark.parametrize("step_s", [86_400.0, -86_400.0])
-def test_a_step_of_the_wall_clock_expires_no_lease_and_keeps_none_alive(
-    tmp_path: Path, step_s: float
-) -> None:
+def test_a_step_of_the_wall_clock_changes_no_lease(tmp_path: Path, step_s: float) -> None:
     with (
         running(tmp_path / "s.db") as service,
         ShardClient(service.address, "a") as holder,

@@ -1,5 +1,4 @@
-"""Method: what a disk can do: run full, lose the end of the WAL, and be slower than a reply that
-does not wait for it."""
+"""Method: what a disk can do: run full, lose the end of the WAL, be slower than a reply."""
 
 import os
 import signal
@@ -91,8 +90,7 @@ def complete_some(store: SqliteStore, number: int) -> None:
 
 
 def test_a_wal_cut_anywhere_gives_an_earlier_true_state_under_new_tokens(tmp_path: Path) -> None:
-    """A copy taken mid-flight with the WAL's end missing: a power cut on a disk that lied about
-    its fsync."""
+    """As a power cut leaves it on a disk that lied about its fsync."""
     live = SqliteStore(tmp_path / "s.db")
     complete_some(live, 60)
     wal = (tmp_path / "s.db-wal").read_bytes()
@@ -118,8 +116,7 @@ def test_a_wal_cut_anywhere_gives_an_earlier_true_state_under_new_tokens(tmp_pat
 
 
 def test_every_acknowledged_completion_was_fsynced(tmp_path: Path) -> None:
-    """kill -9 cannot tell a synced reply from another: count the fdatasync calls of the real
-    service."""
+    """kill -9 cannot tell a synced reply from another: count the service's fdatasync calls."""
     try:
         subprocess.run(["strace", "-o", "/dev/null", "true"], check=True, capture_output=True)
     except (OSError, subprocess.CalledProcessError):
@@ -132,16 +129,8 @@ def test_every_acknowledged_completion_was_fsynced(tmp_path: Path) -> None:
         f"serve_until_signal(ServiceConfig('127.0.0.1:{port}', 'sqlite:///{tmp_path}/s.db'))"
     )
     command = [
-        "strace",
-        "-f",
-        "-e",
-        "trace=fdatasync",
-        "-o",
-        str(trace),
-        sys.executable,
-        "-c",
-        code,
-    ]
+        "strace", "-f", "-e", "trace=fdatasync", "-o", str(trace), sys.executable, "-c", code,
+    ]  # fmt: skip
     with subprocess.Popen(command) as traced:
         try:
             with ShardClient(f"127.0.0.1:{port}", "a", outage_budget_s=PATIENCE_S) as client:

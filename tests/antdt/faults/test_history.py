@@ -1,8 +1,6 @@
 """Method: a history checker. Raw calls over a link that delays and cuts, many of them sent twice,
 to a service that is killed between; each call is noted with the times at which it began and ended.
-
-Judged afterwards, by the times alone, is whether one order of the calls explains every answer.
-"""
+Judged afterwards, by the times alone, is whether one order of the calls explains every answer."""
 
 import random
 import time
@@ -37,8 +35,7 @@ class Noted(NamedTuple):
 
 
 class Worker:
-    """Leases, completes and now and then releases; tries a call again, unchanged, until there is an
-    answer."""
+    """Leases, completes, now and then releases; tries a call again until there is an answer."""
 
     def __init__(self, name: str, proxied: Any, direct: Any, history: list[Noted]) -> None:
         self.name, self.stubs, self.history = name, (proxied, direct), history
@@ -60,8 +57,7 @@ class Worker:
         self.held = {lease.token: lease.shard_index for lease in reply.leases}
 
     def call(self, rpc: str, message: Any) -> Any:
-        """The answer, the first of the two where the call is doubled; None after a restart of the
-        service, when the call may have been applied or not."""
+        """The answer, the first of two where the call is doubled; None after a restart."""
         while True:
             first, second = (getattr(stub, rpc) for stub in self.stubs)
             doubled = second.future(message, timeout=20) if self.draw.random() < 0.3 else None
@@ -107,8 +103,7 @@ class Worker:
                 self.give_back()
 
     def give_back(self) -> None:
-        """Ends what is held. What a restart leaves in doubt the next registration tells: what it
-        does not list was given back."""
+        """Ends what is held; after a restart the next registration tells what was given back."""
         before = self.held
         what = "release" if self.draw.random() < 0.1 else "complete"
         kind = {"release": pb.ReleaseRequest, "complete": pb.CompleteRequest}[what]
@@ -146,12 +141,9 @@ def judge(history: list[Noted], num_shards: int) -> None:
 
 
 GOOD = [
-    Noted("grant", 0, 7, 1, 2),
-    Noted("release", 0, 7, 3, 4),
-    Noted("grant", 0, 8, 3, 4),
-    Noted("complete", 0, 8, 5, NEVER_S),
-    Noted("end", -1, -1, 5, 6),
-]
+    Noted("grant", 0, 7, 1, 2), Noted("release", 0, 7, 3, 4), Noted("grant", 0, 8, 3, 4),
+    Noted("complete", 0, 8, 5, NEVER_S), Noted("end", -1, -1, 5, 6),
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(

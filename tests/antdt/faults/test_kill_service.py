@@ -1,8 +1,6 @@
-"""Method: kill -9 of the real service under 16 clients, on its real store.
-
-Each client keeps its own history; the oracle compares it with what the service knows in the end.
-24 kills by default; ANTDT_KILLS sets another number.
-"""
+"""Method: kill -9 of the real service under 16 clients, on its real store. Each client keeps its
+own history; the oracle compares it with what the service knows in the end. 24 kills by default;
+ANTDT_KILLS sets another number."""
 
 import json
 import os

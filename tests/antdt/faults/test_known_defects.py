@@ -55,17 +55,14 @@ def test_a_zombies_late_report_cannot_close_the_new_holders_shard() -> None:
 
 
 def test_nobody_is_told_the_data_ended_while_a_shard_is_in_someones_hands() -> None:
-    """There: END as soon as nothing is left to hand out; the last shard is then lost with its
-    holder."""
+    """There: END once nothing is left to hand out; the last shard is lost with its holder."""
     service = Service()
     service.register_dataset(num_units=4, units_per_shard=4)
     holder, idle = service.worker("a"), service.worker("b")
     token = holder.grant().token
     waiting = idle.lease()
-    assert (waiting.cause, waiting.message) == (
-        cmd.CAUSE_IN_FLIGHT,
-        "shards of dataset 'd' in workers' hands: 1",
-    )
+    assert waiting.cause == cmd.CAUSE_IN_FLIGHT
+    assert waiting.message == "shards of dataset 'd' in workers' hands: 1"
     service.clock.advance(TTL_S + 1)
     assert idle.complete(idle.grant().token) == (Outcome.ACCEPTED,)
     assert holder.complete(token) == (Outcome.FENCED,)
@@ -73,8 +70,7 @@ def test_nobody_is_told_the_data_ended_while_a_shard_is_in_someones_hands() -> N
 
 
 def test_tokens_never_repeat_over_restarts_so_a_stale_report_closes_nothing() -> None:
-    """There: ids begin at 0 again after a restart, and a report from before closes another's
-    shard."""
+    """There: ids begin at 0 after a restart, and an old report closes another's shard."""
     service = Service()
     service.register_dataset(num_units=40, units_per_shard=4)
     worker = service.worker("a")

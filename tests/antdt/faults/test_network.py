@@ -1,8 +1,6 @@
 """Method: a TCP proxy between client and service that cuts, delays and black-holes connections.
-
-gRPC runs over TCP, so a lost or doubled *message* shows as a broken connection and a client
-retry; doubled and lost calls themselves are in the simulation.
-"""
+gRPC runs over TCP, so a lost or doubled *message* shows as a broken connection and a client retry;
+doubled and lost calls themselves are in the simulation."""
 
 import random
 import socket
@@ -21,8 +19,7 @@ from tests.support.waiting import PATIENCE_S, wait_until
 
 
 class Proxy:
-    """Forwards bytes to `port`; can delay each chunk, cut all connections, or swallow what comes
-    back."""
+    """Forwards bytes to `port`; can delay chunks, cut all connections, or swallow replies."""
 
     def __init__(self, port: int) -> None:
         self.target = port
@@ -74,9 +71,7 @@ class Proxy:
         self.cut()
 
 
-def test_an_epoch_over_a_link_that_breaks_and_stalls_completes_each_shard_once(
-    tmp_path: Path,
-) -> None:
+def test_a_link_that_breaks_and_stalls_completes_each_shard_once(tmp_path: Path) -> None:
     rng = random.Random(4)
     with running(tmp_path / "s.db") as service:
         proxy = Proxy(service.port)
@@ -129,8 +124,7 @@ def test_a_link_that_swallows_every_reply_is_an_outage(tmp_path: Path) -> None:
         proxy.swallow_replies = True
         with pytest.raises(ServiceUnavailableError) as outage:
             client.register_dataset(DatasetSpec("d", 4, 4))
-        assert f"the shard service at {proxy.address} did not answer RegisterDataset for " in str(
-            outage.value
-        )
+        found = f"the shard service at {proxy.address} did not answer RegisterDataset for "
+        assert found in str(outage.value)
         client.close()
         proxy.close()

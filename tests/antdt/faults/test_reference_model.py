@@ -1,8 +1,6 @@
-"""Method: hypothesis walks the ledger and the reference model side by side; every answer and
-every count must agree.
-
-Restarts go through the store, so what is compared after one is what recovery made of the log.
-"""
+"""Method: hypothesis walks the ledger and the reference model side by side; every answer and every
+count must agree. Restarts go through the store, so what is compared after one is what recovery made
+of the log."""
 
 import itertools
 from typing import Any
@@ -149,9 +147,8 @@ class LedgerAgainstModel(RuleBasedStateMachine):
             self.model.expires_s[token] = self.service.clock.now_s + TTL_S
         for worker, process in self.processes.items():
             reply = process.register()
-            assert {g.token for g in reply.leases} == {
-                t for t, w in self.model.holder.items() if w == worker
-            }
+            found = {g.token for g in reply.leases}
+            assert found == {t for t, w in self.model.holder.items() if w == worker}
 
     @rule()
     def job_restarts_in_a_new_round(self) -> None:
@@ -184,10 +181,8 @@ class LedgerAgainstModel(RuleBasedStateMachine):
         restored = process.restore(manifest, f"r{next(self.counter)}")
         self.model.restore(name)
         assert restored.digest == (parse_manifest(manifest).digest if manifest else "")
-        assert (
-            reason_of(lambda: self.service.call(cmd.ReportProgress(stale, ())))
-            == "FENCED_GENERATION"
-        )
+        found = reason_of(lambda: self.service.call(cmd.ReportProgress(stale, ())))
+        assert found == "FENCED_GENERATION"
         for other in set(self.processes) - {worker}:
             self.processes[other] = self.service.worker(other, f"n{next(self.counter)}")
 
@@ -259,9 +254,6 @@ def reason_of(call: Any) -> str:
 
 TestLedgerAgainstModel = LedgerAgainstModel.TestCase
 TestLedgerAgainstModel.settings = settings(
-    max_examples=EXAMPLES,
-    stateful_step_count=40,
-    deadline=None,
-    derandomize=True,
+    max_examples=EXAMPLES, stateful_step_count=40, deadline=None, derandomize=True,
     suppress_health_check=list(HealthCheck),
-)
+)  # fmt: skip

@@ -19,9 +19,7 @@ KILL_RESTART = 5
 
 
 @pytest.mark.distributed
-def test_a_restart_that_the_controller_asks_for_loses_no_step(
-    tmp_path: Path, click_logs: Path
-) -> None:
+def test_a_restart_by_the_controller_loses_no_step(tmp_path: Path, click_logs: Path) -> None:
     watched = StragglerConfig(MonitorConfig(window_s=0.2))
     server = ShardServer(ServiceConfig("127.0.0.1:0", stragglers=watched))
     run = tmp_path / "run"

@@ -1,8 +1,6 @@
-"""Method: deterministic simulation with seeded schedules, and every named crash point.
-
-200 schedules here; `make antdt-faults` runs the 10,000 of the nightly goal. A failure names its
-seed: Simulation(seed).run() repeats it exactly.
-"""
+"""Method: deterministic simulation with seeded schedules, and every named crash point. 200
+schedules here; `make antdt-faults` runs the 10,000 of the nightly goal. A failure names its seed:
+Simulation(seed).run() repeats it exactly."""
 
 import os
 from collections import Counter

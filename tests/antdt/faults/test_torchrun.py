@@ -1,9 +1,6 @@
-"""Method: real torchrun with kill -9 of ranks and of the service, and another world size after
-it.
-
-The weights of the toy job count how often each unit was trained; in the last checkpoint every
-count is one.
-"""
+"""Method: real torchrun with kill -9 of ranks and of the service, and another world size after it.
+The weights of the toy job count how often each unit was trained; in the last checkpoint every count
+is one."""
 
 import itertools
 import os
@@ -73,9 +70,7 @@ def kill_service(service: ServiceProcess) -> None:
 
 
 @pytest.mark.timeout(1800)
-def test_killed_ranks_and_services_train_each_unit_once_in_the_lineage_of_the_checkpoint(
-    tmp_path: Path,
-) -> None:
+def test_killed_ranks_and_services_train_each_unit_of_a_lineage_once(tmp_path: Path) -> None:
     folder = tmp_path / "checkpoints"
     folder.mkdir()
     with running(tmp_path / "s.db") as service:
@@ -97,10 +92,8 @@ def test_killed_ranks_and_services_train_each_unit_once_in_the_lineage_of_the_ch
             assert job.wait(PATIENCE_S) == 0
     last = max(folder.glob("step-*"))
     assert torch.equal(torch.load(last / "weights.pt"), torch.ones(NUM_UNITS))
-    assert audit_manifest(load_manifest(last)).lines[-2:] == (
-        "  epoch finished",
-        "OK: no unit is in the model twice",
-    )
+    expected = ("  epoch finished", "OK: no unit is in the model twice")
+    assert audit_manifest(load_manifest(last)).lines[-2:] == expected
     for folder_of_step in folder.glob("step-*"):
         manifest = load_manifest(folder_of_step)
         (entry,) = manifest.datasets

@@ -1,8 +1,6 @@
-"""Method: a real `gmeta train` on leased shards, killed rank by rank and service by service.
-
-What was trained is counted beside the weights (counting.py) and held against the
-shard manifest of every checkpoint. ANTDT_JOB_KILLS sets how often each phase is struck.
-"""
+"""Method: a real `gmeta train` on leased shards, killed rank by rank and service by service. What
+was trained is counted beside the weights (counting.py) and held against the shard manifest of every
+checkpoint. ANTDT_JOB_KILLS sets how often each phase is struck."""
 
 import itertools
 import json

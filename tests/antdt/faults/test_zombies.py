@@ -1,5 +1,4 @@
-"""Method: SIGSTOP zombies. A worker process stands still past its ttl, another takes over, then
-it wakes and reports."""
+"""Method: SIGSTOP zombies. A worker stands still past its ttl, then wakes and reports."""
 
 import os
 import signal

@@ -32,8 +32,7 @@ def latest(folder: Path) -> Path | None:
 def connect(
     address: str, folder: Path, rank: int, weights: torch.Tensor
 ) -> tuple[ShardClient, int]:
-    """Rank 0 rolls the service to the newest checkpoint; the others join the generation after
-    it."""
+    """Rank 0 rolls the service to the newest checkpoint; the others join the next generation."""
     checkpoint = latest(folder)
     step = 0
     if checkpoint is not None:

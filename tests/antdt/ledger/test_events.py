@@ -65,16 +65,10 @@ def test_a_line_break_of_a_note_does_not_end_its_record() -> None:
 @pytest.mark.parametrize(
     "record",
     [
-        b"",
-        b"\xff",
-        b"7",
-        b"[]",
-        b'["later",1]',
-        b'["commit"]',
-        b'["commit","c","more"]',
+        b"", b"\xff", b"7", b"[]", b'["later",1]', b'["commit"]', b'["commit","c","more"]',
         b'[["commit"],"c"]',
     ],
-)
+)  # fmt: skip
 def test_a_record_that_no_version_wrote_is_damage(record: bytes) -> None:
     with pytest.raises(StoreFailedError) as damaged:
         ev.decode(record)

@@ -55,9 +55,7 @@ def test_a_walk_ends_in_the_states_that_it_set(seed: int) -> None:
 
 
 @pytest.mark.parametrize("seed", range(8))
-def test_the_dirty_pages_are_all_that_a_store_needs(
-    monkeypatch: pytest.MonkeyPatch, seed: int
-) -> None:
+def test_dirty_pages_are_all_that_a_store_needs(monkeypatch: pytest.MonkeyPatch, seed: int) -> None:
     monkeypatch.setattr(table_module, "SHARDS_PER_PAGE", 8)
     rng = random.Random(seed)
     table, stored = ShardTable(spec_of(50)), dict[int, bytes]()

@@ -58,9 +58,7 @@ def test_an_audit_counts_what_counting_unit_by_unit_gives(seed: int) -> None:
     assert counted(entry) == (len(units), 0 if finished else left)
 
 
-def test_an_audit_looks_at_each_run_once_however_many_shards_it_has(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_an_audit_looks_at_each_run_of_many_shards_once(monkeypatch: pytest.MonkeyPatch) -> None:
     calls = []
     for name in ("index_of", "position_of"):
         real = getattr(ShardOrder, name)

@@ -1,5 +1,4 @@
-"""Manifests that a hostile or broken caller writes: every one is refused in one line, none is
-taken in another meaning than it was written in."""
+"""Manifests of hostile or broken callers: each is refused in one line, none is misunderstood."""
 
 import hashlib
 import json
@@ -28,8 +27,7 @@ Body = dict[str, Any]
 
 
 def signed(change: Callable[[Body, Body], Any]) -> str:
-    """A manifest changed by a stranger who can compute a digest; `change` is given it and its
-    dataset."""
+    """A manifest changed by a stranger who can compute a digest; its dataset is given too."""
     body = json.loads(GOOD.to_json())
     del body["digest"]
     change(body, body["datasets"][0])

@@ -21,6 +21,7 @@ from gmeta.antdt.manifests.shard_manifest import (
 )
 from gmeta.antdt.model import DatasetSpec, ShardState
 from tests.antdt.trained import trained_ranges
+from tests.support.refusals import catch_message
 
 SPEC = DatasetSpec("d", num_units=22, units_per_shard=4, seed=3, num_epochs=2)
 TOUCHED = Exceptional(0, 0, 0, "", "")
@@ -66,11 +67,8 @@ def test_a_manifest_holds_each_trained_unit_once_and_rebuilds_the_table(seed: in
     # What was in somebody's hands is free again.
     in_hand = bytes([ShardState.DOING])
     assert again.states == table.states.replace(in_hand, bytes([ShardState.READY]))
-    assert (again.epoch, again.units_done, again.attempts) == (
-        table.epoch,
-        table.units_done,
-        table.attempts,
-    )
+    expected = (table.epoch, table.units_done, table.attempts)
+    assert (again.epoch, again.units_done, again.attempts) == expected
 
 
 def test_a_checkpoint_continues_another_where_it_holds_all_of_its_units() -> None:
@@ -101,9 +99,7 @@ def test_a_later_epoch_holds_the_earlier_one_and_not_the_other_way_round() -> No
     earlier = manifest(DatasetManifest(SPEC, 0, done=((0, 6),)))
     later = manifest(DatasetManifest(SPEC, 1))
     check_descends(later, earlier)
-    with pytest.raises(ManifestError) as back:
-        check_descends(earlier, later)
-    assert str(back.value) == (
+    assert catch_message(ManifestError, check_descends, earlier, later) == (
         "checkpoint c does not continue c: dataset d went back. The two belong to different "
         "lineages: compare checkpoints of one run, the older one second."
     )

@@ -14,31 +14,20 @@ from gmeta.antdt.policies.task_split import Speed, fastest_split, proportional_s
 from gmeta.antdt.reports import Verdict, WorkerHealth
 from gmeta.antdt.stragglers.controller import Controller, PolicyError, replay_line, rule
 from gmeta.errors import ConfigError
+from tests.support.refusals import catch_message
 
 ND = ControllerConfig(policy="nd", restart_cost_s=60.0)
 DD = replace(ND, policy="dd")
 
 
 def worker(
-    name: str,
-    verdict: Verdict = "healthy",
-    tasks_per_s: float = 100.0,
-    share: int = 16,
-    restarts: int = 0,
-    overhead_ms: float = 0.0,
-) -> WorkerView:
+    name: str, verdict: Verdict = "healthy", tasks_per_s: float = 100.0, share: int = 16,
+    restarts: int = 0, overhead_ms: float = 0.0,
+) -> WorkerView:  # fmt: skip
     health = WorkerHealth(
-        name,
-        verdict,
-        "compute" if verdict not in ("healthy", "unknown") else "",
-        100.0 / tasks_per_s,
-        tasks_per_s,
-        tasks_per_s,
-        tasks_per_s,
-        overhead_ms,
-        30.0,
-        "evidence",
-    )
+        name, verdict, "compute" if verdict not in ("healthy", "unknown") else "",
+        100.0 / tasks_per_s, tasks_per_s, tasks_per_s, tasks_per_s, overhead_ms, 30.0, "evidence",
+    )  # fmt: skip
     return WorkerView(health, share, restarts)
 
 
@@ -151,10 +140,8 @@ def test_a_worker_is_restarted_no_more_often_than_its_budget_allows() -> None:
     again = [*healthy(3), worker("w3", "persistent", 25.0, restarts=1)]
     assert kinds(snapshot(*again, remaining_s=1e6), ND) == ["ADJUST_BS"]
     (ruling,) = rule(snapshot(*again), ND, lambda s, c: [Decision("KILL_RESTART", "w3")])
-    assert (ruling.allowed, ruling.note) == (
-        False,
-        "the worker may not be restarted again; restarts_per_worker is 1",
-    )
+    expected = (False, "the worker may not be restarted again; restarts_per_worker is 1")
+    assert (ruling.allowed, ruling.note) == expected
 
 
 def test_the_hourly_budget_holds_back_the_restarts_beyond_it() -> None:
@@ -168,19 +155,15 @@ def test_the_hourly_budget_holds_back_the_restarts_beyond_it() -> None:
 def test_batches_go_on_being_balanced_while_the_hours_restarts_are_used_up() -> None:
     slow = [*healthy(3), worker("w3", "persistent", 25.0)]
     rulings = rule(snapshot(*slow, remaining_s=1e6, restarts_last_hour=1), ND, find_policy("nd"))
-    assert [(r.decision.kind, r.allowed) for r in rulings] == [
-        ("KILL_RESTART", False),
-        ("ADJUST_BS", True),
-    ]
+    expected = [("KILL_RESTART", False), ("ADJUST_BS", True)]
+    assert [(r.decision.kind, r.allowed) for r in rulings] == expected
 
 
 def test_the_cooldown_holds_a_second_change_of_batches_back() -> None:
     snap = snapshot(*healthy(3), worker("w3", "transient", 25.0), last_adjust_s=999.5)
     (ruling,) = rule(snap, ND, find_policy("nd"))
-    assert (ruling.allowed, ruling.note) == (
-        False,
-        "the shares were changed 0.5 s ago; cooldown_s is 1",
-    )
+    expected = (False, "the shares were changed 0.5 s ago; cooldown_s is 1")
+    assert (ruling.allowed, ruling.note) == expected
 
 
 def test_a_small_gain_changes_nothing() -> None:
@@ -220,13 +203,10 @@ def test_nd_backs_up_whoever_is_slow_and_holds_last_shards_the_slowest_first() -
     slow = [worker("s0", "transient", 50.0), worker("s1", "deterministic", 20.0)]
     snap = snapshot(*healthy(6), *(holding(view, 2) for view in slow), tasks_per_step=0)
     rulings = rule(snap, ASYNC, find_policy("nd"))
-    assert [(r.decision.kind, r.decision.worker_id, r.allowed) for r in rulings] == [
-        ("BACKUP_WORKERS", "s1", True),
-        ("BACKUP_WORKERS", "s0", True),
-    ]
-    assert rulings[0].decision.reason == (
-        "deterministic straggler (compute) with 2 of the last shards: evidence"
-    )
+    expected = [("BACKUP_WORKERS", "s1", True), ("BACKUP_WORKERS", "s0", True)]
+    assert [(r.decision.kind, r.decision.worker_id, r.allowed) for r in rulings] == expected
+    found = rulings[0].decision.reason
+    assert found == "deterministic straggler (compute) with 2 of the last shards: evidence"
 
 
 def test_nd_backs_up_nobody_who_is_healthy_or_holds_nothing() -> None:
@@ -380,29 +360,19 @@ def test_the_file_of_a_policy_may_define_dataclasses(tmp_path: Path) -> None:
 
 
 def test_a_policy_that_cannot_be_found_is_named(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError) as caught:
-        find_policy("nx")
-    assert str(caught.value) == (
+    assert catch_message(ConfigError, find_policy, "nx") == (
         "controller.policy = 'nx' is no policy: choose one of none, nd, dd, or name your own as "
         "FILE.py:FUNCTION"
     )
     (tmp_path / "p.py").write_text("x = 1\n")
-    with pytest.raises(ConfigError) as caught:
-        find_policy(f"{tmp_path}/p.py:decide")
-    assert (
-        str(caught.value)
-        == f"the policy file {tmp_path}/p.py has no function 'decide'. Name one that it has"
-    )
-    with pytest.raises(ConfigError) as caught:
-        find_policy(f"{tmp_path}/none.py:decide")
-    assert str(caught.value) == (
+    expected = f"the policy file {tmp_path}/p.py has no function 'decide'. Name one that it has"
+    assert catch_message(ConfigError, find_policy, f"{tmp_path}/p.py:decide") == expected
+    assert catch_message(ConfigError, find_policy, f"{tmp_path}/none.py:decide") == (
         f"controller.policy names the file {tmp_path}/none.py, which does not exist. "
         "Correct the path"
     )
     (tmp_path / "broken.py").write_text("1 / 0\n")
-    with pytest.raises(ConfigError) as caught:
-        find_policy(f"{tmp_path}/broken.py:decide")
-    assert str(caught.value) == (
+    assert catch_message(ConfigError, find_policy, f"{tmp_path}/broken.py:decide") == (
         f"the policy file {tmp_path}/broken.py does not load: "
         "ZeroDivisionError('division by zero'). Mend it"
     )

@@ -1,5 +1,4 @@
-"""EmbeddedService: it lives while its owner does, is started again when it is killed, and says why
-it cannot start."""
+"""EmbeddedService lives while its owner does, comes back when killed, and says why it cannot."""
 
 import os
 import signal
@@ -17,6 +16,7 @@ from gmeta.antdt.service import embedded
 from gmeta.antdt.service.embedded import EmbeddedService
 from gmeta.antdt.storage.committer import Committer
 from gmeta.antdt.storage.store_urls import open_store
+from tests.support.refusals import catch_message
 from tests.support.waiting import wait_until
 
 
@@ -73,9 +73,7 @@ def test_nobody_is_given_the_port_of_a_service_that_is_not_up(
         EmbeddedService(tmp_path)
 
 
-def test_a_service_that_never_serves_is_told_and_ended(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_service_never_serving_is_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     started = []
 
     def spawn(service: EmbeddedService) -> "subprocess.Popen[bytes]":
@@ -85,9 +83,7 @@ def test_a_service_that_never_serves_is_told_and_ended(
 
     monkeypatch.setattr(EmbeddedService, "_spawn", spawn)
     monkeypatch.setattr(embedded, "READY_TIMEOUT_S", 0.0)
-    with pytest.raises(AntdtError) as refused:
-        EmbeddedService(tmp_path)
-    assert str(refused.value) == (
+    assert catch_message(AntdtError, EmbeddedService, tmp_path) == (
         "the shard service of this job did not serve within 0 s: reading the store. Look at the "
         f"disk of {tmp_path}, or set data.service to one that runs"
     )
@@ -113,9 +109,7 @@ def test_a_store_that_cannot_be_read_ends_the_start(tmp_path: Path) -> None:
     store = open_store(f"sqlite:///{tmp_path}/shards.db")
     Committer(store, time.monotonic, "another").commit([])
     store.close()
-    with pytest.raises(AntdtError) as refused:
-        EmbeddedService(tmp_path)
-    assert str(refused.value).startswith(
+    assert catch_message(AntdtError, EmbeddedService, tmp_path).startswith(
         "the shard service of this job ended with exit code 1 before it served: error: the store "
         "belongs to job 'another', this service is for 'default'. "
     )

@@ -14,6 +14,7 @@ from gmeta.antdt.service.edge import ShardServicer
 from gmeta.antdt.service.tickets import deliver, hung_disk_refusal, resolve
 from gmeta.antdt.storage.ledger_writer import LedgerWriter
 from gmeta.antdt.storage.request import AnsweredRequest
+from tests.support.refusals import catch_message
 from tests.support.waiting import PATIENCE_S
 
 
@@ -63,6 +64,4 @@ def test_a_disk_that_hangs_keeps_nobody_waiting_for_ever(monkeypatch: pytest.Mon
     monkeypatch.setattr(edge_module, "ANSWER_TIMEOUT_S", 0.01)
     edge = ShardServicer(lease_ttl_s=30.0)
     edge.open(cast(LedgerWriter, SimpleNamespace(submit=lambda request, ticket: None)))
-    with pytest.raises(RefusedError) as refused:
-        edge.ask(cmd.Tick())
-    assert str(refused.value) == str(hung_disk_refusal())
+    assert catch_message(RefusedError, edge.ask, cmd.Tick()) == str(hung_disk_refusal())

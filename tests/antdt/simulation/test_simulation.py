@@ -24,6 +24,7 @@ from gmeta.antdt.simulation.traces import (
 )
 from gmeta.errors import UserError
 from tests.support.commands import gmeta
+from tests.support.refusals import catch_message
 
 EXACT = JobConfig(num_workers=4, num_steps=200, jitter=0.0, overhead_ms=0.0, steps_per_shard=1)
 
@@ -191,9 +192,7 @@ def test_the_decision_log_of_a_job_is_a_recording_of_it(tmp_path: Path) -> None:
 def test_a_log_that_is_none_is_refused(tmp_path: Path) -> None:
     log = tmp_path / "decisions.jsonl"
     log.write_text('{"x": 1}\n')
-    with pytest.raises(TraceError) as caught:
-        recorded_trace(log, seed=0)
-    assert str(caught.value) == (
+    assert catch_message(TraceError, recorded_trace, log, seed=0) == (
         f"line 1 of {log} is none of a decision log (KeyError('snapshot')). Name the file that "
         "gmeta shard-service wrote with --decisions"
     )
@@ -230,14 +229,10 @@ def test_a_slow_reader_costs_what_the_computation_does_not_hide() -> None:
         ),
     ],
 )
-def test_a_recording_without_what_it_needs_is_refused(
-    tmp_path: Path, text: str, message: str
-) -> None:
+def test_a_recording_without_its_needs_is_refused(tmp_path: Path, text: str, message: str) -> None:
     file = tmp_path / "trace.csv"
     file.write_text(text)
-    with pytest.raises(TraceError) as caught:
-        recorded_trace(file, seed=0)
-    assert str(caught.value) == message.format(file=file)
+    assert catch_message(TraceError, recorded_trace, file, seed=0) == message.format(file=file)
 
 
 def test_an_unknown_method_or_scenario_is_named() -> None:

@@ -1,5 +1,4 @@
-"""What becomes of a store whose bytes were altered or lost, one of an older version, and one that
-many commands went through: it serves all that was acknowledged, or says why it does not."""
+"""Altered, lost, old and long-used stores: all that was acknowledged is served, or why not."""
 
 import json
 import random
@@ -21,6 +20,7 @@ from gmeta.antdt.storage.snapshot import take_snapshot
 from gmeta.antdt.storage.sqlite_store import SqliteStore
 from gmeta.antdt.storage.store import MemoryDisk, MemoryStore
 from tests.antdt.driver import FakeClock, Service
+from tests.support.refusals import catch_message
 
 FILES = ("s.db", "s.db-wal", "s.db.durable")
 REBUILD = "or delete it: the manifest in a checkpoint rebuilds the service."
@@ -54,8 +54,7 @@ def copied(source: Path, target: Path) -> Path:
 
 
 def content(folder: Path) -> tuple[dict[str, Any], dict[str, bytes]]:
-    """All that a service serves that starts on the folder, but for its service epoch. Raises
-    StoreError."""
+    """All that a service on the folder serves, but its service epoch. Raises StoreError."""
     store = SqliteStore(folder / "s.db")
     try:
         state = Committer(store, FakeClock()).ledger.state
@@ -171,9 +170,7 @@ def test_a_folder_without_locks_is_not_told_as_another_service(
         raise OSError(37, "No locks available")
 
     monkeypatch.setattr(sqlite_store.fcntl, "flock", refuse)
-    with pytest.raises(StoreNameError) as refused:
-        SqliteStore(tmp_path / "s.db")
-    assert str(refused.value) == (
+    assert catch_message(StoreNameError, SqliteStore, tmp_path / "s.db") == (
         f"the file {tmp_path / 's.db.lock'} cannot be locked and written: No locks available. Free "
         "space, or name a --store on a local disk."
     )
@@ -190,10 +187,8 @@ def test_a_store_of_version_2_is_taken_over_whole(tmp_path: Path) -> None:
     state = committer.ledger.state
     # Its own start comes behind the 21 events.
     assert (committer.service_epoch, committer.ledger.num_events) == (2, 22)
-    assert {name: table.counts for name, table in state.tables.items()} == {
-        "d": [3, 3, 3, 1, 0],
-        "e": [0, 3, 0, 0, 0],
-    }
+    expected = {"d": [3, 3, 3, 1, 0], "e": [0, 3, 0, 0, 0]}
+    assert {name: table.counts for name, table in state.tables.items()} == expected
     first = 1 << 40
     assert sorted(state.leases) == [first + n for n in (3, 4, 7, 8, 9, 10, 12)]
     assert state.tables["d"].units_done == {2: 3}
@@ -205,9 +200,8 @@ def test_a_store_of_version_2_is_taken_over_whole(tmp_path: Path) -> None:
         assert db.execute("PRAGMA user_version").fetchone() == (3,)
         assert db.execute("SELECT count(*) FROM log").fetchone() == (0,)
     again = content(tmp_path)[0]
-    assert again["leases"] == [
-        [t, x.dataset, x.position, x.worker_id] for t, x in state.leases.items()
-    ]
+    found = again["leases"]
+    assert found == [[t, x.dataset, x.position, x.worker_id] for t, x in state.leases.items()]
 
 
 def test_a_damaged_store_of_version_2_is_not_believed_either(tmp_path: Path) -> None:
@@ -245,9 +239,7 @@ def test_the_log_in_memory_is_cut_too() -> None:
         assert len(MemoryStore(disk).load()[1]) <= 7
 
 
-def test_a_kill_while_a_snapshot_is_written_leaves_the_state_before_or_after_it(
-    tmp_path: Path,
-) -> None:
+def test_a_kill_amid_a_snapshot_leaves_the_state_before_or_after_it(tmp_path: Path) -> None:
     """The WAL cut at each page of the snapshot's transaction, which also drops the log."""
     (tmp_path / "live").mkdir()
     committer = used(tmp_path / "live")

@@ -22,6 +22,7 @@ from gmeta.antdt.stragglers.straggler_config import StragglerConfig, load_stragg
 from gmeta.config.settings import describe_settings
 from gmeta.errors import ConfigError
 from tests.antdt.driver import TTL_S, Process, Service
+from tests.support.refusals import catch_message
 from tests.support.waiting import wait_until
 
 ADJUST_BS, BACKUP_WORKERS, KILL_RESTART = 2, 4, 5
@@ -37,11 +38,9 @@ class Job:
     """Workers that report to a service whose governor is ticked by hand."""
 
     def __init__(
-        self,
-        config: StragglerConfig = CONFIG,
-        num_units: int = 10_000_000,
+        self, config: StragglerConfig = CONFIG, num_units: int = 10_000_000,
         speculative: bool = False,
-    ) -> None:
+    ) -> None:  # fmt: skip
         self.service = Service()
         self.service.register_dataset(
             num_units=num_units, units_per_shard=1000, speculative=speculative
@@ -100,12 +99,8 @@ def test_every_rank_hears_its_own_part_of_one_plan() -> None:
     (actions,) = {tuple(a.action_id for a in beat.actions) for beat in beats.values()}
     assert len(actions) == 1
     parts = {name: beat.actions[0] for name, beat in beats.items()}
-    assert {name: part.parameters["tasks"] for name, part in parts.items()} == {
-        "rank0": 20.0,
-        "rank1": 20.0,
-        "rank2": 20.0,
-        "rank3": 4.0,
-    }
+    expected = {"rank0": 20.0, "rank1": 20.0, "rank2": 20.0, "rank3": 4.0}
+    assert {name: part.parameters["tasks"] for name, part in parts.items()} == expected
     assert {(part.kind, part.apply_at_step) for part in parts.values()} == {(ADJUST_BS, 61)}
 
 
@@ -283,9 +278,7 @@ def test_nobody_is_held_against_workers_that_left() -> None:
     assert not job.governor.ruling_records
 
 
-def test_what_is_held_back_window_after_window_is_told_once(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+def test_what_is_held_back_for_windows_is_told_once(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level("INFO", "gmeta.antdt")
     job = Job(replace(CONFIG, controller=replace(CONFIG.controller, dry_run=True)))
     job.windows(4)
@@ -293,9 +286,8 @@ def test_what_is_held_back_window_after_window_is_told_once(
     for number in range(4):
         job.ms_per_task["rank3"] += number  # another reason each time
         job.windows(1)
-    assert [(said.kind, said.note) for said in job.governor.ruling_records] == [
-        ("ADJUST_BS", "dry run")
-    ]
+    expected = [("ADJUST_BS", "dry run")]
+    assert [(said.kind, said.note) for said in job.governor.ruling_records] == expected
     assert [record.getMessage() for record in caplog.records].count("decision") == 1
     assert job.governor.counts["ADJUST_BS", "held_back"] > 1
 
@@ -382,9 +374,7 @@ def test_the_config_file_is_checked(tmp_path: Path) -> None:
     file.write_text("[monitor]\nwindow_s = 1\n[controller]\npolicy = 'dd'\n")
     found = load_straggler_config(file)
     file.write_text("[monitor]\nlong_windows = 100\n")
-    with pytest.raises(ConfigError) as beside:
-        load_straggler_config(file)
-    assert str(beside.value) == (
+    assert catch_message(ConfigError, load_straggler_config, file) == (
         "monitor.long_slow = 200 is more than monitor.long_windows = 100; at most that much is "
         "allowed, or no verdict would hold. Lower the one, or raise the other"
     )
@@ -471,7 +461,6 @@ def test_the_speed_of_a_job_that_does_nothing_more_falls_to_nothing() -> None:
     job.windows(4)
     at_work = job.governor.tasks_per_s
     assert at_work == pytest.approx(4 * STEPS * 16 / CONFIG.monitor.window_s)
-
     for number in range(1, 4):  # the ranks live, and are in a long step
         job.beat()
         job.service.clock.advance(CONFIG.monitor.window_s)
@@ -480,7 +469,6 @@ def test_the_speed_of_a_job_that_does_nothing_more_falls_to_nothing() -> None:
     job.service.clock.advance(2 * TTL_S)
     job.governor.tick()
     assert job.governor.tasks_per_s == 0.0
-
     # Back again, the first look has nothing to compare with; then a step's time is known.
     job.windows(2)
     assert job.governor.tasks_per_s == pytest.approx(at_work)

@@ -1,6 +1,5 @@
 """As much of Kubernetes' API server as the pods ask: Secrets, pods and Jobs of one namespace, for
-who shows an account's token, as far as the rendered Roles let that account.
-"""
+who shows an account's token, as far as the rendered Roles let that account."""
 
 import ctypes
 import json

@@ -1,7 +1,5 @@
-"""Runs what an overlay renders until its training Job is complete.
-
-`make deploy-cluster` applies the overlay local-cpu as it stands.
-"""
+"""Runs what an overlay renders until its training Job is complete. `make deploy-cluster` applies
+the overlay local-cpu as it stands."""
 
 import contextlib
 import sys
@@ -98,8 +96,7 @@ class Workload:
 
 
 class Cluster:
-    """The objects of one namespace, running; also the pods that they ask the API server for, a
-    host each of those that no workload has."""
+    """The objects of one namespace, running; and the pods that they ask the API server for."""
 
     def __init__(self, manifests: list[Manifest], network: list[Host], folder: Path) -> None:
         hub, *free = network
@@ -214,8 +211,7 @@ def running(manifests: list[Manifest], folder: Path, more: int = 0) -> Iterator[
 def running_together(
     manifests: Mapping[Path, list[Manifest]], more: int = 0
 ) -> Iterator[list[Cluster]]:
-    """The objects of several namespaces, each with a folder, on one network, where any pod could
-    reach any other. Raises NoNamespacesError."""
+    """Objects of several namespaces on one network of pods. Raises NoNamespacesError."""
     counts = [1 + more + _num_pods(each) for each in manifests.values()]
     with contextlib.ExitStack() as stack:
         network, clusters = stack.enter_context(hosts(sum(counts))), []

@@ -1,6 +1,5 @@
 """Starts a command as a container runtime would: in a root file system of its own, volumes where
-the pod has them, with the pod's name and user and no privileges. Run as a script it does so.
-"""
+the pod has them, with the pod's name and user and no privileges. Run as a script it does so."""
 
 import ctypes
 import importlib.util

@@ -157,17 +157,12 @@ class Pod:
         # The kubelet puts variables in here too.
         argv = [_expand(word, env) for word in [*command, *given.get("args", [])]]
         return Container(
-            argv=argv,
-            env=env,
-            mounts=self._mounts(given.get("volumeMounts", [])),
-            hostname=self.name,
-            hosts=f"{self._place.hosts}{self.host.address} {self.name}\n",
-            user=context["runAsUser"],
-            group=context["runAsGroup"],
-            volume_group=context["fsGroup"],
-            folder=image.folder,
+            argv=argv, env=env, mounts=self._mounts(given.get("volumeMounts", [])),
+            hostname=self.name, hosts=f"{self._place.hosts}{self.host.address} {self.name}\n",
+            user=context["runAsUser"], group=context["runAsGroup"],
+            volume_group=context["fsGroup"], folder=image.folder,
             read_only_root=given["securityContext"]["readOnlyRootFilesystem"],
-        )
+        )  # fmt: skip
 
     def _variables(self, given: list[dict[str, Any]]) -> dict[str, str]:
         fields = {

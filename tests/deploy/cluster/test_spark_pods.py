@@ -1,5 +1,4 @@
-"""prepare on Spark as the overlay has it: the driver's pod asks the API server for executors, with
-no more rights than its Role, and they write the files of one machine."""
+"""prepare on Spark as the overlay has it: executors by the API server within its Role's rights."""
 
 from collections.abc import Iterator
 from contextlib import ExitStack

@@ -1,6 +1,4 @@
-"""Two teams run at once, one of them two jobs: each job ends with its own run, and touches no
-other's.
-"""
+"""Two teams at once, one of them with two jobs: each ends with its own run and no other's."""
 
 from contextlib import ExitStack
 from pathlib import Path

@@ -9,7 +9,8 @@ from gmeta.config.train_config import config_from_dict
 from gmeta.errors import ConfigError
 from gmeta.runs.early_stop import EarlyStop, make_early_stop
 from gmeta.runs.run_progress import RunProgress
-from tests.support.commands import SMALL_MODEL, evaluate, gmeta, metrics, write_config
+from tests.support.commands import SMALL_MODEL, evaluate, gmeta, metrics, succeed, write_config
+from tests.support.refusals import catch_message
 
 
 def judged(stop: EarlyStop, scores: list[float | None]) -> RunProgress:
@@ -67,9 +68,7 @@ def test_a_run_ends_with_the_reason() -> None:
     ],
 )
 def test_what_cannot_be_judged_is_refused(config: dict[str, object], message: str) -> None:
-    with pytest.raises(ConfigError) as caught:
-        make_early_stop(config_from_dict(config))
-    assert str(caught.value) == message
+    assert catch_message(ConfigError, make_early_stop, config_from_dict(config)) == message
 
 
 def test_the_headline_metric_decides_unless_another_is_named() -> None:
@@ -98,11 +97,9 @@ def test_a_run_that_gets_no_better_stops_and_keeps_its_best_also_after_a_resume(
         "outer.dense_lr=0",  # every validation scores the same: the first is the best
         "outer.sparse_lr=0",
     ]
-    first = gmeta("train", config, *options, "run.max_steps=5")
-    assert first.returncode == 0, first.stderr
+    first = succeed("train", config, *options, "run.max_steps=5")
     # The run stopped at its limit, which scored as well: one more and it is over.
-    rest = gmeta("train", config, *options, "run.max_steps=20", "--resume", "--nproc-per-node=2")
-    assert rest.returncode == 0, rest.stderr
+    rest = succeed("train", config, *options, "run.max_steps=20", "--resume", "--nproc-per-node=2")
     assert [line["step"] for line in metrics(run) if "valid" in line] == [2, 4, 5, 6]
     assert max(line["step"] for line in metrics(run)) == 6
     assert "stopped early: after step 2 with auc 0." in rest.stderr
@@ -124,13 +121,11 @@ def test_of_several_validation_splits_the_mean_decides(tmp_path: Path, click_log
     splits = ("valid", "user-cold")
     config = write_config(tmp_path / "train.toml", click_logs, tmp_path / "both")
     common = (*SMALL_MODEL, "run.max_steps=4", "run.valid_every_steps=2")
-    trained = gmeta("train", config, *common, f"data.valid_split={json.dumps(splits)}")
-    assert trained.returncode == 0, trained.stderr
+    succeed("train", config, *common, f"data.valid_split={json.dumps(splits)}")
     alone = {}
     for split in splits:
         dir_ = tmp_path / split
-        done = gmeta("train", config, *common, f"data.valid_split={split}", f"run.dir={dir_}")
-        assert done.returncode == 0, done.stderr
+        succeed("train", config, *common, f"data.valid_split={split}", f"run.dir={dir_}")
         alone[split] = [line["valid"] for line in metrics(dir_) if "valid" in line]
     both = [line["valid"] for line in metrics(tmp_path / "both") if "valid" in line]
     assert len(both) == 2
@@ -139,9 +134,8 @@ def test_of_several_validation_splits_the_mean_decides(tmp_path: Path, click_log
         assert set(of_splits[0]) == {name for name in found if "/" not in name}
         for name in of_splits[0]:
             assert found[name] == pytest.approx(sum(one[name] for one in of_splits) / 2)
-            assert [found[f"{name}/{split}"] for split in splits] == [
-                one[name] for one in of_splits
-            ]
+            seen = [found[f"{name}/{split}"] for split in splits]
+            assert seen == [one[name] for one in of_splits]
     progress = tmp_path / "both" / "checkpoints" / "step-00000004" / "progress.json"
     best = max(line["auc"] for line in both)
     assert json.loads(progress.read_text())["best_score"] == pytest.approx(best)
@@ -177,6 +171,5 @@ def test_where_the_best_is_not_kept_every_command_says_which_checkpoint_it_takes
     for command in (trained, scored, exported):
         assert command.returncode == 0, command.stderr
         assert told in command.stderr.splitlines()
-    named = gmeta("export", run, tmp_path / "named", "--step=6")
-    assert named.returncode == 0
+    named = succeed("export", run, tmp_path / "named", "--step=6")
     assert told not in named.stderr

@@ -79,26 +79,20 @@ def test_the_gpus_hold_each_row_with_its_optimizer_once(
         ShardingConfig(tables=("user=table_wise",), wire_dtype="bfloat16"),
     ],
 )
-def test_bytes_on_the_wire_are_what_the_exchange_counts(
-    gpus: int, sharding: ShardingConfig
-) -> None:
+def test_bytes_on_the_wire_are_as_the_exchange_counts(gpus: int, sharding: ShardingConfig) -> None:
     """Every rank asks for all rows: of such ids each shard has its share to the last one."""
     rows = {"item": 6400, "user": 640, "city": 64}
     outer = replace(OuterConfig(), sparse_optimizer="adagrad")
     _, described, _ = estimated(sharding, gpus, outer, rows, width=64)
     shards = [
         Shard(
-            KINDS.index(table["kind"]),
-            place,
-            shard["columns"][0],
-            shard["columns"][1] - shard["columns"][0],
-            shard["rows"][0],
-            shard["rows"][1] - shard["rows"][0],
-            shard["rank"],
+            KINDS.index(table["kind"]), place, shard["columns"][0],
+            shard["columns"][1] - shard["columns"][0], shard["rows"][0],
+            shard["rows"][1] - shard["rows"][0], shard["rank"],
         )
         for place, table in enumerate(described["tables"].values())  # type: ignore[attr-defined]
         for shard in table["shards"]
-    ]
+    ]  # fmt: skip
     ids_U = torch.cat([torch.arange(count) for count in rows.values()])
     lengths_B = torch.tensor(list(rows.values()))
     ids, values = 0, 0

@@ -111,18 +111,14 @@ def test_a_rank_that_told_its_error_decides_the_exit_code(monkeypatch: pytest.Mo
     assert launch([], nproc_per_node=2, port=0, max_restarts=0) == 2
 
 
-def test_a_killed_rank_is_named_though_a_survivor_was_seen_first(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_killed_rank_is_named_before_a_survivor(monkeypatch: pytest.MonkeyPatch) -> None:
     failures = {0: failure(1, 5), 2: failure(-9, 7), 3: failure(-15, 8)}
     Agent(monkeypatch, ChildFailedError("gmeta", failures))
     with pytest.raises(GMetaError, match=r"rank 2 was ended by signal 9.*--resume"):
         launch([], nproc_per_node=4, port=0, max_restarts=0)
 
 
-def test_ranks_that_the_agent_ended_do_not_hide_the_error_of_another(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_ranks_the_agent_ended_do_not_hide_anothers_error(monkeypatch: pytest.MonkeyPatch) -> None:
     """A config that no rank can run with: the first to say so takes the others with it."""
     failures = {0: failure(-15, 5), 1: failure(-15, 6), 2: failure(2, 7)}
     Agent(monkeypatch, ChildFailedError("gmeta", failures))

@@ -1,7 +1,6 @@
 """One optimizer step on given rows: the sum of the gradients over all places where a row stands,
 whoever brings them, on the rows as they are by then. All in float64, on the host's rows and on a
-device's.
-"""
+device's."""
 
 from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace

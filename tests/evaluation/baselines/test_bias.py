@@ -69,9 +69,7 @@ def test_predictions_equal_those_of_dictionaries(loss: Loss) -> None:
 
 @pytest.mark.parametrize("mean", [0.001, 0.05, 0.5, 0.99])
 @pytest.mark.parametrize("prior", [PRIORS[0], PRIORS[3]])
-def test_an_item_or_a_task_far_from_the_mean_has_the_effect_of_a_root_finder(
-    mean: float, prior: float
-) -> None:
+def test_items_and_tasks_far_off_have_a_root_finders_effect(mean: float, prior: float) -> None:
     model, mu = BiasModel("bce", ITEM, prior, prior), math.log(mean / (1 - mean))
     shapes = [(20, 10), (10_000, 5_000), (100, 100), (100, 0)]
     counts_N, sums_N = np.array(shapes, dtype=np.float64).T

@@ -28,7 +28,8 @@ from gmeta.runs.early_stop import make_early_stop
 from metaio import Dataset, open_dataset
 from metaio.prepare.engines.local import prepare
 from metaio.prepare.schema.schema_file import parse_schema
-from tests.support.commands import SMALL_MODEL, evaluate, gmeta, write_config
+from tests.support.commands import SMALL_MODEL, evaluate, succeed, write_config
+from tests.support.refusals import catch_message
 
 FILMS = 25
 SCHEMA: dict[str, Any] = {
@@ -48,19 +49,14 @@ def raw_table() -> pa.Table:
     rng = np.random.default_rng(1)
     rows = [
         {
-            "user": user,
-            "city": user % 4,
-            "film": film + 100,
-            "maker": film % 7,
-            "tags": [film % 5, film % 3][: film % 3],
-            "length": float(film),
+            "user": user, "city": user % 4, "film": film + 100, "maker": film % 7,
+            "tags": [film % 5, film % 3][: film % 3], "length": float(film),
             "seen": rng.integers(0, 9, int(rng.integers(0, 3))).tolist(),
-            "hour": float(rng.integers(0, 24)),
-            "clicked": int(rng.random() < 0.6),
+            "hour": float(rng.integers(0, 24)), "clicked": int(rng.random() < 0.6),
         }
         for user in range(40)
         for film in rng.choice(FILMS, int(rng.integers(6, 10)), replace=False).tolist()
-    ]
+    ]  # fmt: skip
     return pa.Table.from_pylist(rows)
 
 
@@ -156,9 +152,7 @@ def test_task_and_draw_decide_which_films_and_nothing_else(data: Path) -> None:
     assert films(rows, SupportView(1)) != together
 
 
-def test_the_film_s_columns_are_found_where_the_schema_lists_none(
-    data: Path, tmp_path: Path
-) -> None:
+def test_the_films_columns_are_found_where_none_are_listed(data: Path, tmp_path: Path) -> None:
     dataset, listed = made(data)
     body = {**SCHEMA, "item": {"column": "film"}}
     prepare([str(data.parent / "raw.parquet")], str(tmp_path / "data"), parse_schema(body))
@@ -235,12 +229,9 @@ def test_a_candidate_that_is_no_number_stands_above() -> None:
 
 
 @pytest.mark.distributed
-def test_evaluate_ranks_among_candidates_alike_on_one_rank_and_two(
-    data: Path, tmp_path: Path
-) -> None:
+def test_evaluate_ranks_candidates_alike_on_one_rank_and_two(data: Path, tmp_path: Path) -> None:
     config = write_config(tmp_path / "train.toml", data, tmp_path / "run")
-    result = gmeta("train", config, *SMALL_MODEL, "run.max_steps=2")
-    assert result.returncode == 0, result.stderr
+    succeed("train", config, *SMALL_MODEL, "run.max_steps=2")
     asked = ("evaluation.candidates=7", 'evaluation.metrics=["auc","hr@3","mrr"]', "--no-trees")
     found, tables = [], []
     for name, ranks in (("one", "1"), ("two", "2")):
@@ -293,24 +284,18 @@ def test_evaluate_ranks_among_candidates_alike_on_one_rank_and_two(
 
 
 def test_what_cannot_be_is_refused_in_a_line(data: Path, click_logs: Path) -> None:
-    with pytest.raises(UserError) as caught:
-        make_candidates(open_dataset(str(click_logs)), [], 9, 0.5)
-    assert str(caught.value) == (
+    assert catch_message(UserError, make_candidates, open_dataset(str(click_logs)), [], 9, 0.5) == (
         f"evaluation.candidates = 9, but nothing says which column of {click_logs} is the item. "
         "Name it under [item] in its schema and prepare it again, or with --item-column"
     )
     with pytest.raises(UserError, match=r"task \d+ has no row of 1\d of the 25 items alone. Lower"):
         made(data, 20)
-    with pytest.raises(ConfigError) as refused:
-        Scoring("bce", EvaluationConfig(candidates=9))
-    assert str(refused.value) == (
+    assert catch_message(ConfigError, Scoring, "bce", EvaluationConfig(candidates=9)) == (
         "evaluation.candidates = 9, but evaluation.metrics ranks nothing: auc, gauc, logloss. Name "
         "metrics such as hr@10, ndcg@10 and mrr, or leave it 0"
     )
     raw: dict[str, Any] = {"evaluation": {"candidates": 9, "metrics": ["hr@3", "auc"]}}
-    with pytest.raises(ConfigError) as refused:
-        make_early_stop(config_from_dict(raw))
-    assert str(refused.value) == (
+    assert catch_message(ConfigError, make_early_stop, config_from_dict(raw)) == (
         "the metric of early stopping is hr@3, over evaluation.candidates = 9: that takes as many "
         "predictions a row, which gmeta evaluate alone makes. Name another in "
         "run.early_stop_metric, e.g. auc"

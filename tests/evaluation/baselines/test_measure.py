@@ -17,6 +17,7 @@ from gmeta.evaluation.baselines.episode_rows import sample_about
 from gmeta.evaluation.baselines.predict_baselines import Baselines, predict_baselines
 from metaio import Provenance, open_dataset, write_dataset
 from tests.evaluation.baselines.sample import FEATURES, raw_rows, write_data
+from tests.support.refusals import catch_message
 
 
 @pytest.fixture(autouse=True)
@@ -49,9 +50,7 @@ def predictions(found: Baselines) -> list[np.ndarray]:
 
 @pytest.mark.parametrize("loss", ["bce", "huber"])
 @pytest.mark.parametrize("valid_split", ["", "valid"])
-def test_poisoned_test_labels_change_no_prediction(
-    tmp_path: Path, loss: Loss, valid_split: str
-) -> None:
+def test_no_test_label_changes_a_prediction(tmp_path: Path, loss: Loss, valid_split: str) -> None:
     clean = measured(write_data(tmp_path / "a", loss), loss, valid_split=valid_split)
     poisoned = measured(
         write_data(tmp_path / "b", loss, poisoned=True), loss, valid_split=valid_split
@@ -93,9 +92,7 @@ def test_of_large_tasks_at_least_one_is_drawn(num_tasks: int, tmp_path: Path) ->
         assert len(sample_about(drawn, 1, seed).task_T) >= 1
 
 
-def test_without_lightgbm_the_report_says_how_to_get_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_without_lightgbm_a_report_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(trees, "is_available", lambda: False)
     found = measured(write_data(tmp_path / "data", "mse"), "mse")
     assert [model.name for model in found.models] == ["bias model"]
@@ -148,9 +145,7 @@ def test_the_item_column_is_told_and_an_unknown_one_refused(tmp_path: Path) -> N
     (model,) = measured(path, "mse", item_column="maker", with_trees=False).models
     assert model.chosen["item_column"] == "maker"
     assert model.description.startswith("mean + item (maker, as asked; prior ")
-    with pytest.raises(UserError) as caught:
-        measured(path, "mse", item_column="film")
-    assert str(caught.value) == (
+    assert catch_message(UserError, measured, path, "mse", item_column="film") == (
         f"--item-column = 'film' is no [[single]] column of {path}: it has maker, item. "
         "Name one of them, or leave it out"
     )

@@ -18,12 +18,9 @@ ROWS_PER_TASK = 8
 
 
 def predictions(
-    loss: Loss,
-    gain: float = 0.8,
-    groups: Sequence[str] = GROUPS,
-    num_tasks: int = 40,
+    loss: Loss, gain: float = 0.8, groups: Sequence[str] = GROUPS, num_tasks: int = 40,
     support_rows: int = 0,
-) -> pa.Table:
+) -> pa.Table:  # fmt: skip
     """Query rows of tasks with their own taste, of which the adapted model knows the share `gain`.
 
     `support_rows` 0 gives tasks of 3 to 30 support rows.
@@ -86,18 +83,12 @@ def history(loss: Loss, num_lines: int = 100) -> list[dict[str, Any]]:
 def run_of(loss: Loss, name: str = "melu-maml", **table: Any) -> EvaluatedRun:
     """A meta-learned run."""
     return EvaluatedRun(
-        name=name,
-        algorithm="maml",
-        model="melu",
-        loss=loss,
-        step=1000,
-        predictions=predictions(loss, **table),
-        history=history(loss),
+        name=name, algorithm="maml", model="melu", loss=loss, step=1000,
+        predictions=predictions(loss, **table), history=history(loss),
         config={"outer": {"loss": loss, "dense_lr": 0.001}, "algorithm": {"name": "maml"}},
-        environment={"world_size": 2, "packages": {"torch": "2.13.0"}},
-        dataset="movielens-1m",
+        environment={"world_size": 2, "packages": {"torch": "2.13.0"}}, dataset="movielens-1m",
         evaluated_at="2026-11-21 04:05 UTC",
-    )
+    )  # fmt: skip
 
 
 def baseline_of(

@@ -1,6 +1,7 @@
-"""The console table fits a terminal and carries verdicts in words."""
+"""The console table fits a terminal and has verdicts in words; numbers read the same everywhere."""
 
 import io
+import math
 import re
 from collections.abc import Sequence
 
@@ -11,7 +12,10 @@ from gmeta.config.labels import Loss
 from gmeta.evaluation.report.console_table import make_console_table
 from gmeta.evaluation.report.evaluated_runs import EvaluatedBaseline, EvaluatedRun
 from gmeta.evaluation.report.headline import (
+    find_differing_settings,
     find_estimate,
+    flatten_settings,
+    format_interval,
     format_number,
     format_signed,
     make_headline,
@@ -57,18 +61,14 @@ def test_a_row_holds_both_stages_the_change_and_the_baseline() -> None:
     shown = (line.before, line.after, trained, tuned)
     assert tables[0].split() == [*MAE, *(format_number(one.value) for one in shown)]
     assert tables[1].split() == [
-        *MAE,
-        format_signed(line.change.value),
-        line.change.verdict,
-        format_signed(rival.difference.value),
-        rival.difference.verdict,
-    ]
+        *MAE, format_signed(line.change.value), line.change.verdict,
+        format_signed(rival.difference.value), rival.difference.verdict,
+    ]  # fmt: skip
 
 
 def test_groups_are_headed_by_their_size() -> None:
-    assert "user-cold: 40 tasks, 320 query rows, 5 support rows" in printed(
-        80, run_of("mse", support_rows=5)
-    )
+    found = "user-cold: 40 tasks, 320 query rows, 5 support rows"
+    assert found in printed(80, run_of("mse", support_rows=5))
 
 
 def test_the_legend_tells_what_a_verdict_means() -> None:
@@ -82,10 +82,8 @@ def test_a_baseline_without_the_group_is_a_dash_not_a_number() -> None:
     lines = printed(80, run_of("mse"), baseline_of("mse", groups=("user-cold",)))
     last = [line for line in lines if line.startswith("MAE")][-1]
     assert last.split()[-2:] == ["\N{EM DASH}", "?"]
-    assert (
-        lines[-2].rstrip()
-        == "?, \N{EM DASH}: there is no such interval, or value; the report says why."
-    )
+    found = lines[-2].rstrip()
+    assert found == "?, \N{EM DASH}: there is no such interval, or value; the report says why."
 
 
 @pytest.mark.parametrize("loss", ["bce", "mse"])
@@ -111,3 +109,59 @@ def test_what_must_not_be_missed_is_red_and_the_last_line() -> None:
 def test_a_run_that_is_better_than_all_is_told_of_without_red() -> None:
     evaluation = summarise_evaluation([run_of("mse")], [yardstick_of("mse", gain=0.0)])
     assert evaluation.cautions == ()
+
+
+MINUS = "\N{MINUS SIGN}"
+
+
+@pytest.mark.parametrize(
+    ("value", "plain", "with_sign"),
+    [
+        (0.78512, "0.7851", "+0.7851"),
+        (-0.00126, f"{MINUS}0.0013", f"{MINUS}0.0013"),
+        (-0.00001, f"{MINUS}0.0000", "0.0000"),
+        (math.nan, "\N{EM DASH}", "\N{EM DASH}"),
+    ],
+)
+def test_numbers_have_4_decimals_and_a_true_minus(value: float, plain: str, with_sign: str) -> None:
+    assert format_number(value) == plain
+    assert format_signed(value) == with_sign
+
+
+def test_intervals_stand_in_brackets_or_not_at_all() -> None:
+    assert format_interval(0.1, 0.25) == "[0.1000, 0.2500]"
+    assert format_interval(-0.1, 0.25, is_difference=True) == f"[{MINUS}0.1000, +0.2500]"
+    assert format_interval(math.nan, math.nan) == ""
+
+
+def test_the_better_stage_of_a_baseline_is_chosen_in_the_metrics_direction() -> None:
+    evaluation = summarise_evaluation([run_of("mse"), baseline_of("mse")])
+    group = evaluation.groups[0]
+    for name, info in evaluation.metrics.items():
+        values = [
+            result.metrics[name].value
+            for stage in ("before", "after")
+            if (result := group.result("plain-dlrm", stage))  # type: ignore[arg-type]
+        ]
+        best = max(values) if info.higher_is_better else min(values)
+        assert make_headline(evaluation, group, name).rivals[0].estimate.value == best
+
+
+def test_the_difference_to_a_rival_is_to_the_stage_that_is_shown() -> None:
+    evaluation = summarise_evaluation([run_of("bce"), baseline_of("bce")])
+    line = make_headline(evaluation, evaluation.groups[0], "auc")
+    rival = line.rivals[0]
+    assert rival.difference.value == pytest.approx(line.after.value - rival.estimate.value)
+
+
+def test_nested_settings_read_like_overrides() -> None:
+    settings = {"outer": {"lr": 0.1, "deep": {"on": True}}, "name": "x", "empty": {}}
+    expected = {"outer.lr": "0.1", "outer.deep.on": "True", "name": "x", "empty": "{}"}
+    assert dict(flatten_settings(settings)) == expected
+
+
+def test_a_setting_that_one_run_lacks_is_a_dash() -> None:
+    run, baseline = run_of("mse"), baseline_of("mse")
+    baseline.config["extra"] = 1
+    expected = [("algorithm.name", ["maml", "none"]), ("extra", ["\N{EM DASH}", "1"])]
+    assert find_differing_settings(summarise_evaluation([run, baseline])) == expected

@@ -43,9 +43,8 @@ def test_the_curve_is_the_metric_of_each_number_of_support_rows() -> None:
             rows = select_split(run.limited[one.max_support_rows], group.name)
             (result,) = one.results  # the baseline was shown no limits
             expected = evaluate_split(rows.label_N, rows.after_N, rows.task_N, Scoring("mse"))
-            assert {name: e.value for name, e in result.metrics.items()} == {
-                name: e.value for name, e in expected.items()
-            }
+            found = {name: e.value for name, e in result.metrics.items()}
+            assert found == {name: e.value for name, e in expected.items()}
             full = {
                 t
                 for t, s in zip(whole.task_N, whole.support_rows_N, strict=True)
@@ -84,15 +83,13 @@ def test_tasks_fall_into_bins_by_their_rows() -> None:
 
 
 def test_activity_is_drawn_unless_it_is_the_support_size_again() -> None:
-    assert "activity" in {
-        chart.name for chart in make_charts(summarise_evaluation([active_run()]), [])
-    }
+    found = "activity"
+    assert found in {chart.name for chart in make_charts(summarise_evaluation([active_run()]), [])}
     run = run_of("mse")
     rows = run.predictions["support_rows"].to_numpy() + 8
     alike = replace(run, predictions=run.predictions.append_column("task_rows", pa.array(rows)))
-    assert "activity" not in {
-        chart.name for chart in make_charts(summarise_evaluation([alike]), [])
-    }
+    found = "activity"
+    assert found not in {chart.name for chart in make_charts(summarise_evaluation([alike]), [])}
     assert not summarise_evaluation([run]).groups[0].by_activity
 
 

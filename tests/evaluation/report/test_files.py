@@ -52,20 +52,13 @@ def written(tmp_path_factory: pytest.TempPathFactory) -> dict[Loss, files.Report
     return {loss: write(folder / loss, loss) for loss in losses}
 
 
-def test_a_report_is_one_page_one_json_and_its_pictures(
-    written: dict[Loss, files.ReportPaths],
-) -> None:
+def test_a_report_is_a_page_json_and_pictures(written: dict[Loss, files.ReportPaths]) -> None:
     paths = written["bce"]
     folder = paths.html.parent
     assert sorted(contents(folder)) == [
-        "charts/calibration.png",
-        "charts/groups.png",
-        "charts/learning_curve.png",
-        "charts/support_size.png",
-        "evaluation.json",
-        "predictions.parquet",
-        "report.html",
-    ]
+        "charts/calibration.png", "charts/groups.png", "charts/learning_curve.png",
+        "charts/support_size.png", "evaluation.json", "predictions.parquet", "report.html",
+    ]  # fmt: skip
     assert paths.html == folder / "report.html"
     assert all(path.exists() for path in (paths.html, paths.evaluation_json, *paths.charts))
 
@@ -138,12 +131,9 @@ def test_pictures_of_an_earlier_evaluation_do_not_stay(
     folder = Path(shutil.copytree(written["bce"].html.parent, tmp_path / "report"))
     files.write_report(folder, [run_of("mse", support_rows=5)])
     assert sorted(contents(folder)) == [
-        "charts/groups.png",
-        "charts/learning_curve.png",
-        "evaluation.json",
-        "predictions.parquet",
-        "report.html",
-    ]
+        "charts/groups.png", "charts/learning_curve.png", "evaluation.json",
+        "predictions.parquet", "report.html",
+    ]  # fmt: skip
 
 
 def test_refused_runs_write_nothing(tmp_path: Path) -> None:

@@ -12,6 +12,7 @@ from gmeta.evaluation.report.console_table import make_console_table
 from gmeta.evaluation.report.evaluated_runs import EvaluatedRun
 from gmeta.evaluation.report.summarise import summarise_evaluation
 from tests.evaluation.report.sample import GROUPS, baseline_of, predictions, run_of
+from tests.support.refusals import catch_message
 
 KNOWN_SHARE = 0.4
 
@@ -94,9 +95,7 @@ def test_a_label_without_a_name_stands_beside_the_judged_one() -> None:
     ],
 )
 def test_runs_whose_labels_differ_are_refused(other: EvaluatedRun, message: str) -> None:
-    with pytest.raises(UserError) as caught:
-        summarise_evaluation([labelled(), other])
-    assert str(caught.value) == message
+    assert catch_message(UserError, summarise_evaluation, [labelled(), other]) == message
 
 
 def test_a_split_or_a_label_that_nothing_is_known_of_is_told() -> None:

@@ -41,17 +41,13 @@ def test_one_draw_is_the_metric_itself() -> None:
     assert len(rows) == 1
     found = measure_metrics(rows, "after", Scoring("bce"))
     expected = evaluate_split(rows[0].label_N, rows[0].after_N, rows[0].task_N, Scoring("bce"))
-    assert {name: one.value for name, one in found.items()} == {
-        name: one.value for name, one in expected.items()
-    }
+    told = {name: one.value for name, one in found.items()}
+    assert told == {name: one.value for name, one in expected.items()}
 
 
 @pytest.mark.parametrize(("between", "within"), [(1.0, 0.0), (0.0, 1.0), (0.6, 1.2)])
-def test_an_interval_over_draws_covers_the_spread_of_tasks_and_of_draws(
-    between: float, within: float
-) -> None:
-    """Against the spread of the estimate itself, over many data sets made alike: its variance is
-    (between^2 + within^2 / draws) / tasks."""
+def test_an_interval_over_draws_covers_tasks_and_draws(between: float, within: float) -> None:
+    """The estimate's variance over many data sets is (between^2 + within^2 / draws) / tasks."""
     draws, tasks = 4, 300
     expected = math.sqrt((between**2 + within**2 / draws) / tasks)
     widths = []

@@ -94,10 +94,8 @@ def test_a_clear_loss_is_worse() -> None:
     run = run_of("mse")
     table = run.predictions
     swapped = table.rename_columns(["split", "task", "support_rows", "label", "after", "before"])
-    assert (
-        adaptation_of(first_group(replace(run, predictions=swapped))).metrics["mae"].verdict
-        == "worse"
-    )
+    found = adaptation_of(first_group(replace(run, predictions=swapped))).metrics["mae"].verdict
+    assert found == "worse"
 
 
 def test_equal_models_are_the_same_also_in_another_row_order() -> None:
@@ -172,9 +170,8 @@ def test_one_class_leaves_auc_undefined_with_its_reason() -> None:
     result = group.result("melu-maml", "after")
     assert result
     assert math.isnan(result.metrics["auc"].value)
-    assert (
-        result.metrics["auc"].reason == "0 positive and 320 negative rows: both classes are needed"
-    )
+    found = result.metrics["auc"].reason
+    assert found == "0 positive and 320 negative rows: both classes are needed"
     assert adaptation_of(group).metrics["auc"].reason == result.metrics["auc"].reason
     assert math.isfinite(result.metrics["logloss"].value)
 
@@ -208,9 +205,8 @@ def test_a_support_bin_holds_the_metric_of_its_rows() -> None:
         (rows.support_rows_N >= bin_.min_rows) & (rows.support_rows_N <= bin_.max_rows)
     )
     after = next(one for one in bin_.results if one.stage == "after")
-    assert (
-        after.metrics["mae"].value == np.abs(inside.after_N.astype(float) - inside.label_N).mean()
-    )
+    found = after.metrics["mae"].value
+    assert found == np.abs(inside.after_N.astype(float) - inside.label_N).mean()
 
 
 @pytest.mark.parametrize(
@@ -222,9 +218,7 @@ def test_a_support_bin_holds_the_metric_of_its_rows() -> None:
         ([1] * 90 + [2, 3, 4, 5, 6, 7], [(1, 1), (2, 7)]),
     ],
 )
-def test_support_bins_are_single_sizes_or_filled_evenly(
-    sizes: list[int], bounds: list[tuple[int, int]]
-) -> None:
+def test_support_bins_are_sizes_or_even(sizes: list[int], bounds: list[tuple[int, int]]) -> None:
     assert choose_support_bins(np.array(sizes)) == bounds
 
 
@@ -236,9 +230,8 @@ def test_calibration_bins_hold_equally_many_rows_and_their_shares() -> None:
         assert bin_.num_rows == 80
         assert bin_.mean_probability == pytest.approx(rows.after_N[rows_N].mean(), abs=1e-6)
         assert bin_.positive_share.value == pytest.approx(rows.label_N[rows_N].mean(), abs=1e-6)
-    assert found.predicted_over_observed == pytest.approx(
-        rows.after_N.sum() / rows.label_N.sum(), rel=1e-5
-    )
+    told = found.predicted_over_observed
+    assert told == pytest.approx(rows.after_N.sum() / rows.label_N.sum(), rel=1e-5)
 
 
 def test_a_constant_model_has_one_calibration_bin() -> None:
@@ -282,20 +275,16 @@ def test_secrets_of_a_config_do_not_reach_the_report() -> None:
         "storage": {"key": "a", "secret": "(hidden)", "AWS_SECRET_KEY": "(hidden)"},
         "list": [{"password": "(hidden)"}],
     }
-    assert summarise_evaluation([replace(run_of("mse"), config=config)]).runs[
-        0
-    ].config == hide_secrets(config)
+    found = summarise_evaluation([replace(run_of("mse"), config=config)]).runs[0].config
+    assert found == hide_secrets(config)
 
 
 def test_a_yardstick_has_one_stage_and_the_run_is_compared_with_it() -> None:
     run, model = run_of("mse"), yardstick_of("mse")
     evaluation = summarise_evaluation([run], [model], ["boosted trees: none"])
     group = evaluation.groups[0]
-    assert [(one.run, one.stage) for one in group.results] == [
-        ("melu-maml", "before"),
-        ("melu-maml", "after"),
-        ("bias model", "after"),
-    ]
+    wanted = [("melu-maml", "before"), ("melu-maml", "after"), ("bias model", "after")]
+    assert [(one.run, one.stage) for one in group.results] == wanted
     rows = select_split(model.predictions, group.name)
     expected = evaluate_split(rows.label_N, rows.after_N, rows.task_N, Scoring("mse"))["mae"].value
     found = group.result("bias model", "after")

@@ -165,9 +165,7 @@ def test_who_locked_a_file_that_the_last_writer_has_removed_is_refused(
     assert not partial.exists()
 
 
-def test_who_finds_the_lock_file_removed_makes_it_anew(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_removed_lock_file_is_made_anew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     partial, lock, file = tmp_path / ".data.partial", fcntl.flock, tmp_path / ".data.lock"
     left = 3
 
@@ -210,9 +208,7 @@ def test_a_file_system_without_locks_is_written_to_all_the_same(
         (errno.EACCES, "Permission denied. Look at the place and its permissions"),
     ],
 )
-def test_a_disk_that_refuses_is_told_with_what_was_being_written(
-    tmp_path: Path, code: int, what: str
-) -> None:
+def test_a_disk_that_refuses_is_told_with_the_file(tmp_path: Path, code: int, what: str) -> None:
     with (
         pytest.raises(DataError) as caught,
         open_exclusive_folder(tmp_path / ".data.partial", "s3://bucket/data"),

@@ -1,4 +1,4 @@
-"""What a reader refuses: other versions, damage, contradictions. Messages name place and remedy."""
+"""What a reader refuses, with place and remedy; and where an increment of a stream stands."""
 
 import json
 import os
@@ -9,10 +9,17 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from metaio import FormatError, MetaIOError, open_dataset
+from metaio import FormatError, MetaIOError, Provenance, open_dataset, write_dataset
+from metaio.format.dataset import Dataset, read_verified_file
 from metaio.format.decode import check_counts
-from metaio.format.layout import BLOCK_TABLE_NAME, list_checksum_columns, list_streams
-from metaio.format.manifest import canonical_json, xxh3_hex
+from metaio.format.layout import (
+    BLOCK_TABLE_NAME,
+    MANIFEST_NAME,
+    RESET_FOLDER,
+    list_checksum_columns,
+    list_streams,
+)
+from metaio.format.manifest import StreamPlace, canonical_json, encode_manifest, xxh3_hex
 from tests.metaio.conftest import FEATURES, WriteFn, make_rows
 from tests.metaio.damage import damage_and_read, whole_content
 
@@ -90,18 +97,11 @@ def test_an_edited_manifest_is_refused(write: WriteFn) -> None:
     )
 
 
-def test_foreign_json_is_refused(write: WriteFn) -> None:
-    path = write({"train": make_rows(3)})
-    (Path(path) / "manifest.json").write_text("[]")
-    assert message_of(path).startswith(f"{path}/manifest.json is not a gmeta-metaio manifest: ")
-
-
 def test_a_missing_shard_file_is_named(write: WriteFn) -> None:
     path = write({"train": make_rows(3)})
     os.remove(f"{path}/train/00000.dense.parquet")
-    assert message_of(path) == (
-        f"{path}/train/00000.dense.parquet does not exist. Prepare the dataset again"
-    )
+    expected = f"{path}/train/00000.dense.parquet does not exist. Prepare the dataset again"
+    assert message_of(path) == expected
 
 
 def test_a_truncated_shard_file_is_named_with_both_sizes(write: WriteFn) -> None:
@@ -136,9 +136,8 @@ def test_a_flipped_bit_in_a_footer_is_found(write: WriteFn) -> None:
     path = write({"train": make_rows(4)})
     file = Path(path) / "train/00000.unique.parquet"
     flip(file, file.stat().st_size - 30)
-    assert message_of(path) == (
-        f"{file}: the footer differs from the checksum in the manifest. {REMEDY}"
-    )
+    expected = f"{file}: the footer differs from the checksum in the manifest. {REMEDY}"
+    assert message_of(path) == expected
 
 
 def test_a_flipped_bit_in_the_block_table_is_found(write: WriteFn) -> None:
@@ -162,15 +161,12 @@ def test_a_block_table_of_another_writer_with_too_few_lists_is_refused(write: Wr
     rewrite_manifest(path, splits=splits)
     assert message_of(path) == (
         f"{file} must list 3 unique lengths and {len(list_checksum_columns(FEATURES))} checksums "
-        "for "
-        "each block. The program that wrote it is at fault; see docs/format.md"
+        "for each block. The program that wrote it is at fault; see docs/format.md"
     )
 
 
 @pytest.mark.parametrize("bundle_tasks", [0, 4])
-def test_positions_of_no_id_or_of_another_table_are_refused(
-    write: WriteFn, bundle_tasks: int
-) -> None:
+def test_positions_of_no_id_or_another_table_are_refused(write: WriteFn, bundle_tasks: int) -> None:
     """A foreign writer may give checksums of wrong content."""
     path = write({"train": make_rows(40)}, bundle_tasks=bundle_tasks)
     decoded = open_dataset(path).read_block("train", 0)
@@ -180,13 +176,9 @@ def test_positions_of_no_id_or_of_another_table_are_refused(
     for positions_NF in (beyond, counted_anew):
         with pytest.raises(FormatError) as caught:
             check_counts(
-                "data, block 0",
-                FEATURES,
-                replace(decoded, positions_NF=positions_NF),
-                decoded.num_episodes,
-                decoded.num_rows,
-                len(decoded.multi_positions_V),
-            )
+                "data, block 0", FEATURES, replace(decoded, positions_NF=positions_NF),
+                decoded.num_episodes, decoded.num_rows, len(decoded.multi_positions_V),
+            )  # fmt: skip
         assert str(caught.value) == (
             "data, block 0: column position contradicts the block table. The program that wrote it "
             "is at fault; docs/format.md says what belongs there"
@@ -204,12 +196,6 @@ def test_random_damage_is_refused_or_read_correctly(write: WriteFn, bundle_tasks
     assert counts["refused"] > 0.97 * trials
 
 
-def test_an_empty_split_is_allowed(write: WriteFn) -> None:
-    path = write({"train": make_rows(3), "valid": make_rows(0)})
-    assert open_dataset(path).splits["valid"].num_episodes == 0
-    assert whole_content(open_dataset(path))
-
-
 def test_a_page_that_does_not_decode_is_an_error_of_the_format(
     write: WriteFn, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -219,3 +205,54 @@ def test_a_page_that_does_not_decode_is_an_error_of_the_format(
     flip(file, pq.read_metadata(file).row_group(0).column(0).data_page_offset)
     monkeypatch.setattr("metaio.format.decode.RowGroup.check", lambda *_: None)
     assert message_of(path).startswith(f"{file}, row group 0 cannot be decoded: ")
+
+
+PLACE = StreamPlace("s", 7, "abc", (100, 200), {"item": 2})
+
+
+def increment(path: Path, place: StreamPlace | None) -> Dataset:
+    """The same few rows at this place of a stream, of whose table `item` two rows are reused."""
+    with write_dataset(str(path), FEATURES, Provenance("user", "click")) as writer:
+        writer.split("train").write(make_rows(3))
+        writer.stream = place
+        if place is not None:
+            (writer.folder / RESET_FOLDER).mkdir()
+            pq.write_table(pa.table({"row": [3, 5]}), writer.folder / RESET_FOLDER / "item.parquet")
+    return open_dataset(str(path))
+
+
+def test_an_increment_says_its_place_and_lists_its_resets(tmp_path: Path) -> None:
+    dataset = increment(tmp_path / "data", PLACE)
+    place = dataset.manifest.stream
+    assert place is not None
+    assert replace(place, resets={}) == PLACE
+    assert place.resets.keys() == {"item"}
+    read_verified_file(dataset, "reset/item.parquet", dict(dataset.files())["reset/item.parquet"])
+    (tmp_path / "data" / "reset" / "item.parquet").write_bytes(b"PAR1")
+    with pytest.raises(FormatError, match="4 bytes that differ from the checksum in the manifest"):
+        read_verified_file(dataset, "reset/item.parquet", place.resets["item"])
+
+
+def test_the_fingerprint_follows_the_place(tmp_path: Path) -> None:
+    places = [None, PLACE, *(replace(PLACE, **{k: v}) for k, v in CHANGES.items())]
+    found = {increment(tmp_path / str(i), p).fingerprint for i, p in enumerate(places)}
+    assert len(found) == len(places)
+
+
+CHANGES = {"stream": "t", "increment": 8, "parent": "abd", "window": (100, 201)}
+
+
+def test_a_dataset_that_stands_alone_has_no_such_key(tmp_path: Path) -> None:
+    dataset = increment(tmp_path / "data", None)
+    assert dataset.manifest.stream is None
+    assert "stream" not in json.loads(dataset.read_file(MANIFEST_NAME))
+
+
+def test_a_reset_file_of_a_name_that_leads_elsewhere_is_refused(tmp_path: Path) -> None:
+    manifest = increment(tmp_path / "data", PLACE).manifest
+    assert manifest.stream is not None
+    (entry,) = manifest.stream.resets.values()
+    hostile = replace(manifest, stream=replace(manifest.stream, resets={"../x": entry}))
+    (tmp_path / "data" / MANIFEST_NAME).write_bytes(encode_manifest(hostile))
+    with pytest.raises(FormatError, match=r"stream\.resets has the name '\.\./x'; allowed are"):
+        open_dataset(str(tmp_path / "data"))

@@ -20,12 +20,9 @@ from tests.metaio.conftest import FEATURES, WriteFn, episodes_of_rows, make_rows
 
 VALUES = np.arange(30_000, dtype=np.int32)
 PLAIN: dict[str, Any] = {
-    "compression": "none",
-    "use_dictionary": False,
-    "column_encoding": {"position": "PLAIN"},
-    "data_page_size": 1 << 30,
-    "max_rows_per_page": 1 << 30,
-}
+    "compression": "none", "use_dictionary": False, "column_encoding": {"position": "PLAIN"},
+    "data_page_size": 1 << 30, "max_rows_per_page": 1 << 30,
+}  # fmt: skip
 SCHEMA = pa.schema([pa.field("position", pa.int32(), nullable=False)])
 
 
@@ -196,9 +193,7 @@ def test_pages_are_let_go_of_with_the_last_array_and_not_before(
     assert done == group.ranges
 
 
-def test_an_epoch_of_bundles_lets_go_of_every_block(
-    write: WriteFn, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_bundles_let_go_of_every_block(write: WriteFn, monkeypatch: pytest.MonkeyPatch) -> None:
     dataset = open_dataset(write({"train": make_rows(200)}, bundle_tasks=4, block_rows=100))
     read = dataset.split("train").num_blocks
     done: list[int] = []

@@ -1,5 +1,4 @@
-"""A dataset as the release before this one wrote it (previous/data, of logs.csv by clicks.toml):
-this one reads it, and writes what that one reads."""
+"""A dataset of the previous release is read, and what is written is what that one reads."""
 
 import json
 from pathlib import Path

@@ -9,6 +9,7 @@ import pytest
 
 from metaio import FormatError
 from metaio.format.storage import ByteRange, Storage, _ResidentBytes
+from tests.support.refusals import catch_message
 
 CONTENT = bytes(range(200))
 
@@ -30,9 +31,7 @@ def message_of(storage: Storage, *ranges: ByteRange) -> str:
     return str(caught.value)
 
 
-def test_a_local_file_and_a_fetched_range_give_the_same_bytes(
-    tmp_path: Path, remote: Storage
-) -> None:
+def test_a_local_file_and_a_fetched_range_are_the_same(tmp_path: Path, remote: Storage) -> None:
     (tmp_path / "a.bin").write_bytes(CONTENT)
     for storage in (Storage(str(tmp_path)), remote):
         (window,) = storage.read_windows([whole("a.bin", 50, 90)])
@@ -62,9 +61,8 @@ def test_a_file_of_another_size_is_refused_wherever_it_is(tmp_path: Path, remote
             f"{storage.url}/a.bin has 120 bytes, the manifest says 200: it was cut short or "
             "rewritten. Copy the dataset again or prepare it again"
         )
-        assert message_of(storage, whole("b.bin")) == (
-            f"{storage.url}/b.bin does not exist. Prepare the dataset again"
-        )
+        expected = f"{storage.url}/b.bin does not exist. Prepare the dataset again"
+        assert message_of(storage, whole("b.bin")) == expected
 
 
 def test_a_store_that_does_not_answer_is_no_damaged_dataset(
@@ -105,17 +103,13 @@ def test_a_small_file_that_cannot_be_read_is_told_with_what_to_look_at(
         raise error
 
     monkeypatch.setattr(remote._fs, "cat_file", refuse)
-    with pytest.raises(FormatError) as caught:
-        remote.read("manifest.json")
-    assert str(caught.value) == (
+    assert catch_message(FormatError, remote.read, "manifest.json") == (
         f"memory://storage-test/manifest.json cannot be read: {reason}. Check its permissions and "
         "the network, then try again"
     )
 
 
-def test_maps_that_were_let_go_are_made_again(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_maps_once_let_go_are_made_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("metaio.format.storage._MAX_MAPS", 2)
     names = [f"{number}.bin" for number in range(4)]
     for number, name in enumerate(names):

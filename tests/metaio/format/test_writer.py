@@ -16,6 +16,7 @@ from metaio import DataError, FormatError, MetaIOError, Provenance, open_dataset
 from metaio.format.atomic_folder import find_unfinished
 from metaio.format.dataset_writer import find_block_bounds
 from tests.metaio.conftest import FEATURES, WriteFn, episodes_of_rows, make_rows, whole_split
+from tests.support.refusals import catch_message
 
 PROVENANCE = Provenance("user", "click")
 
@@ -106,9 +107,7 @@ def test_a_full_disk_is_one_clear_line_and_leaves_nothing(
 
 def test_an_existing_dataset_is_kept_unless_overwritten(write: WriteFn) -> None:
     path = write({"train": make_rows(3)})
-    with pytest.raises(DataError) as caught:
-        write({"train": make_rows(4)})
-    assert str(caught.value) == (
+    assert catch_message(DataError, write, {"train": make_rows(4)}) == (
         f"{path} holds a dataset already. Choose another place, or pass --overwrite to replace it"
     )
     assert open_dataset(path).splits["train"].num_episodes == 3
@@ -144,9 +143,7 @@ def test_an_episode_longer_than_a_block_is_a_block_of_its_own() -> None:
 def test_ids_outside_their_table_are_refused(write: WriteFn) -> None:
     rows = make_rows(3)
     rows.ids_NF[0, 1] = 8
-    with pytest.raises(DataError) as caught:
-        write({"train": rows})
-    assert str(caught.value) == (
+    assert catch_message(DataError, write, {"train": rows}) == (
         "feature age holds id 8, its table has ids 0 to 7. Raise the table's rows, or let prepare "
         "hash the column into them"
     )

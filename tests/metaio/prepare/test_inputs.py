@@ -24,6 +24,8 @@ from metaio.prepare.source.input_files import expand_inputs
 from tests.metaio.prepare.test_local import changed, raw_table
 from tests.support.full_disk import files_of_at_most
 
+BODY = {"task": {"column": "user"}, "label": {"column": "clicked"}, "episodes": {"query_rows": 1}}
+
 
 @contextmanager
 def served(folder: Path, handler: type[BaseHTTPRequestHandler] | None = None) -> Iterator[str]:
@@ -115,12 +117,7 @@ def test_what_a_file_holds_counts_more_than_the_name_of_its_folder(
             pa_csv.write_csv(table, path)
         else:
             path.write_text("".join(f"{json.dumps(row)}\n" for row in table.to_pylist()))
-    body = {
-        "task": {"column": "user"},
-        "label": {"column": "clicked"},
-        "single": [{"column": "day", "vocabulary": 1}],
-        "episodes": {"query_rows": 1},
-    }
+    body = BODY | {"single": [{"column": "day", "vocabulary": 1}]}
     prepare([str(tmp_path / "logs")], str(tmp_path / "out"), parse_schema(body | rule))
     values = pq.read_table(tmp_path / "out/vocabulary/day.parquet")["value"].to_pylist()
     assert values == ([80, 81, 90, 91] if has_day else [8, 9])
@@ -131,12 +128,7 @@ def test_a_column_of_a_file_and_one_of_a_folder_alone_are_refused_together(tmp_p
     path.parent.mkdir(parents=True)
     path.write_text("user,day,clicked\n1,80,0\n1,81,1\n")
     single = [{"column": column, "vocabulary": 1, "type": "text"} for column in ("day", "hour")]
-    body = {
-        "task": {"column": "user"},
-        "label": {"column": "clicked"},
-        "single": single,
-        "episodes": {"query_rows": 1},
-    }
+    body = BODY | {"single": single}
     with pytest.raises(DataError) as caught:
         prepare([str(path)], str(tmp_path / "out"), parse_schema(body))
     assert str(caught.value) == (
@@ -154,12 +146,7 @@ def test_a_column_of_a_later_file_and_of_a_folder_are_not_mixed(tmp_path: Path, 
     for name, text in files.items():
         (tmp_path / "logs" / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / "logs" / name).write_text(text)
-    body = {
-        "task": {"column": "user"},
-        "label": {"column": "clicked"},
-        "single": [{"column": "day", "vocabulary": 1}],
-        "episodes": {"query_rows": 1},
-    }
+    body = BODY | {"single": [{"column": "day", "vocabulary": 1}]}
     with pytest.raises(DataError) as caught:
         prepare([str(tmp_path / "logs")], str(tmp_path / "out"), parse_schema(body))
     assert str(caught.value) == (
@@ -171,12 +158,7 @@ def test_a_column_of_a_later_file_and_of_a_folder_are_not_mixed(tmp_path: Path, 
 def test_columns_of_csv_files_are_read_by_name(tmp_path: Path) -> None:
     (tmp_path / "a.csv").write_text("extra,user,word,clicked\n1,1,a,0\n1,1,b,1\n")
     (tmp_path / "b.csv").write_text("word,clicked,user\nc,0,2\nd,1,2\n")
-    body = {
-        "task": {"column": "user"},
-        "label": {"column": "clicked"},
-        "single": [{"column": "word", "vocabulary": 1}],
-        "episodes": {"query_rows": 1},
-    }
+    body = BODY | {"single": [{"column": "word", "vocabulary": 1}]}
     prepare([str(tmp_path / "*.csv")], str(tmp_path / "out"), parse_schema(body))
     assert pq.read_table(tmp_path / "out/vocabulary/word.parquet")["value"].to_pylist() == [*"abcd"]
     assert open_dataset(str(tmp_path / "out")).split("train").num_episodes == 2

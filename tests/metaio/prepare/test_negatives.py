@@ -14,6 +14,7 @@ from metaio.prepare.engines.local import prepare
 from metaio.prepare.job import PrepareOptions
 from metaio.prepare.schema.schema_file import parse_schema
 from tests.metaio.conftest import whole_split
+from tests.support.refusals import catch_message
 
 PER_POSITIVE = 3
 SCHEMA: dict[str, Any] = {
@@ -42,8 +43,7 @@ SCHEMA: dict[str, Any] = {
 
 
 def log(num_rows: int = 900, clicks: float = 1.0) -> pa.Table:
-    """Clicks on 60 items whose brand, tags and price follow from the item; what is not the item's
-    says which row it is."""
+    """Clicks on 60 items; brand, tags and price follow from the item, the rest from the row."""
     rng = np.random.default_rng(0)
     item = np.minimum(rng.geometric(0.06, num_rows) - 1, 59)
     return pa.table(
@@ -182,9 +182,7 @@ def test_where_an_item_has_two_brands_order_says_nothing(tmp_path: Path) -> None
     assert prepared(tmp_path, shuffled).fingerprint == first.fingerprint
 
 
-def test_a_task_with_nearly_all_items_gets_those_that_are_left_or_is_refused(
-    tmp_path: Path,
-) -> None:
+def test_a_task_with_nearly_all_items_gets_what_is_left_or_is_refused(tmp_path: Path) -> None:
     num_rows = 40
     table = pa.table(
         {
@@ -231,6 +229,4 @@ def test_a_task_with_nearly_all_items_gets_those_that_are_left_or_is_refused(
     ],
 )
 def test_rules_that_make_no_sense_are_refused(rule: dict[str, Any], message: str) -> None:
-    with pytest.raises(SchemaError) as caught:
-        parse_schema({**SCHEMA, "negatives": rule})
-    assert str(caught.value) == message
+    assert catch_message(SchemaError, parse_schema, {**SCHEMA, "negatives": rule}) == message

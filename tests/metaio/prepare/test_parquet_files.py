@@ -67,9 +67,7 @@ def test_pyarrow_gives_the_rows_of_duckdb_or_leaves_them_to_it(
     assert found.schema.types == by_duckdb.schema.types
 
 
-def test_a_dataset_is_the_same_whichever_read_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_dataset_is_alike_whoever_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "raw").mkdir()
     for index in range(2):
         table = raw_table(seed=index)
@@ -122,9 +120,7 @@ def own_memory() -> Iterator[pa.MemoryPool]:
     pa.set_memory_pool(before)
 
 
-def test_reading_holds_no_more_of_many_row_groups_than_of_one(
-    tmp_path: Path, own_memory: pa.MemoryPool
-) -> None:
+def test_reading_holds_many_row_groups_as_one(tmp_path: Path, own_memory: pa.MemoryPool) -> None:
     """Buffers of a row group are given back with its last row."""
     table = pa.table({f"c{i}": np.arange(40_000, dtype=np.int64) for i in range(8)})
     held = {}

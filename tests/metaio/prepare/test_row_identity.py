@@ -17,6 +17,7 @@ from metaio.prepare.job import PrepareOptions
 from metaio.prepare.schema.schema_file import parse_schema
 from tests.metaio.conftest import whole_split
 from tests.metaio.prepare.test_local import BASE, raw_table
+from tests.support.refusals import catch_message
 
 RANDOM = {**BASE, "episodes": {**BASE["episodes"], "by": "random"}}
 SHARES = {"shares": {"train": 0.7, "valid": 0.3}}
@@ -24,8 +25,7 @@ Sides = dict[tuple[str, int], list[list[float]]]
 
 
 def numbered(num_rows: int = 600) -> pa.Table:
-    """A raw table with a number of its own for each row, which is its label, too: so that an
-    episode tells which rows it holds."""
+    """A raw table whose label is each row's own number: an episode tells which rows it holds."""
     table = raw_table(num_rows)
     label = table.schema.get_field_index("clicked")
     numbers = np.random.default_rng(4).permutation(num_rows)
@@ -116,9 +116,7 @@ def test_two_rows_of_a_task_with_one_row_id_are_refused(tmp_path: Path, by: str)
     for name, values in (("user", [3] * 50), ("ts", [1] * 50), ("row", ["same"] * 50)):
         table = table.set_column(table.schema.get_field_index(name), name, pa.array(values))
     schema = {**BASE, "row_id": {"column": "row"}, "episodes": {**BASE["episodes"], "by": by}}
-    with pytest.raises(DataError) as caught:
-        sides(tmp_path, table, schema)
-    assert str(caught.value) == (
+    assert catch_message(DataError, sides, tmp_path, table, schema) == (
         "task 3 has two rows of the same row; as [row_id] it must tell the rows of a task apart. "
         "Correct the column, or name another one"
     )

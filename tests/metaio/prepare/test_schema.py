@@ -7,6 +7,7 @@ import pytest
 
 from metaio import SchemaError
 from metaio.prepare.schema.schema_file import load_schema, parse_schema
+from tests.support.refusals import catch_message
 
 GOOD: dict[str, Any] = {
     "task": {"column": "user"},
@@ -35,10 +36,6 @@ def test_columns_are_listed_once() -> None:
 @pytest.mark.parametrize(
     ("parts", "message"),
     [
-        (
-            {"labels": {"column": "x"}},
-            "schema key labels is unknown; did you mean label?",
-        ),
         (
             {"task": {"columm": "x"}},
             "schema key task.columm is unknown; did you mean task.column?",
@@ -78,23 +75,9 @@ def test_columns_are_listed_once() -> None:
             "Give exactly one",
         ),
         (
-            {"single": [{"column": "a", "hash": 1}]},
-            "column a has hash 1; 2 to 2^40 rows are allowed. Change it",
-        ),
-        (
             {"single": [{"column": "a", "hash": 9}, {"column": "b", "table": "a", "hash": 8}]},
             "column b and another column of table a differ in hash or vocabulary. Columns that "
             "share a table must agree",
-        ),
-        (
-            {
-                "single": [
-                    {"column": "a", "hash": 9, "width": 8},
-                    {"column": "b", "table": "a", "hash": 9},
-                ]
-            },
-            "column b and another column of table a differ in width. Columns that share a table "
-            "must agree",
         ),
         (
             {"episodes": {}},
@@ -109,10 +92,6 @@ def test_columns_are_listed_once() -> None:
             {"splits": {"shares": {"train": 0.5, "valid": 0.6}}},
             "splits.shares add up to 1.1; positive shares with sum 1 are needed. Change them",
         ),
-        (
-            {"splits": {"shares": {"fit": 1.0}}},
-            "splits.train is train, which is not among the shares fit. Add it",
-        ),
     ],
 )
 def test_mistakes_are_named(parts: dict[str, Any], message: str) -> None:
@@ -120,15 +99,11 @@ def test_mistakes_are_named(parts: dict[str, Any], message: str) -> None:
 
 
 def test_a_missing_or_broken_file_is_named(tmp_path: Path) -> None:
-    with pytest.raises(SchemaError) as caught:
-        load_schema(tmp_path / "no.toml")
-    assert str(caught.value) == (
+    assert catch_message(SchemaError, load_schema, tmp_path / "no.toml") == (
         f"schema '{tmp_path}/no.toml' cannot be read: No such file or directory. Give a TOML file"
     )
     (tmp_path / "bad.toml").write_text("[task]\ncolumn = user\n")
-    with pytest.raises(SchemaError) as caught:
-        load_schema(tmp_path / "bad.toml")
-    assert str(caught.value) == (
+    assert catch_message(SchemaError, load_schema, tmp_path / "bad.toml") == (
         f"schema '{tmp_path}/bad.toml' is no TOML: Invalid value (at line 2, column 10). Mend "
         "that line"
     )

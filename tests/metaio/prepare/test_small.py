@@ -15,6 +15,7 @@ from metaio.prepare.engines.local import prepare
 from metaio.prepare.job import PrepareOptions
 from metaio.prepare.schema.schema_file import parse_schema
 from tests.metaio.conftest import FEATURES, WriteFn, episodes_of_rows, make_rows, whole_split
+from tests.support.refusals import catch_message
 
 ONE_ROW = make_rows(1, max_rows=1)
 
@@ -27,13 +28,10 @@ def without(**columns: tuple[()]) -> Features:
 @pytest.mark.parametrize(
     "features",
     [
-        FEATURES,
-        without(multi=()),
-        without(dense=()),
-        without(multi=(), dense=()),
+        FEATURES, without(multi=()), without(dense=()), without(multi=(), dense=()),
         without(single=(), dense=()),
     ],
-)
+)  # fmt: skip
 @pytest.mark.parametrize("num_episodes", [1, 5])
 def test_a_dataset_without_columns_of_a_kind_reads_as_it_was_written(
     write: WriteFn, features: Features, num_episodes: int
@@ -43,9 +41,7 @@ def test_a_dataset_without_columns_of_a_kind_reads_as_it_was_written(
     assert whole_split(open_dataset(path), "train") == episodes_of_rows(rows)
 
 
-def test_a_split_without_episodes_is_read_inspected_and_drawn_beside_one_of_a_single_row(
-    write: WriteFn,
-) -> None:
+def test_an_empty_split_is_read_inspected_and_drawn_beside_a_single_row(write: WriteFn) -> None:
     dataset = open_dataset(write({"train": ONE_ROW, "empty": make_rows(0)}))
     assert whole_split(dataset, "empty") == []
     assert whole_split(dataset, "train") == episodes_of_rows(ONE_ROW)
@@ -56,9 +52,7 @@ def test_a_split_without_episodes_is_read_inspected_and_drawn_beside_one_of_a_si
 
 
 @pytest.mark.parametrize("world_size", [1, 3])
-def test_of_one_episode_one_rank_gets_it_and_the_others_an_empty_batch(
-    write: WriteFn, world_size: int
-) -> None:
+def test_one_episode_is_one_ranks_and_the_others_are_empty(write: WriteFn, world_size: int) -> None:
     dataset = open_dataset(write({"train": ONE_ROW}))
     tasks = []
     for rank in range(world_size):
@@ -82,14 +76,11 @@ def test_dropping_the_last_step_of_less_than_one_leaves_none(write: WriteFn) -> 
 
 SCHEMA = parse_schema(
     {
-        "task": {"column": "user"},
-        "label": {"column": "click"},
-        "time": {"column": "at"},
-        "single": [{"column": "item", "hash": 16}],
-        "episodes": {"by": "last", "query_rows": 1},
+        "task": {"column": "user"}, "label": {"column": "click"}, "time": {"column": "at"},
+        "single": [{"column": "item", "hash": 16}], "episodes": {"by": "last", "query_rows": 1},
         "splits": {"shares": {"train": 1.0}},
     }
-)
+)  # fmt: skip
 
 
 def raw(num_rows: int) -> pa.Table:
@@ -110,9 +101,7 @@ def test_two_rows_of_one_task_are_prepared_to_one_episode(tmp_path: Path) -> Non
 
 
 def test_a_single_row_is_no_episode_and_leaves_nothing(tmp_path: Path) -> None:
-    with pytest.raises(DataError) as caught:
-        prepared(tmp_path, raw(1))
-    assert str(caught.value) == (
+    assert catch_message(DataError, prepared, tmp_path, raw(1)) == (
         "the inputs make 0 episodes: 1 task with fewer rows than min_rows, 0 without support or "
         "query. Lower min_rows or query_rows under [episodes], or look into the task column"
     )
@@ -123,8 +112,6 @@ def test_inputs_of_two_formats_are_refused(tmp_path: Path) -> None:
     pq.write_table(raw(4), tmp_path / "a.parquet")
     (tmp_path / "b.csv").write_text("user,item,click,at\n1,1,1,1\n")
     inputs = [str(tmp_path / name) for name in ("a.parquet", "b.csv")]
-    with pytest.raises(DataError) as caught:
-        prepare(inputs, str(tmp_path / "out"), SCHEMA, PrepareOptions())
-    assert str(caught.value) == (
-        "the inputs mix Parquet and text files. Prepare from one format at a time"
-    )
+    assert catch_message(
+        DataError, prepare, inputs, str(tmp_path / "out"), SCHEMA, PrepareOptions()
+    ) == ("the inputs mix Parquet and text files. Prepare from one format at a time")

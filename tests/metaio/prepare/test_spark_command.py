@@ -1,5 +1,4 @@
-"""`gmeta prepare --spark` as a process, on threads and on a standalone cluster of two workers: the
-files of one machine, to the byte."""
+"""`gmeta prepare --spark` on threads and on a cluster: the files of one machine, to the byte."""
 
 import importlib.util
 import re
@@ -29,26 +28,13 @@ needs_spark = pytest.mark.skipif(
     reason="needs the extra spark, and Java 17 or 21 on PATH",
 )
 SCHEMA = """
-[task]
-column = "user"
-[label]
-column = "clicked"
-[time]
-column = "ts"
-[[single]]
-column = "item"
-vocabulary = 1
-[[single]]
-column = "shop"
-hash = 64
-[[dense]]
-column = "price"
-[episodes]
-by = "last"
-query_rows = 3
-min_rows = 5
-[splits]
-shares = { train = 0.8, valid = 0.2 }
+task = { column = "user" }
+label = { column = "clicked" }
+time = { column = "ts" }
+single = [{ column = "item", vocabulary = 1 }, { column = "shop", hash = 64 }]
+dense = [{ column = "price" }]
+episodes = { by = "last", query_rows = 3, min_rows = 5 }
+splits = { shares = { train = 0.8, valid = 0.2 } }
 """
 
 

@@ -34,8 +34,7 @@ class Killed(BaseException):
 
 @dataclass
 class Frame:
-    """As much of a DataFrame as shards need, one task after another in this process, which has the
-    stores of fsspec that are in memory."""
+    """As much of a DataFrame as shards need, in this process, which has stores in memory."""
 
     parts: list[list[pa.RecordBatch]]
 

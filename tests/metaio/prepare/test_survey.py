@@ -16,9 +16,7 @@ def part_of(values: range) -> Survey:
 
 
 @pytest.mark.parametrize("apart", [10, 0])
-def test_work_follows_the_rows_and_memory_the_values(
-    monkeypatch: pytest.MonkeyPatch, apart: int
-) -> None:
+def test_work_follows_rows_and_memory_values(monkeypatch: pytest.MonkeyPatch, apart: int) -> None:
     real, read, total = survey.merge_counts, 0, Survey()
 
     def counting(parts: list[pa.Table]) -> pa.Table:
@@ -38,9 +36,7 @@ def test_work_follows_the_rows_and_memory_the_values(
     assert sum(found["count"].to_pylist()) == 10 * batches
 
 
-def test_more_texts_than_32_bits_count_the_bytes_of_are_refused(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_more_texts_than_32_bits_count_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     """What Arrow's grouping returns then, without the 2 GiB: offsets that begin anew."""
     offsets = pa.py_buffer(np.array([0, 4, -4, 3], np.int32))
     texts = pa.StringArray.from_buffers(3, offsets, pa.py_buffer(b"abcd"))

@@ -100,9 +100,7 @@ def test_bytes_that_are_not_utf8_are_told_with_line_and_column(tmp_path: Path, r
 
 
 @pytest.mark.parametrize("rows", ["6,caf,7,1\n" * 5, "6,caf,7,1\n" * 30_000])
-def test_bytes_that_are_not_utf8_in_a_column_that_nobody_reads_do_no_harm(
-    tmp_path: Path, rows: str
-) -> None:
+def test_bytes_that_are_not_utf8_in_an_unread_column_do_no_harm(tmp_path: Path, rows: str) -> None:
     content = b"user,city,item,y\n" + rows.encode() + LATIN + rows.encode()
     dataset = prepared(tmp_path, {"a.csv": content, "b.csv": content})
     assert dataset.split("train").num_rows == 2 * (2 * rows.count("\n") + 1)
@@ -181,17 +179,14 @@ def test_json_lines_give_the_dataset_of_a_csv(tmp_path: Path) -> None:
     found = prepared(
         tmp_path / "json", {"a.jsonl": text, "b.jsonl.gz": gzip.compress(text.encode())}
     )
-    assert (
-        found.fingerprint
-        == prepared(tmp_path, {"a.csv": HEAD + ROWS, "b.csv": HEAD + ROWS}).fingerprint
-    )
+    told = found.fingerprint
+    assert told == prepared(tmp_path, {"a.csv": HEAD + ROWS, "b.csv": HEAD + ROWS}).fingerprint
 
 
 def test_a_json_line_that_is_none_is_told_with_its_line(tmp_path: Path) -> None:
     line = '{"user": 1, "item": 2, "y": 1}\n'
-    assert refused(tmp_path, {"a.jsonl": line * 20 + "{oops\n" + line}) == (
-        "input a.jsonl, line 21: it is no JSON. Correct it"
-    )
+    found = refused(tmp_path, {"a.jsonl": line * 20 + "{oops\n" + line})
+    assert found == "input a.jsonl, line 21: it is no JSON. Correct it"
 
 
 def test_json_that_is_no_row_in_each_line_is_told_how_to_mend(tmp_path: Path) -> None:
@@ -288,9 +283,7 @@ def test_ids_from_2_to_the_63_keep_their_bits(tmp_path: Path, rows: str) -> None
 
 @pytest.mark.parametrize("zoned", [0, 1, 2])
 @pytest.mark.parametrize("zone", ["Z", "+09:00", "+09", " UTC"])
-def test_times_with_and_without_a_zone_in_one_column_are_refused(
-    tmp_path: Path, zoned: int, zone: str
-) -> None:
+def test_times_with_and_without_a_zone_are_refused(tmp_path: Path, zoned: int, zone: str) -> None:
     times = [f"2026-01-0{day} 10:00:00{zone if day - 1 == zoned else ''}" for day in (1, 2, 3)]
     text = "user,item,y,at\n" + "".join(f"1,7,1,{time}\n" for time in times)
     message = refused(tmp_path, {"a.csv": text}, time={"column": "at"})
@@ -326,9 +319,7 @@ BEYOND_LATIN = "ÉŁМ日🙂€"
 
 @pytest.mark.parametrize("end", [b"\n", b"\r\n", b"\r"])
 @pytest.mark.parametrize("note", ["x", "caf\xe9 \x80"])
-def test_utf8_of_any_script_is_read_and_its_lines_counted(
-    tmp_path: Path, note: str, end: bytes
-) -> None:
+def test_utf8_of_any_script_is_read_and_counted(tmp_path: Path, note: str, end: bytes) -> None:
     lines = [f"{i % 3},{BEYOND_LATIN}{i % 5},{i % 2},{note}\n".encode() for i in range(12)]
     if note != "x":  # of a column that nobody reads
         lines = [line.replace(note.encode(), note.encode("latin-1")) for line in lines]
@@ -371,12 +362,9 @@ def test_json_that_leaves_out_nulls_is_read_as_json_that_writes_them(
         "c.jsonl": _json(**first),
     }
     dataset = prepared(
-        tmp_path,
-        files,
-        single=[{"column": "item", "vocabulary": 1, "null": "unknown"}],
-        dense=[{"column": "d", "fill": 0.0}],
-        membership={"column": "side"},
-    )
+        tmp_path, files, single=[{"column": "item", "vocabulary": 1, "null": "unknown"}],
+        dense=[{"column": "d", "fill": 0.0}], membership={"column": "side"},
+    )  # fmt: skip
     assert dataset.manifest.recipe["kinds"] == {"item": "integer"}
     block = dataset.read_block("train", 0)
     assert sorted(block.dense_NK[:, 0]) == [0.0] * 12 + [0.5] * 6

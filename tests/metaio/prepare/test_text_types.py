@@ -13,6 +13,7 @@ from metaio import DataError, Dataset, open_dataset
 from metaio.format.layout import VOCABULARY_FOLDER
 from metaio.prepare.engines.local import prepare
 from metaio.prepare.schema.schema_file import parse_schema
+from tests.support.refusals import catch_message
 
 GUESSED_FROM = 30_000  # more rows than DuckDB looks at
 
@@ -146,10 +147,8 @@ def test_a_column_to_be_split_is_text_whatever_its_first_rows_hold(tmp_path: Pat
     texts = ["user,item,y,tags\n1,7,1,4\n1,8,0,5\n", "user,item,y,tags\n2,7,1,4|6\n2,8,0,5\n"]
     multi = [{"column": "tags", "separator": "|", "vocabulary": 1}]
     dataset = prepared(tmp_path, texts, multi=multi)
-    assert {table.name: table.num_rows for table in dataset.features.tables} == {
-        "item": 3,
-        "tags": 4,
-    }
+    expected = {"item": 3, "tags": 4}
+    assert {table.name: table.num_rows for table in dataset.features.tables} == expected
     assert sorted(dataset.read_block("train", 0).multi_lengths_NM[:, 0].tolist()) == [1, 1, 1, 2]
 
 
@@ -205,9 +204,7 @@ def test_numbers_of_json_are_not_turned_into_what_first_rows_hold(
     tmp_path: Path, column: str, values: list[object], message: str
 ) -> None:
     multi = [{"column": "list", "hash": 100}] if column == "list" else []
-    with pytest.raises(DataError) as caught:
-        of_json(tmp_path, column, values, multi=multi)
-    assert str(caught.value) == message
+    assert catch_message(DataError, of_json, tmp_path, column, values, multi=multi) == message
 
 
 def test_truth_values_of_json_may_be_0_and_1_later(tmp_path: Path) -> None:

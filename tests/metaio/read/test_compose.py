@@ -1,5 +1,4 @@
-"""Batches of chosen episodes against the rows that were written, of blocks with and without
-bundles."""
+"""Batches of chosen episodes against the rows written, of blocks with and without bundles."""
 
 import numpy as np
 import pytest
@@ -11,14 +10,9 @@ from tests.metaio.conftest import FEATURES, episodes_of_batch, episodes_of_rows,
 NUM_EPISODES = 20
 # Whole bundles of 4, cut ones, and both.
 CHOICES = [
-    [0, 1, 2, 3],
-    [4, 5, 6, 7, 12, 13, 14, 15],
-    [2, 3, 4, 5, 6, 7, 9],
-    [1, 5, 6, 8, 9, 10, 11, 19],
-    [0, 1, 2, 3, 5, 16, 17, 18, 19],
-    list(range(NUM_EPISODES)),
-    [],
-]
+    [0, 1, 2, 3], [4, 5, 6, 7, 12, 13, 14, 15], [2, 3, 4, 5, 6, 7, 9],
+    [1, 5, 6, 8, 9, 10, 11, 19], [0, 1, 2, 3, 5, 16, 17, 18, 19], list(range(NUM_EPISODES)), [],
+]  # fmt: skip
 
 
 @pytest.mark.parametrize("bundle_tasks", [0, 1, 4, 6])

@@ -101,9 +101,7 @@ def test_whoever_holds_an_array_never_sees_the_values_of_another() -> None:
 
 @pytest.mark.parametrize("bundle_tasks", [0, 4])
 @pytest.mark.parametrize("threads", [1, 2])
-def test_batches_that_are_kept_stay_as_they_are(
-    write: WriteFn, bundle_tasks: int, threads: int
-) -> None:
+def test_batches_that_are_kept_stay_alike(write: WriteFn, bundle_tasks: int, threads: int) -> None:
     path = write({"train": make_rows(200)}, bundle_tasks=bundle_tasks, block_rows=100)
     dataset = open_dataset(path)
     with BatchReader(dataset, "train", tasks_per_step=8, threads=threads) as reader:

@@ -1,8 +1,7 @@
 """What a model can win on the synthetic recipe at best, with and without adapting to a user's
 support rows.
 
-Shape suffixes: T tasks, N rows, D embedding width, A items.
-"""
+Shape suffixes: T tasks, N rows, D embedding width, A items"""
 
 from dataclasses import dataclass
 
@@ -22,8 +21,7 @@ from metaio.recipes.synthetic import (
 
 @dataclass(frozen=True)
 class Oracle:
-    """AUC on the query rows of new users that no model of its kind can beat, but for sampling
-    noise."""
+    """AUC on query rows of new users that no model of its kind can beat, but for noise."""
 
     without_adaptation: (
         float  # knows every item and the population of tastes, not this user's taste

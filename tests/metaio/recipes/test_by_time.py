@@ -1,6 +1,4 @@
-"""Amazon and MovieLens-100k by time: small copies against loops over their lines, and the counts of
-the whole files.
-"""
+"""Amazon and MovieLens-100k by time: small copies against loops, and the counts of the whole."""
 
 from collections import defaultdict
 from pathlib import Path
@@ -162,11 +160,7 @@ def test_the_whole_files_give_the_counts_of_the_docs(tmp_path: Path) -> None:
     }
     assert counts == {
         "amazon": {
-            "train": 4507,
-            "valid": 1645,
-            "test": 1602,
-            "valid-cold": 249,
-            "test-cold": 1058,
+            "train": 4507, "valid": 1645, "test": 1602, "valid-cold": 249, "test-cold": 1058,
         },
         "ml": {"train": 731, "valid": 86, "test": 112, "valid-cold": 87, "test-cold": 204},
-    }
+    }  # fmt: skip

@@ -14,6 +14,7 @@ from metaio.recipes.synthetic_days import DaysConfig, auc, write_days
 from metaio.stream.chain import open_stream
 from metaio.stream.extend import extend
 from tests.metaio.stream.logs import OPTIONS
+from tests.support.refusals import catch_message
 
 CONFIG = DaysConfig(days=3, users_per_day=60, live_items=50)
 
@@ -54,9 +55,7 @@ def test_no_score_is_better_than_the_probability_itself(logs: Path) -> None:
         assert clicks.mean() == pytest.approx(probability.mean(), abs=0.06)
 
 
-def test_a_stream_reads_the_logs_by_their_schema_and_never_the_probability(
-    logs: Path, tmp_path: Path
-) -> None:
+def test_a_stream_reads_logs_by_schema_without_probability(logs: Path, tmp_path: Path) -> None:
     schema = load_schema(logs / "schema.toml")
     assert "p_click" not in schema.columns
     for number, path in enumerate(sorted(logs.glob("day=*")), start=1):
@@ -74,9 +73,7 @@ def test_logs_are_not_overwritten_unasked(logs: Path) -> None:
 def test_nothing_but_such_logs_is_overwritten(tmp_path: Path) -> None:
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "work.txt").write_text("years of it")
-    with pytest.raises(DataError) as caught:
-        write_days(str(tmp_path / "mine"), CONFIG, overwrite=True)
-    assert str(caught.value) == (
+    assert catch_message(DataError, write_days, str(tmp_path / "mine"), CONFIG, overwrite=True) == (
         f"{tmp_path}/mine exists and has no days.json: it is not what this recipe makes. Choose a "
         "place that does not exist"
     )

@@ -7,7 +7,7 @@ import pyarrow.parquet
 import pytest
 
 from tests.metaio.stream.logs import append, log, schema
-from tests.support.commands import gmeta
+from tests.support.commands import gmeta, succeed
 
 SCHEMA = """
 [task]
@@ -42,17 +42,13 @@ def test_csv_files_become_increments_that_inspect_shows(tmp_path: Path) -> None:
     for day in range(2):
         pyarrow.csv.write_csv(log(day), tmp_path / f"{day}.csv")
     first = ("--schema", rules, "--extend", stream, tmp_path / "0.csv")
-    result = gmeta("prepare", *first)
-    assert result.returncode == 0, result.stderr
-    assert (
-        "increment 1: 400 rows of 40 tasks, 0 of them returning; window from 380 to 86,067"
-        in result.stderr
-    )
+    result = succeed("prepare", *first)
+    found = "increment 1: 400 rows of 40 tasks, 0 of them returning; window from 380 to 86,067"
+    assert found in result.stderr
     assert "table city: 6 new ids, 7 of 65,536 rows in use" in result.stderr
     assert f"extended: {stream}  (look inside: gmeta inspect {stream})" in result.stderr
     assert gmeta("prepare", "--extend", stream, tmp_path / "1.csv").returncode == 0
-    shown = gmeta("inspect", stream)
-    assert shown.returncode == 0, shown.stderr
+    shown = succeed("inspect", stream)
     assert ": 2 increments, time in s, gate 5%\ntask user, label click\n" in shown.stdout
     assert all(len(line.rstrip()) <= 80 for line in shown.stdout.splitlines())
     assert [line.split()[0] for line in shown.stdout.splitlines() if "400" in line] == ["1", "2"]
@@ -61,8 +57,7 @@ def test_csv_files_become_increments_that_inspect_shows(tmp_path: Path) -> None:
     again = gmeta("prepare", "--extend", stream, tmp_path / "1.csv")
     assert again.returncode == 2
     assert "was taken into increment 2 already" in again.stderr
-    ordinary = gmeta("inspect", stream / "increments" / "000002")
-    assert ordinary.returncode == 0
+    ordinary = succeed("inspect", stream / "increments" / "000002")
     assert "gate" in ordinary.stdout
 
 
@@ -109,8 +104,7 @@ def test_what_comes_along_is_asked_for_and_told_when_it_is_left_out(tmp_path: Pa
     )
     pyarrow.csv.write_csv(log(0, seed=3), late)
     pyarrow.parquet.write_table(log(1), tmp_path / "new.parquet")
-    result = gmeta("prepare", "--extend", stream, tmp_path / "new.parquet", "--along", late)
-    assert result.returncode == 0, result.stderr
+    result = succeed("prepare", "--extend", stream, tmp_path / "new.parquet", "--along", late)
     assert (
         f"left out: {late}: the inputs mix Parquet and text files. Prepare from one format at a "
         "time\n"
@@ -130,9 +124,7 @@ def test_what_comes_along_is_asked_for_and_told_when_it_is_left_out(tmp_path: Pa
         (["in.csv", "--extend", "s", "--spark"], "--spark was given in.csv; it reads Parquet"),
     ],
 )
-def test_options_that_do_not_go_with_a_stream_are_refused(
-    arguments: list[str], message: str
-) -> None:
+def test_options_that_do_not_fit_a_stream_are_refused(arguments: list[str], message: str) -> None:
     result = gmeta("prepare", *arguments)
     assert result.returncode == 2
     assert message in result.stderr

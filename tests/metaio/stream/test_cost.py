@@ -53,12 +53,9 @@ def _extend_often(stream: str, count_to: str) -> None:
         record = extend([str(file)], stream, schema() if number == 1 else None, OPTIONS)
         read, put = (now - then for now, then in zip(counted_io(), before, strict=True))
         found[number] = {
-            "rows": record.num_rows,
-            "read": read,
-            "written": put,
-            "opened": list(opened),
+            "rows": record.num_rows, "read": read, "written": put, "opened": list(opened),
             "files_written": len(written),
-        }
+        }  # fmt: skip
     Path(count_to).write_text(json.dumps(found))
 
 
@@ -80,10 +77,8 @@ def test_an_increment_costs_its_own_size_not_the_historys(tmp_path: Path) -> Non
     assert len(late["opened"]) == len(early["opened"])
     # Its own files, whose folder is hidden until it is whole, and its parent's manifest.
     committed = {path for path in late["opened"] if path.startswith(f"{INCREMENTS}/0")}
-    assert {path.split("/")[1] for path in committed} <= {
-        name_increment_folder(LATE - 1),
-        name_increment_folder(LATE),
-    }
+    told = {path.split("/")[1] for path in committed}
+    assert told <= {name_increment_folder(LATE - 1), name_increment_folder(LATE)}
 
 
 def test_an_increment_is_the_same_without_the_rows_of_all_before(tmp_path: Path) -> None:

@@ -1,6 +1,5 @@
 """Killed at any point, an extension leaves the stream with or without its increment, and the next
-one does the rest. METAIO_STREAM_KILLS=2000 tries so many points.
-"""
+one does the rest. METAIO_STREAM_KILLS=2000 tries so many points."""
 
 import os
 import random
@@ -53,9 +52,7 @@ def in_a_process(stream: Path, file: Path, last_event: int) -> int:
     return process.exitcode
 
 
-def test_a_kill_at_any_point_leaves_the_stream_with_or_without_the_increment(
-    tmp_path: Path,
-) -> None:
+def test_a_kill_at_any_point_leaves_the_stream_with_the_increment_or_not(tmp_path: Path) -> None:
     stream, base = tmp_path / "s", tmp_path / "base"
     append(stream, log(0, rows=150), "0.parquet", schema=schema())
     append(stream, log(1, rows=150), "1.parquet")

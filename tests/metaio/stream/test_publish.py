@@ -14,7 +14,8 @@ from metaio.format.inspection import find_damage
 from metaio.stream.chain import list_increment_numbers, open_stream
 from metaio.stream.publish import publish_stream
 from tests.metaio.stream.logs import append, log, schema
-from tests.support.commands import gmeta
+from tests.support.commands import succeed
+from tests.support.refusals import catch_message
 
 
 @pytest.fixture
@@ -80,9 +81,7 @@ def test_another_stream_is_refused(tmp_path: Path, url: str) -> None:
     for name, seed in (("s", 0), ("other", 1)):
         append(tmp_path / name, log(0, rows=150, seed=seed), f"{name}.parquet", schema=schema())
     publish_stream(tmp_path / "s", url)
-    with pytest.raises(DataError) as caught:
-        publish_stream(tmp_path / "other", url)
-    assert str(caught.value) == (
+    assert catch_message(DataError, publish_stream, tmp_path / "other", url) == (
         f"{url} has an increment 1 that {tmp_path / 'other'} has not: it is of another stream, or "
         "was taken back here. Choose another URL, or remove it there"
     )
@@ -92,9 +91,7 @@ def test_another_stream_is_refused(tmp_path: Path, url: str) -> None:
 def test_the_command_copies_a_stream_to_a_disk_too(tmp_path: Path) -> None:
     stream, url = tmp_path / "s", f"file://{tmp_path}/copy"
     append(stream, log(0, rows=150), schema=schema())
-    done = gmeta("publish", stream, url)
-    assert done.returncode == 0, done.stderr
+    done = succeed("publish", stream, url)
     assert done.stderr == f"published: increment 1 of {stream} at {url}  (1 increment copied)\n"
     assert open_stream(url).records == open_stream(str(stream)).records
-    done = gmeta("inspect", url)
-    assert done.returncode == 0, done.stderr
+    succeed("inspect", url)

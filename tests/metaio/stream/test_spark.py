@@ -28,8 +28,7 @@ SMALL = dataclasses.replace(OPTIONS, block_rows=20)
 
 
 def written(logs: Path, day: int) -> list[str]:
-    """A day's log in three files of small row groups: with late rows, rows that are too late, and
-    ids and users that come, go and return."""
+    """A day's log in three files: late rows, too late ones, ids and users that come and go."""
     table = log(day, rows=500)
     if day:
         time = table["time"].to_numpy().copy()

@@ -13,31 +13,14 @@ from tests.metaio.stream.logs import OPTIONS
 from tests.metaio.stream.test_spark import files, written
 
 SCHEMA = """
-[task]
-column = "user"
-[label]
-column = "click"
-[time]
-column = "time"
-[row_id]
-column = "row"
-[[single]]
-column = "item"
-vocabulary = 2
-[[single]]
-column = "age"
-hash = 20
-[[dense]]
-column = "price"
-standardise = true
-[episodes]
-by = "last"
-query_rows = 2
-min_rows = 3
-max_rows = 50
-[stream]
-gate = 0.25
-late = 3600
+task = { column = "user" }
+label = { column = "click" }
+time = { column = "time" }
+row_id = { column = "row" }
+single = [{ column = "item", vocabulary = 2 }, { column = "age", hash = 20 }]
+dense = [{ column = "price", standardise = true }]
+episodes = { by = "last", query_rows = 2, min_rows = 3, max_rows = 50 }
+stream = { gate = 0.25, late = 3600 }
 """
 
 

@@ -19,9 +19,7 @@ def test_a_write_replaces_the_old_file(tmp_path: Path) -> None:
     assert contents(tmp_path) == {"report.html": b"new"}
 
 
-def test_a_full_disk_leaves_the_old_file_and_nothing_else(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_full_disk_leaves_the_old_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     target = tmp_path / "report.html"
     write_atomically(target, b"old")
 

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from gmeta.runs.run_folder import list_checkpoints
-from tests.support.commands import SMALL_MODEL, gmeta, write_config
+from tests.support.commands import SMALL_MODEL, succeed, write_config
 
 
 @pytest.fixture(scope="session")
@@ -14,8 +14,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory, click_logs: Path) -> Path:
     """A run of two steps, by the train.toml beside it."""
     folder = tmp_path_factory.mktemp("trained")
     config = write_config(folder / "train.toml", click_logs, folder / "run")
-    result = gmeta("train", config, *SMALL_MODEL, "run.max_steps=2")
-    assert result.returncode == 0, result.stderr
+    succeed("train", config, *SMALL_MODEL, "run.max_steps=2")
     return folder / "run"
 
 

@@ -20,6 +20,7 @@ from gmeta.train import train
 from tests.distributed.harness import on_ranks
 from tests.support.commands import metrics
 from tests.support.full_disk import files_of_at_most
+from tests.support.refusals import catch_message
 
 URL = "memory://bucket/run"
 UNREACHABLE = f"run.mirror = {URL!r} cannot be reached: {{}}. Look at the place and the credentials"
@@ -76,9 +77,7 @@ def test_the_mirror_keeps_what_the_run_keeps(store: Any, tmp_path: Path) -> None
     assert not store.exists("/bucket/run/checkpoints/step-00000010")
 
 
-def test_the_best_checkpoint_survives_a_machine_that_loses_its_disk(
-    store: Any, tmp_path: Path
-) -> None:
+def test_the_best_checkpoint_survives_the_loss_of_a_disk(store: Any, tmp_path: Path) -> None:
     root = run_at(tmp_path / "run", 10, 20, 30)
     for path in list_checkpoints(root / "checkpoints"):
         progress = RunProgress(
@@ -88,10 +87,8 @@ def test_the_best_checkpoint_survives_a_machine_that_loses_its_disk(
         RunMirror(URL, root).upload(path)
     other = tmp_path / "other"
     fetch_run(URL, other)
-    assert [parse_checkpoint_step(path) for path in list_checkpoints(other / "checkpoints")] == [
-        10,
-        30,
-    ]
+    found = [parse_checkpoint_step(path) for path in list_checkpoints(other / "checkpoints")]
+    assert found == [10, 30]
     mirror = put(run_at(other, 40))
     assert mirror.checkpoints() == ["step-00000010", "step-00000030", "step-00000040"]
 
@@ -144,9 +141,7 @@ def test_an_upload_that_breaks_off_leaves_the_checkpoint_before(
     monkeypatch.setattr(type(store), "put_file", broken)
     mirror.upload(root / "checkpoints" / "step-00000020")
     assert mirror.checkpoints() == ["step-00000010"]
-    with pytest.raises(GMetaError) as caught:
-        mirror.finish()
-    assert str(caught.value) == UNREACHABLE.format("no route to host")
+    assert catch_message(GMetaError, mirror.finish) == UNREACHABLE.format("no route to host")
     monkeypatch.undo()
     mirror.finish()
     assert mirror.checkpoints() == ["step-00000010", "step-00000020"]
@@ -255,14 +250,11 @@ def config_of(root: Path, data: Path, steps: int, **run: Any) -> TrainConfig:
             "data": {"path": str(data), "tasks_per_step": 16},
             "model": {"hidden": [8], "embedding_dim": 4},
             "run": {
-                "dir": str(root),
-                "max_steps": steps,
-                "checkpoint_every_steps": 2,
-                "mirror": URL,
+                "dir": str(root), "max_steps": steps, "checkpoint_every_steps": 2, "mirror": URL,
                 **run,
             },
         }
-    )
+    )  # fmt: skip
 
 
 def lost_and_found(ranks: Ranks, root: Path, data: Path) -> list[str]:
@@ -283,8 +275,7 @@ def test_a_machine_that_lost_its_disk_trains_the_same_run(tmp_path: Path, click_
 
 
 def never_reached(ranks: Ranks, root: Path, data: Path) -> list[tuple[str, list[str]]]:
-    """What a run says whose mirror is away from its first checkpoint on, and what is left of it:
-    with checkpoints in the background and without."""
+    """What a run says whose mirror is away, and what is left: in the background and without."""
     told = []
     for in_background in (True, False):
         folder = root / str(in_background)

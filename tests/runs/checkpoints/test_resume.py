@@ -16,6 +16,7 @@ from gmeta.runs.environment import describe_environment
 from gmeta.runs.run_folder import RunFolder, create_run_folder, list_checkpoints
 from gmeta.runs.run_progress import RunProgress
 from metaio import Dataset, open_dataset
+from tests.support.refusals import catch_message
 
 
 @pytest.fixture
@@ -44,15 +45,11 @@ def begun(
     return folder, checkpoint
 
 
-def test_the_order_of_a_half_done_epoch_stays_as_it_was(
-    config: TrainConfig, dataset: Dataset
-) -> None:
+def test_a_half_done_epoch_keeps_its_order(config: TrainConfig, dataset: Dataset) -> None:
     folder, checkpoint = begun(config, dataset.fingerprint, epoch_step=5)
     check_resumable(folder, checkpoint, config, dataset)
     changed = replace(config, data=replace(config.data, tasks_per_step=8))
-    with pytest.raises(UserError) as caught:
-        check_resumable(folder, checkpoint, changed, dataset)
-    assert str(caught.value) == (
+    assert catch_message(UserError, check_resumable, folder, checkpoint, changed, dataset) == (
         f"data.tasks_per_step = 8, but run {folder.root} stands 5 steps into an epoch that began "
         "with 16: the rest of it would train some episodes twice and others never. Set it as it "
         "was until the epoch is over, or choose another run.dir"
@@ -95,13 +92,9 @@ def with_outer(config: TrainConfig, **outer: Any) -> TrainConfig:
 )
 @pytest.mark.parametrize("source", ["static", "service"])
 def test_the_state_of_an_optimizer_is_not_dropped_for_another(
-    config: TrainConfig,
-    dataset: Dataset,
-    source: str,
-    was: dict[str, Any],
-    asked: dict[str, Any],
-    named: str,
-) -> None:
+    config: TrainConfig, dataset: Dataset, source: str, was: dict[str, Any],
+    asked: dict[str, Any], named: str,
+) -> None:  # fmt: skip
     config = replace(config, data=replace(config.data, source=cast(Any, source)))
     folder, checkpoint = begun(with_outer(config, **was), dataset.fingerprint, epoch_step=0)
     with pytest.raises(UserError) as caught:
@@ -113,9 +106,7 @@ def test_the_state_of_an_optimizer_is_not_dropped_for_another(
     )
 
 
-def test_a_run_goes_on_with_the_loss_that_it_began_with(
-    config: TrainConfig, dataset: Dataset
-) -> None:
+def test_a_run_goes_on_with_the_loss_it_began_with(config: TrainConfig, dataset: Dataset) -> None:
     folder, checkpoint = begun(config, dataset.fingerprint, epoch_step=0)
     with pytest.raises(UserError) as caught:
         check_resumable(folder, checkpoint, with_outer(config, loss="mse"), dataset)
@@ -126,24 +117,18 @@ def test_a_run_goes_on_with_the_loss_that_it_began_with(
     )
 
 
-def test_adam_goes_on_as_adamw_and_momentum_may_change_its_size(
-    config: TrainConfig, dataset: Dataset
-) -> None:
+def test_adam_goes_on_as_adamw_momentum_may_change(config: TrainConfig, dataset: Dataset) -> None:
     folder, checkpoint = begun(with_outer(config, **ADAM), dataset.fingerprint, epoch_step=5)
     check_resumable(folder, checkpoint, with_outer(config, dense_optimizer="adamw"), dataset)
     folder, checkpoint = begun(with_outer(config, **HEAVY), dataset.fingerprint, epoch_step=5)
     check_resumable(folder, checkpoint, with_outer(config, **{**HEAVY, "momentum": 0.5}), dataset)
 
 
-def test_scores_of_two_metrics_or_splits_are_not_compared(
-    config: TrainConfig, dataset: Dataset
-) -> None:
+def test_scores_of_two_metrics_are_not_compared(config: TrainConfig, dataset: Dataset) -> None:
     config = replace(config, data=replace(config.data, valid_split="valid"))
     by_loss = replace(config, run=replace(config.run, early_stop_metric="logloss"))
     folder, checkpoint = begun(config, dataset.fingerprint, epoch_step=0, best_score=0.61234)
-    with pytest.raises(UserError) as caught:
-        check_resumable(folder, checkpoint, by_loss, dataset)
-    assert str(caught.value) == (
+    assert catch_message(UserError, check_resumable, folder, checkpoint, by_loss, dataset) == (
         f"run.early_stop_metric = 'logloss', but run {folder.root} holds its best 'auc' so far "
         "(0.6123), with which no other can be compared. Set it as it was, or begin a new run with "
         f"the weights: add run.start_from={folder.root} and choose another run.dir"
@@ -201,13 +186,9 @@ def test_a_new_run_starts_from_a_run_or_from_one_of_its_checkpoints(
         find_start_checkpoint(starting_from(config, folder.root).run, dataset)
 
 
-def test_a_run_goes_on_with_the_data_that_it_began_with(
-    config: TrainConfig, dataset: Dataset
-) -> None:
+def test_a_run_goes_on_with_the_data_it_began_with(config: TrainConfig, dataset: Dataset) -> None:
     folder, checkpoint = begun(config, "0" * 32, epoch_step=0)
-    with pytest.raises(GMetaError) as caught:
-        check_resumable(folder, checkpoint, config, dataset)
-    assert str(caught.value) == (
+    assert catch_message(GMetaError, check_resumable, folder, checkpoint, config, dataset) == (
         f"dataset {dataset.url} has fingerprint {dataset.fingerprint[:12]}, run {folder.root} was "
         "trained on 000000000000: its ids may mean other values. Bring back that dataset, or train "
         "on this one"
@@ -215,9 +196,7 @@ def test_a_run_goes_on_with_the_data_that_it_began_with(
     # Nothing is known of it: it is taken at its word, but not where ids become values again.
     (folder.root / "environment.json").write_text("{")
     check_resumable(folder, checkpoint, config, dataset)
-    with pytest.raises(GMetaError) as caught:
-        folder.check_dataset(dataset.url, dataset.fingerprint)
-    assert str(caught.value) == (
+    assert catch_message(GMetaError, folder.check_dataset, dataset.url, dataset.fingerprint) == (
         f"run {folder.root} does not say which data it was trained on: environment.json is missing "
         "or broken. Bring it back from where the run was copied from"
     )

@@ -1,6 +1,5 @@
 """W&B and MLflow. Modules in their place note what is called; the last tests run the packages
-themselves, offline, where they are installed: pip install 'gmeta[wandb,mlflow]'.
-"""
+themselves, offline, where they are installed: pip install 'gmeta[wandb,mlflow]'."""
 
 import json
 import os
@@ -16,6 +15,7 @@ import pytest
 from gmeta.errors import UserError
 from gmeta.runs.logging.logger import Reading, RunInfo
 from gmeta.runs.logging.tracker_loggers import MLflow, WandB
+from tests.support.refusals import catch_message
 from tests.support.waiting import PATIENCE_S
 
 READING = Reading(3, 1, {"loss": 0.5, "valid": {"ndcg@3": 0.25, "auc:buy": 0.5, "gauc": None}})
@@ -53,12 +53,9 @@ def test_wandb_gets_config_and_scalars_by_our_step_and_goes_on_in_the_same_run(
     logger.log(READING)
     logger.end("finished")
     begin = {
-        "id": None,
-        "resume": "allow",
-        "name": tmp_path.name,
-        "dir": str(tmp_path),
+        "id": None, "resume": "allow", "name": tmp_path.name, "dir": str(tmp_path),
         "config": info_of(tmp_path).config,
-    }
+    }  # fmt: skip
     scalars = {"loss": 0.5, "valid/ndcg@3": 0.25, "valid/auc:buy": 0.5}
     assert calls == [
         ("init", begin),
@@ -91,10 +88,8 @@ def test_mlflow_gets_parameters_once_in_parts_and_metrics_under_names_that_it_ta
     assert together["model.hidden"] == "[8, 4]"
     assert together["run.keep_best"] is True
     scalars = {"loss": 0.5, "valid/ndcg_at_3": 0.25, "valid/auc_buy": 0.5, "epoch": 1}
-    assert calls[-2:] == [
-        ("log_metrics", scalars, {"step": 3}),
-        ("end_run", {"status": "KILLED"}),
-    ]
+    expected = [("log_metrics", scalars, {"step": 3}), ("end_run", {"status": "KILLED"})]
+    assert calls[-2:] == expected
     calls.clear()
     again = MLflow()
     again.begin(info_of(tmp_path, done_steps=3))
@@ -107,11 +102,8 @@ def test_a_missing_package_is_said(
 ) -> None:
     monkeypatch.setitem(sys.modules, name, None)
     logger = kind()
-    with pytest.raises(UserError) as caught:
-        logger.begin(info_of(tmp_path))
-    assert str(caught.value) == (
-        f"run.loggers names {name!r}, which needs the extra: pip install 'gmeta[{name}]'"
-    )
+    expected = f"run.loggers names {name!r}, which needs the extra: pip install 'gmeta[{name}]'"
+    assert catch_message(UserError, logger.begin, info_of(tmp_path)) == expected
     logger.end("failed")  # closes what was never opened
 
 
@@ -167,9 +159,7 @@ def test_mlflow_itself_holds_what_both_lives_of_a_run_told(tmp_path: Path) -> No
 
 
 @pytest.mark.skipif(find_spec("wandb") is None, reason="no wandb here: pip install wandb")
-def test_wandb_itself_writes_one_run_in_both_lives_and_nothing_else_when_quiet(
-    tmp_path: Path,
-) -> None:
+def test_wandb_writes_one_run_in_both_lives_and_nothing_else_when_quiet(tmp_path: Path) -> None:
     variables = {"WANDB_MODE": "offline", "GMETA_VERBOSITY": "quiet"}
     for done_steps in (0, 4):
         done = lived("wandb", tmp_path, done_steps, **variables)

@@ -81,9 +81,7 @@ def config_of(tmp_path: Path, data: Path, *overrides: str) -> TrainConfig:
 
 
 @pytest.mark.distributed
-def test_one_rank_asks_and_all_end_before_the_same_step_to_resume(
-    tmp_path: Path, click_logs: Path
-) -> None:
+def test_one_rank_asks_and_all_end_before_the_same_step(tmp_path: Path, click_logs: Path) -> None:
     named = f'run.callbacks=["{__name__}:Second"]'
     config = config_of(tmp_path, click_logs, named, "run.valid_every_steps=2")
     run = RunFolder(tmp_path / "run")
@@ -103,7 +101,6 @@ def test_one_rank_asks_and_all_end_before_the_same_step_to_resume(
     # A rank's loss is its part: the mean over ranks is what is logged.
     parts = zip(*([one[2] for one in told if isinstance(one, list)] for told in heard), strict=True)
     assert [sum(pair) / 2 for pair in parts] == pytest.approx(losses(run.root), rel=1e-5)
-
     config = config_of(tmp_path, click_logs, "run.valid_every_steps=2")
     assert on_ranks(2, trained, config) == ["", ""]
     assert len(losses(run.root)) == 8  # as the config says, and no step twice
@@ -130,9 +127,7 @@ def test_what_one_rank_raises_is_raised_on_all(tmp_path: Path, click_logs: Path)
 
 
 @pytest.mark.distributed
-def test_readings_have_the_rates_and_the_norms_of_one_rank_at_any_number(
-    tmp_path: Path, click_logs: Path
-) -> None:
+def test_readings_have_one_ranks_rates_and_norms_at_any(tmp_path: Path, click_logs: Path) -> None:
     """Clipping far above any norm changes nothing, and also knows that of the tables."""
     shared = ("run.max_steps=3", "outer.lr_schedule=linear", "data.valid_split=")
     readings = []

@@ -13,7 +13,6 @@ import pytest
 from pyarrow import csv
 from typer.testing import CliRunner
 
-import gmeta
 from gmeta.cli.main import app
 from gmeta.errors import UserError
 from gmeta.serving.bulk import predict_files as predict
@@ -27,18 +26,6 @@ from tests.support.exported import FEATURES, random_rows, write_random_model
 OUTPUT = ["prediction", "prediction_before", "support_rows"]
 
 NUM_TASKS = 60
-
-
-@pytest.fixture(scope="module")
-def exported(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("bulk") / "model"
-    write_random_model(folder)
-    return folder
-
-
-@pytest.fixture(scope="module")
-def served(exported: Path) -> ServedModel:
-    return gmeta.load(exported)
 
 
 @pytest.fixture
@@ -68,12 +55,9 @@ def invoked(exported: Path, *arguments: str | Path) -> Any:
 
 @pytest.mark.parametrize("part_rows", [100, 400, 10_000])
 def test_rows_of_many_parts_are_predicted_as_all_at_once(
-    served: ServedModel,
-    sides: tuple[pa.Table, pa.Table],
-    tmp_path: Path,
-    part_rows: int,
+    served: ServedModel, sides: tuple[pa.Table, pa.Table], tmp_path: Path, part_rows: int,
     monkeypatch: pytest.MonkeyPatch,
-) -> None:
+) -> None:  # fmt: skip
     support, query = sides
     whole = ServedModel.predict_tasks_encoded
     sizes: list[int] = []
@@ -88,14 +72,10 @@ def test_rows_of_many_parts_are_predicted_as_all_at_once(
     monkeypatch.setattr(ServedModel, "predict_tasks_encoded", counted)
     told: list[tuple[int, int]] = []
     found = predict_files(
-        served,
-        RowFiles(str(tmp_path / "support")),
-        RowFiles(str(tmp_path / "query" / "*.parquet")),
-        tmp_path / "out.parquet",
-        False,
-        lambda done, total: told.append((done, total)),
-        part_rows,
-    )
+        served, RowFiles(str(tmp_path / "support")),
+        RowFiles(str(tmp_path / "query" / "*.parquet")), tmp_path / "out.parquet", False,
+        lambda done, total: told.append((done, total)), part_rows,
+    )  # fmt: skip
     assert (found.num_rows, found.rows_without_support) == (900, 0)
     written = pq.read_table(tmp_path / "out.parquet")
     assert written.drop_columns(OUTPUT).equals(query)
@@ -129,9 +109,7 @@ def test_tasks_without_support_are_counted_over_all_parts(
     assert found.rows_without_support == without > 0
 
 
-def test_lists_are_refused_for_csv(
-    exported: Path, sides: tuple[pa.Table, pa.Table], tmp_path: Path
-) -> None:
+def test_csv_has_no_lists(exported: Path, sides: tuple[pa.Table, pa.Table], tmp_path: Path) -> None:
     inputs = (tmp_path / "support", tmp_path / "query")
     result = invoked(exported, *inputs, "--out", tmp_path / "out.csv")
     assert str(result.exception) == (
@@ -163,11 +141,9 @@ def test_csv_is_written_with_the_columns_of_the_query(tmp_path: Path) -> None:
 
 
 def test_what_fails_while_it_is_written_leaves_the_old_file(
-    exported: Path,
-    sides: tuple[pa.Table, pa.Table],
-    tmp_path: Path,
+    exported: Path, sides: tuple[pa.Table, pa.Table], tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
-) -> None:
+) -> None:  # fmt: skip
     inputs, out = (tmp_path / "support", tmp_path / "query"), tmp_path / "out.parquet"
     assert invoked(exported, *inputs, "--out", out).exit_code == 0
     before = out.read_bytes()
@@ -192,11 +168,9 @@ def test_what_fails_while_it_is_written_leaves_the_old_file(
 
 
 def test_predictions_have_their_room_before_the_first_of_them(
-    exported: Path,
-    sides: tuple[pa.Table, pa.Table],
-    tmp_path: Path,
+    exported: Path, sides: tuple[pa.Table, pa.Table], tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
-) -> None:
+) -> None:  # fmt: skip
     def on_a_full_disk(descriptor: int, first: int, num_bytes: int) -> None:
         assert (first, num_bytes) == (0, 900 * 16)
         raise OSError(28, "No space left on device")
@@ -233,23 +207,6 @@ def test_files_that_cannot_be_read_as_one_are_told(
     none = tmp_path / "query" / "*.csv"
     told = str(invoked(exported, support, none, "--out", out).exception)
     assert told == f"no file matches {none}. Check the path"
-    (tmp_path / "nothing").mkdir()
-    told = str(invoked(exported, support, tmp_path / "nothing", "--out", out).exception)
-    assert told == f"folder {tmp_path}/nothing holds no file. Check the path"
-    told = str(invoked(exported, support, "no-such://bucket/query", "--out", out).exception)
-    assert told == (
-        "no-such://bucket/query cannot be opened: Protocol not known: no-such. Give a path, or a "
-        "URL of a kind that an installed package of fsspec reads"
-    )
     both = f"{tmp_path}/query/part-0.parquet,{tmp_path}/query/part-1.parquet"
     assert invoked(exported, support, both, "--out", out).exit_code == 0
     assert pq.read_table(out).num_rows == 600
-    mine = tmp_path / "query" / "part-0.parquet"
-    before = mine.read_bytes()
-    result = invoked(
-        exported, support, tmp_path / "query" / "part-[01]*", "--out", mine, "--overwrite"
-    )
-    assert str(result.exception) == (
-        f"--out = {str(mine)!r} is QUERY, whose rows would be replaced. Name another file"
-    )
-    assert mine.read_bytes() == before

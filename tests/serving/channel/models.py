@@ -1,5 +1,4 @@
-"""Versions of a small model for the tests of delivery: tables, vocabularies and layers that change
-as a training run changes them."""
+"""Versions of a small model whose tables, vocabularies and layers change as by training."""
 
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -44,14 +43,9 @@ class Model:
         return replace(self, tables=tables, seed=int(rng.integers(1 << 30)))
 
     def write(
-        self,
-        folder: Path,
-        table_format: TableFormat = "float32",
-        stream: str = "",
-        steps: int = 2,
-        loss: Loss = "bce",
-        positive_rating: float = 0.0,
-    ) -> Path:
+        self, folder: Path, table_format: TableFormat = "float32", stream: str = "",
+        steps: int = 2, loss: Loss = "bce", positive_rating: float = 0.0,
+    ) -> Path:  # fmt: skip
         features = Features(
             tables=tuple(TableSpec(name, len(table)) for name, table in self.tables.items()),
             single=tuple(FeatureSpec(name, name) for name in self.tables),

@@ -23,7 +23,8 @@ from gmeta.serving.channel.version_retention import kept_versions
 from gmeta.serving.exported_folder import read_config, write_config
 from metaio.errors import DataError
 from tests.serving.channel.models import Model, content
-from tests.support.commands import gmeta
+from tests.support.commands import gmeta, succeed
+from tests.support.refusals import catch_message
 
 SIZES = {"item": 3_000}
 
@@ -53,22 +54,16 @@ def test_the_log_tells_every_promotion_with_its_verdict(tmp_path: Path) -> None:
     channel.rollback(3)
     told = [(one["action"], one["number"]) for one in channel.promotions()]
     assert told == [
-        ("promoted", 1),
-        ("promoted", 2),
-        ("promoted", 3),
-        ("refused", None),
-        ("rolled back", 2),
+        ("promoted", 1), ("promoted", 2), ("promoted", 3), ("refused", None), ("rolled back", 2),
         ("rolled back", 3),
-    ]
+    ]  # fmt: skip
     assert channel.promotions()[0]["verdict"] == {"verdict": "promote", "loss": 0.5}
 
 
 def test_a_delta_that_does_not_follow_is_refused_by_name(tmp_path: Path) -> None:
     channel, packed = versions(tmp_path, 3)
     first, second = channel.version(1), channel.version(2)
-    with pytest.raises(UserError) as caught:
-        channel.promote(packed[2])
-    assert message(caught) == (
+    assert catch_message(UserError, channel.promote, packed[2]) == (
         f"{packed[2]} is version 2 of {channel.root} already, and a version is promoted once. To "
         f"serve it again: gmeta rollback {channel.root} --to 2"
     )
@@ -79,22 +74,16 @@ def test_a_delta_that_does_not_follow_is_refused_by_name(tmp_path: Path) -> None
     channel.rollback(1)
     pack(channel, Model.of(SIZES).changed(rng).write(tmp_path / "l"), late, overwrite=False)
     channel.rollback(2)
-    with pytest.raises(UserError) as caught:
-        channel.promote(late)
-    assert message(caught) == (
+    assert catch_message(UserError, channel.promote, late) == (
         f"{late} is a delta over version {first.name}, but {channel.root} serves {second.name}: it "
         "is out of order. Export it again with --since"
     )
-    with pytest.raises(UserError) as caught:
-        other.promote(late)
-    assert message(caught) == (
+    assert catch_message(UserError, other.promote, late) == (
         f"{late} is a delta over version {first.name}, but {other.root} serves none yet. Promote a "
         "full export first"
     )
     other.promote(Model.of(SIZES, seed=5).write(tmp_path / "o"))
-    with pytest.raises(UserError) as caught:
-        other.promote(late)
-    assert message(caught) == (
+    assert catch_message(UserError, other.promote, late) == (
         f"{late} is a delta over version {first.name}, but {other.root} serves "
         f"{other.version(1).name}: {other.root} never had that version. Export it again with "
         "--since"
@@ -106,9 +95,7 @@ def test_a_chain_with_a_missing_or_foreign_parent_is_refused_by_name(tmp_path: P
     channel, _ = versions(tmp_path, 3)
     moved = tmp_path / "moved"
     channel.folder_of(2).rename(moved)
-    with pytest.raises(GMetaError) as caught:
-        channel.chain(3)
-    assert message(caught) == (
+    assert catch_message(GMetaError, channel.chain, 3) == (
         f"version 2 of {channel.root} is missing: there is no {channel.folder_of(2)}. Bring it "
         "back from a copy, or promote a full export"
     )
@@ -210,9 +197,7 @@ def test_a_damaged_pointer_is_named(tmp_path: Path) -> None:
     path = channel.root / "current.json"
     body = json.loads(path.read_text())
     path.write_text(json.dumps({**body, "number": 7}))
-    with pytest.raises(GMetaError) as caught:
-        channel.current()
-    assert message(caught) == (
+    assert catch_message(GMetaError, channel.current) == (
         f"{path} does not match its own checksum: it was edited. Run: gmeta rollback "
         f"{channel.root} --to N"
     )
@@ -238,22 +223,18 @@ def test_a_full_export_mends_a_channel_that_lost_a_version(
     model = Model.of(SIZES, seed=4).write(tmp_path / "model")
     lacking = damaged(channel, number, damage)
     shutil.rmtree(cache)
-    with pytest.raises(GMetaError) as caught:
-        load_current(channel.root)
-    assert message(caught) == (
+    assert catch_message(GMetaError, load_current, channel.root) == (
         f"version {number} of {channel.root} is missing: there is no {lacking}. Bring it back from "
         "a copy, or promote a full export"
     )
-    done = gmeta("promote", model, channel.root, "--keep", "2")
-    assert done.returncode == 0, done.stderr
+    done = succeed("promote", model, channel.root, "--keep", "2")
     assert f"the next version of {channel.root} is whole: version 3, which is se" in done.stderr
     # Its own number is used once, also where a copy of the channel has that version still.
     assert channel.require_current().number == 4
     assert content(materialize_version(channel, 4)) == content(model)
     # What lost its parent stays until it is none of the newest.
     assert ("nothing is removed: " in done.stderr) == (number < 3 or damage != "removed")
-    done = gmeta("promote", Model.of(SIZES, seed=5).write(tmp_path / "next"), channel.root)
-    assert done.returncode == 0, done.stderr
+    succeed("promote", Model.of(SIZES, seed=5).write(tmp_path / "next"), channel.root)
     assert channel.require_current().number == 5
 
 
@@ -266,8 +247,7 @@ def test_a_rollback_mends_a_pointer(tmp_path: Path) -> None:
     for arguments in (("promote", packed[2], channel.root), ("rollback", channel.root)):
         done = gmeta(*arguments)
         assert (done.returncode, done.stderr) == (1, f"error: {told}--to N\n")
-    done = gmeta("rollback", channel.root, "--to", "2")
-    assert done.returncode == 0, done.stderr
+    succeed("rollback", channel.root, "--to", "2")
     assert channel.require_current().number == 2
 
 
@@ -325,9 +305,7 @@ def test_a_version_is_a_copy_of_what_an_export_lists_and_of_nothing_else(tmp_pat
 
 def test_what_cannot_be_rolled_back_to_is_said(tmp_path: Path) -> None:
     channel, _ = versions(tmp_path, 1)
-    with pytest.raises(UserError) as caught:
-        channel.rollback()
-    assert message(caught) == (
+    assert catch_message(UserError, channel.rollback) == (
         f"{channel.root} has no version before 1: there is nothing to roll back to. Promote "
         "another model"
     )
@@ -388,9 +366,7 @@ def test_two_promotions_at_once_are_one_and_a_refusal(tmp_path: Path) -> None:
     assert channel.require_current().number == 2
 
 
-def test_a_promotion_beside_another_waits_for_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_promotion_waits_for_another(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """By hand, say, beside the loop's: each would remove what the other packs."""
     channel, _ = versions(tmp_path, 1)
     first, second = (Model.of(SIZES, seed=n).write(tmp_path / f"by-{n}") for n in (7, 8))
@@ -410,19 +386,15 @@ def test_a_promotion_beside_another_waits_for_it(
     monkeypatch.undo()
     delivery.promote_candidate(second, channel.root, "float32", None, None)
     assert channel.require_current().number == 3
-    assert sorted(path.name for path in channel.root.iterdir()) == [
-        "current.json",
-        "promotions.jsonl",
-        "versions",
-    ]
+    expected = ["current.json", "promotions.jsonl", "versions"]
+    assert sorted(path.name for path in channel.root.iterdir()) == expected
 
 
 def test_inspect_shows_versions_verdicts_and_what_serves(tmp_path: Path) -> None:
     channel, _ = versions(tmp_path, 3)
     channel.record({"reasons": ["it is worse"]})
     channel.rollback()
-    done = gmeta("inspect", channel.root, "--verify")
-    assert done.returncode == 0, done.stderr
+    done = succeed("inspect", channel.root, "--verify")
     name = channel.version(2).name
     assert done.stdout.startswith(f"channel {channel.root}: 3 versions; serves version {name}, ")
     assert f"* {name}" in done.stdout
@@ -430,8 +402,7 @@ def test_inspect_shows_versions_verdicts_and_what_serves(tmp_path: Path) -> None
     assert "the chain of version 2 is complete: version 1 and 1 delta, " in done.stdout
     # One that does not serve may be damaged: what does is looked at all the same.
     (channel.folder_of(3) / "delta.json").write_text("{")
-    done = gmeta("inspect", channel.root, "--verify")
-    assert done.returncode == 0, done.stderr
+    done = succeed("inspect", channel.root, "--verify")
     told = f"damaged: {channel.folder_of(3)}/delta.json is not JSON: it was cut short or edited."
     assert told in done.stdout
     assert "the chain of version 2 is complete" in done.stdout

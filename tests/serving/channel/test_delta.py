@@ -32,9 +32,7 @@ def deliver(channel: Channel, model: Model, folder: Path, form: TableFormat = "f
 
 
 @pytest.mark.parametrize("form", ["float32", "float16", "int8"])
-def test_a_chain_over_its_base_is_the_full_export_to_the_byte(
-    tmp_path: Path, form: TableFormat
-) -> None:
+def test_a_chain_over_its_base_is_the_full_export(tmp_path: Path, form: TableFormat) -> None:
     rng, channel = np.random.default_rng(7), Channel(tmp_path / "channel")
     model = Model.of(SIZES)
     model.values = {"city": ["Rome", "Oslo", "Bonn"]}
@@ -55,9 +53,7 @@ def test_a_chain_over_its_base_is_the_full_export_to_the_byte(
 
 
 @pytest.mark.parametrize("form", ["float32", "int8"])
-def test_a_delta_holds_the_rows_that_were_touched_and_no_other(
-    tmp_path: Path, form: TableFormat
-) -> None:
+def test_a_delta_holds_the_touched_rows_and_no_other(tmp_path: Path, form: TableFormat) -> None:
     channel, model = Channel(tmp_path / "channel"), Model.of({"item": 4_000, "still": 2_000})
     deliver(channel, model, tmp_path / "1", form)
     tables = {name: table.clone() for name, table in model.tables.items()}
@@ -167,10 +163,8 @@ def test_a_damaged_model_in_the_cache_is_made_anew(
     damage(copies[3])
     assert deliver(channel, model, tmp_path / "4").kind == "delta"
     assert content(materialize_version(channel, 4, tmp_path / "fresh")) == content(tmp_path / "4")
-    assert {path.name for path in copies[3].parent.iterdir()} == {
-        ".cache.lock",
-        *(channel.version(number).checksum for number in (3, 4)),
-    }
+    found = {path.name for path in copies[3].parent.iterdir()}
+    assert found == {".cache.lock", *(channel.version(number).checksum for number in (3, 4))}
 
 
 class Killed(BaseException):

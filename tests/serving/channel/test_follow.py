@@ -28,6 +28,7 @@ from gmeta.serving.server.version_loader import load_version
 from tests.serving.channel.models import Model
 from tests.serving.server.serving import get, post, request_of, service_of, values
 from tests.support.full_disk import files_of_at_most
+from tests.support.refusals import catch_message
 from tests.support.waiting import wait_until
 
 SIZES = {"item": 3_000, "city": 30}
@@ -139,9 +140,7 @@ def test_a_damaged_delta_leaves_the_old_version_which_says_how_old_it_is(
 
 
 def test_a_channel_without_a_version_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(UserError) as caught:
-        gmeta.follow(tmp_path)
-    assert str(caught.value) == (
+    assert catch_message(UserError, gmeta.follow, tmp_path) == (
         f"{tmp_path} is a channel without a version, or none at all. "
         f"Run: gmeta promote RUN {tmp_path}"
     )
@@ -185,10 +184,8 @@ def test_a_disk_that_is_full_for_a_while_delays_a_version_and_no_more(
         assert service.refused is not None
         assert service.refused[1].startswith(told)
         assert follower.refused.startswith(service.refused[1])
-        assert [one.name for one in caplog.records] == [
-            LOGGER_NAME,
-            "gmeta.serving.channel.follower",
-        ]
+        expected = [LOGGER_NAME, "gmeta.serving.channel.follower"]
+        assert [one.name for one in caplog.records] == expected
         page = get(service, "/metrics").text
         assert "gmeta_serve_model_refused 1.0" in page
         assert 'gmeta_serve_reloads_total{result="refused"} 1.0' in page
@@ -227,9 +224,7 @@ def test_a_pointer_that_cannot_be_read_for_a_while_is_told_and_read_again(tmp_pa
             assert (service.refused, follower.refused) == (None, "")
 
 
-def test_work_in_small_pieces_rests_and_lets_other_threads_on(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_work_in_small_pieces_lets_other_threads_on(monkeypatch: pytest.MonkeyPatch) -> None:
     clock, rests = [0.0], []
 
     def slept(rest_s: float) -> None:

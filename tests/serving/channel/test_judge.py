@@ -16,7 +16,7 @@ from gmeta.serving.channel.gate_predictions import GatePredictions, predict_gate
 from gmeta.serving.model_loader import load
 from metaio.format.dataset import open_dataset
 from tests.serving.channel.models import Model
-from tests.support.commands import gmeta
+from tests.support.commands import gmeta, succeed
 from tests.support.increments import write_increments
 
 CLICKS = _Comparison(Scoring("bce"), "logloss", None)
@@ -99,9 +99,7 @@ def test_earlier_windows_are_added_until_the_rows_tell(tmp_path: Path) -> None:
     assert judge(other, model, windows, "gate", margin=1e-6, pool=1).windows == 2
 
 
-def test_windows_without_a_gate_task_are_passed_over_and_none_at_all_is_refused(
-    tmp_path: Path,
-) -> None:
+def test_windows_without_gate_tasks_are_passed_over_none_is_refused(tmp_path: Path) -> None:
     paths = write_increments(tmp_path, (60, 60, 60), num_tasks=80, gate_tasks=(20, 0, 0))
     model = Model.of({"item": 60, "city": 60}).write(tmp_path / "model", stream="shop")
     windows = windows_before(open_dataset(str(paths[2])))
@@ -116,9 +114,7 @@ def test_windows_without_a_gate_task_are_passed_over_and_none_at_all_is_refused(
         ]
 
 
-def test_a_model_of_an_earlier_increment_takes_what_it_never_saw_as_unknown(
-    tmp_path: Path,
-) -> None:
+def test_a_model_of_an_earlier_increment_takes_new_ids_as_unknown(tmp_path: Path) -> None:
     """As it does when it is served: slow and obvious, the rows beyond its tables are row 0's."""
     paths = write_increments(tmp_path, (30, 90))
     newest = open_dataset(str(paths[1]))
@@ -165,11 +161,9 @@ def test_the_command_says_and_keeps_why_it_refuses(tmp_path: Path) -> None:
         "Pass --force to promote it all the same"
     )
     assert channel.require_current().number == 1
-    done = gmeta("promote", tmp_path / "bad", channel.root, "--verdict", verdict, "--force")
-    assert done.returncode == 0, done.stderr
+    done = succeed("promote", tmp_path / "bad", channel.root, "--verdict", verdict, "--force")
     assert channel.promotions()[-1]["verdict"]["verdict"] == "refuse"
     assert f"against its verdict: {kept['verdict']['reasons'][0]}" in done.stderr
     assert "refused, promoted by hand: auc " in gmeta("inspect", channel.root).stdout
-    done = gmeta("rollback", channel.root)
-    assert done.returncode == 0, done.stderr
+    succeed("rollback", channel.root)
     assert channel.require_current().number == 1

@@ -19,6 +19,7 @@ from metaio.format.dataset import open_dataset
 from tests.serving.channel.models import Model
 from tests.support.commands import gmeta as command
 from tests.support.increments import write_increments
+from tests.support.refusals import catch_message
 
 SIZES = {"item": 60, "city": 60}
 
@@ -34,10 +35,8 @@ def test_the_command_scores_every_split_of_an_increment(tmp_path: Path) -> None:
     dataset = open_dataset(str(path))
     assert found == score_model(model, dataset)
     assert (found["increment"], found["fingerprint"]) == (2, dataset.fingerprint)
-    assert {name: split["num_tasks"] for name, split in found["splits"].items()} == {
-        "train": 40,
-        "gate": 10,
-    }
+    wanted = {"train": 40, "gate": 10}
+    assert {name: split["num_tasks"] for name, split in found["splits"].items()} == wanted
     rows = predict_gate(gmeta.load(model), model, dataset, "gate")
     liked, others = (rows.prediction_N[rows.label_N == one] for one in (1, 0))
     pairs = np.sign(liked[:, None] - others[None, :]).astype(np.float64)
@@ -47,9 +46,7 @@ def test_the_command_scores_every_split_of_an_increment(tmp_path: Path) -> None:
     assert f"scored every split of {path} that holds tasks: train, gate. One that" in done.stderr
 
 
-def test_a_task_of_several_episodes_counts_once(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_task_of_episodes_counts_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = write_increments(tmp_path / "s", (60,), num_tasks=40)[0]
     model = Model.of(SIZES).write(tmp_path / "model", stream="shop")
 
@@ -84,9 +81,7 @@ def test_what_cannot_be_scored_is_refused(tmp_path: Path) -> None:
         channel.promote(tmp_path / f"{name}.packed")
     delta = channel.folder_of(2)
     assert channel.version(2).delta is not None
-    with pytest.raises(UserError) as caught:
-        score_model(delta, open_dataset(str(path)))
-    assert str(caught.value) == (
+    assert catch_message(UserError, score_model, delta, open_dataset(str(path))) == (
         f"{delta} is a delta, which predicts nothing alone. Score a version that is full, or an "
         "export"
     )

@@ -72,15 +72,10 @@ def write_schema_model(folder: Path, dataset: Dataset) -> None:
     schema = parse_schema(recipe["schema"])
     model, algorithm = ModelConfig(**SMALL, options=OPTIONS), AlgorithmConfig(inner_lr=0.3)
     config = ExportedConfig(
-        model=model,
-        algorithm=algorithm,
-        loss="bce",
-        features=features,
+        model=model, algorithm=algorithm, loss="bce", features=features,
         columns=ExportedColumns(dataset.task, dataset.label, schema, moments, recipe["kinds"]),
-        table_format="float32",
-        source={},
-        files={},
-    )
+        table_format="float32", source={}, files={},
+    )  # fmt: skip
     shutil.copytree(Path(dataset.url) / "vocabulary", folder / "vocabulary")
     torch.manual_seed(0)
     layers = build_learner(features, model, algorithm, "bce").state_dict()

@@ -19,7 +19,7 @@ from gmeta.adaptation.algorithms.registry import ALGORITHMS
 from gmeta.config.inputs import ItemFeaturesConfig, SupportFeaturesConfig
 from gmeta.errors import GMetaError, UserError
 from gmeta.losses import objectives
-from gmeta.serving.formats import program_export as programs
+from gmeta.serving.formats import torch_onnx_export as programs
 from gmeta.serving.formats.program_modules import QUERY, SUPPORT, AdaptAndPredict, UnadaptedForward
 from gmeta.serving.formats.torch_onnx_export import (
     Example,
@@ -36,16 +36,14 @@ from gmeta_models.melu import MeLU
 from metaio.format.features import Features, FeatureSpec
 from tests.serving.formats.models import ALGORITHMS_BY_CASE, MODELS_BY_CASE, model_of
 from tests.support.exported import FEATURES, random_rows
+from tests.support.refusals import catch_message
 
 SIZES = ((1, 1), (7, 3), (30, 5))  # rows and longest list
 # Labels and weights; as many columns of a kind as an example would have rows, or ids in a list.
 WITH_LABELS = replace(
-    FEATURES,
-    single=(*FEATURES.single, FeatureSpec("town", "city")),
-    dense=tuple("abcd"),
-    labels=("click", "buy"),
-    weight="seconds",
-)
+    FEATURES, single=(*FEATURES.single, FeatureSpec("town", "city")), dense=tuple("abcd"),
+    labels=("click", "buy"), weight="seconds",
+)  # fmt: skip
 STATISTICS = SupportFeaturesConfig(task=True, columns=("*",), label_prior=(0.5, 0.5))
 
 
@@ -111,15 +109,10 @@ def test_the_cases_are_of_every_model_and_algorithm() -> None:
 @pytest.mark.parametrize(
     ("model", "algorithm"),
     [
-        ("dlrm", "maml"),
-        ("melu", "metaemb"),
-        ("cbml", "encoder_maml"),
-        ("din", "metasgd"),
-        ("deepfm", "maml"),
-        ("dcnv2", "maml"),
-        ("ple", "maml"),
+        ("dlrm", "maml"), ("melu", "metaemb"), ("cbml", "encoder_maml"), ("din", "metasgd"),
+        ("deepfm", "maml"), ("dcnv2", "maml"), ("ple", "maml"),
     ],
-)
+)  # fmt: skip
 def test_onnxruntime_agrees_with_the_model(model: str, algorithm: str, tmp_path: Path) -> None:
     served = model_of(tmp_path / "model", model, algorithm)
     write_onnx(served, tmp_path / "model.onnx")
@@ -179,14 +172,10 @@ def test_a_program_adapts_to_a_task_of_any_size(
 @pytest.mark.parametrize(
     ("algorithm", "labels"),
     [
-        ("maml", ()),
-        ("maml", ("click",)),
-        ("maml", ("click", "buy")),
-        ("encoder", ()),
-        ("ridge", ()),
-        ("ridge", ("click",)),
+        ("maml", ()), ("maml", ("click",)), ("maml", ("click", "buy")), ("encoder", ()),
+        ("ridge", ()), ("ridge", ("click",)),
     ],
-)
+)  # fmt: skip
 @pytest.mark.parametrize("weight", ["", "seconds"])
 def test_a_program_adapts_by_weights_and_by_the_labels_that_are_known(
     algorithm: str, labels: tuple[str, ...], weight: str, tmp_path: Path
@@ -204,18 +193,14 @@ def test_statistics_of_support_rows_are_those_of_none_without_adaptation(tmp_pat
     for size in SIZES:
         example, expected = unadapted(served, *size)
         torch.testing.assert_close(program(example), expected, rtol=0, atol=1e-6)
-    with pytest.raises(UserError) as caught:
-        export_adapted(served)
-    assert str(caught.value) == (
+    assert catch_message(UserError, export_adapted, served) == (
         "adaptation cannot become a program of torch: support_features are counted from the rows "
         "outside the model. Train without them, or adapt by gmeta.load or gmeta serve"
     )
 
 
 @pytest.mark.parametrize("columns", [("*",), ("tags",), ("item", "tags")])
-def test_what_training_rows_say_of_items_is_part_of_programs(
-    columns: tuple[str, ...], tmp_path: Path
-) -> None:
+def test_programs_hold_what_rows_say_of_items(columns: tuple[str, ...], tmp_path: Path) -> None:
     served = model_of(tmp_path / "model", item_features=ItemFeaturesConfig(columns=columns))
     for size in SIZES:
         example, expected = unadapted(served, *size)

@@ -1,6 +1,4 @@
-"""The Triton repository: its config as Triton's own message, its model on a stand-in of the backend
-that has what the backend's documentation says.
-"""
+"""The Triton repository: its config as Triton's message, its model on a stand-in backend."""
 
 import json
 import subprocess
@@ -128,9 +126,7 @@ def tensors(rows: pa.Table, prefix: str = "") -> list[StandInTensor]:
     return found
 
 
-def test_the_config_is_one_that_triton_parses_with_the_inputs_of_the_server(
-    repository: Path,
-) -> None:
+def test_triton_parses_the_config_with_the_inputs_of_the_server(repository: Path) -> None:
     parsed = subprocess.run(
         [sys.executable, "-c", PARSE], input=(repository / "config.pbtxt").read_text(),
         capture_output=True, text=True, timeout=PATIENCE_S, check=False,
@@ -144,9 +140,8 @@ def test_the_config_is_one_that_triton_parses_with_the_inputs_of_the_server(
     expected = {each["name"]: TYPES[each["datatype"]] for each in told["inputs"]}
     expected |= {f"{name}.lengths": "TYPE_INT64" for name in lists}
     assert {each["name"]: each["data_type"] for each in config["input"]} == expected
-    assert {each["name"] for each in config["input"] if each["optional"]} == {
-        name for name in expected if name.startswith("support.")
-    }
+    found = {each["name"] for each in config["input"] if each["optional"]}
+    assert found == {name for name in expected if name.startswith("support.")}
     # JSON has int64 as text.
     assert {tuple(each["dims"]) for each in (*config["input"], *config["output"])} == {("-1",)}
     outputs = {each["name"]: each["data_type"] for each in config["output"]}
@@ -171,9 +166,8 @@ def test_the_backend_answers_what_the_model_does(repository: Path) -> None:
     (only,) = plain.output_tensors
     assert (only.name(), only.as_numpy().dtype) == ("prediction", np.float32)
     np.testing.assert_array_equal(only.as_numpy(), served.predict(query))
-    assert without.error.message() == (
-        "the request has no rows to predict. Send inputs named like the columns"
-    )
+    told = without.error.message()
+    assert told == "the request has no rows to predict. Send inputs named like the columns"
     assert misspelt.error.message().startswith("input 'itme' is no column of this model; did you")
 
 

@@ -22,6 +22,7 @@ from metaio.hashing import splitmix64
 from tests.metaio.prepare.test_local import changed, prepared, raw_table
 from tests.serving.formats.models import column_of, model_of, write_schema_model
 from tests.support.full_disk import files_of_at_most
+from tests.support.refusals import catch_message
 
 
 @pytest.fixture(scope="module")
@@ -85,9 +86,7 @@ def test_onnx_without_its_packages_is_told_before_anything_is_done(
         "gmeta.serving.formats.torch_onnx_export.find_spec",
         lambda name: None if name == "onnx" else found(name),
     )
-    with pytest.raises(UserError) as caught:
-        export_for(exported, tmp_path / "out", "onnx")
-    assert str(caught.value) == (
+    assert catch_message(UserError, export_for, exported, tmp_path / "out", "onnx") == (
         "--format onnx needs the extra, as onnx is not installed: pip install 'gmeta[onnx]'"
     )
     assert list(tmp_path.iterdir()) == []

@@ -1,5 +1,4 @@
-"""`gmeta adapt`: the same states whatever the order of the rows and the number of processes; whole
-files or none."""
+"""`gmeta adapt`: the same states in any order of rows and processes; whole files or none."""
 
 import multiprocessing as mp
 import os
@@ -72,13 +71,9 @@ def test_the_file_holds_the_state_of_each_task(
 
 @pytest.mark.parametrize("processes", [1, 2])
 def test_many_chunks_are_written_in_order(
-    model: Path,
-    support: pa.Table,
-    files: Path,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
+    model: Path, support: pa.Table, files: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
     processes: int,
-) -> None:
+) -> None:  # fmt: skip
     monkeypatch.setattr(job, "CHUNK_ROWS", 8)
     told: list[tuple[int, int]] = []
     out = tmp_path / "states.parquet"

@@ -72,9 +72,7 @@ def test_tasks_may_be_named_by_text(model: ServedModel) -> None:
 @pytest.mark.parametrize("sizes", [(1, 1, 1, 1), (3, 5, 0, 2, 9, 1), (30,), (2, 40, 2)])
 @pytest.mark.parametrize("part_rows", [1, 4, 100])
 @pytest.mark.parametrize("chunk_rows", [1, 6, 1_000])
-def test_a_stream_is_cut_between_tasks(
-    sizes: tuple[int, ...], part_rows: int, chunk_rows: int
-) -> None:
+def test_streams_are_cut_at_tasks(sizes: tuple[int, ...], part_rows: int, chunk_rows: int) -> None:
     task_N = np.repeat(np.arange(len(sizes)), sizes)
     rows = pa.table({"user": task_N, "place": np.arange(len(task_N))})
     parts = (rows.slice(first, part_rows) for first in range(0, len(task_N), part_rows))

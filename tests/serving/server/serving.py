@@ -35,23 +35,15 @@ INFER = "/v2/models/model/infer"
 
 @contextmanager
 def service_of(
-    folder: Path | str,
-    access: ServerAccess | None = None,
-    tracing: Tracing | None = None,
-    cache_bytes: int = CACHE_BYTES,
-    shared: SharedSupport | None = None,
-    **settings: Any,
-) -> Iterator[InferenceService]:
+    folder: Path | str, access: ServerAccess | None = None, tracing: Tracing | None = None,
+    cache_bytes: int = CACHE_BYTES, shared: SharedSupport | None = None, **settings: Any,
+) -> Iterator[InferenceService]:  # fmt: skip
     """A service that answers, in this process."""
     config = replace(ServeConfig(folder, "model", access_log=False), **settings)
     service = InferenceService(
-        config,
-        load_version,
-        TaskCache(cache_bytes, 3600.0, shared),
-        ServerMetrics,
-        access or ServerAccess(None, False),
-        tracing or Tracing(),
-    )
+        config, load_version, TaskCache(cache_bytes, 3600.0, shared), ServerMetrics,
+        access or ServerAccess(None, False), tracing or Tracing(),
+    )  # fmt: skip
     service.warm_up()
     try:
         yield service
@@ -104,11 +96,9 @@ def tensor(name: str, datatype: str, data: Sequence[Any]) -> dict[str, Any]:
 
 
 def request_of(
-    query: pa.Table | None = None,
-    support: pa.Table | None = None,
-    key: str = "",
+    query: pa.Table | None = None, support: pa.Table | None = None, key: str = "",
     outputs: Sequence[str] = (),
-) -> dict[str, Any]:
+) -> dict[str, Any]:  # fmt: skip
     """An inference request."""
     inputs = [] if query is None else tensors(query.drop_columns(["user", "click"]))
     inputs += [] if support is None else tensors(support.drop_columns(["user"]), "support.")

@@ -146,9 +146,8 @@ def test_shared_rows_take_no_more_than_their_room(tmp_path: Path, room: int) -> 
     shared = SharedSupport(tmp_path / "support.db", room * size)
     for key in "abcd":
         shared.put(key, ROWS, 10.0)
-    assert [shared.get(key, "", 0.0) is not None for key in "abcd"] == [
-        place >= 4 - room for place in range(4)
-    ]
+    found = [shared.get(key, "", 0.0) is not None for key in "abcd"]
+    assert found == [place >= 4 - room for place in range(4)]
 
 
 def test_a_task_larger_than_the_room_of_all_takes_nobody_elses(tmp_path: Path) -> None:

@@ -210,9 +210,7 @@ def test_a_wrong_value_is_told_in_a_line_in_the_browser(server: RunningServer) -
 
 @needs_browser
 @pytest.mark.parametrize("colors", ["light", "dark"])
-def test_the_page_fits_a_phone_and_can_be_read_in_its_colors(
-    server: RunningServer, colors: str
-) -> None:
+def test_the_page_fits_a_phone_and_its_colors_are_read(server: RunningServer, colors: str) -> None:
     with page_of(server) as page:
         page.resize(390)
         page.prefer(colors)

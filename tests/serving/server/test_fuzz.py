@@ -1,7 +1,5 @@
 """Requests that are wrong in random ways: each is refused in a line, the server stays as it was.
-
-GMETA_FUZZ_REQUESTS=5000 sends more of them.
-"""
+GMETA_FUZZ_REQUESTS=5000 sends more of them."""
 
 import copy
 import json
@@ -37,22 +35,10 @@ def inputs_of(request: dict[str, Any]) -> dict[str, dict[str, Any]]:
 def some_json(rng: random.Random) -> Any:
     return rng.choice(
         [
-            None,
-            True,
-            -1,
-            2**80,
-            1e308,
-            "",
-            "x",
-            "\ud800",
-            [],
-            [[]],
-            {},
-            {"a": [1]},
-            [None],
+            None, True, -1, 2**80, 1e308, "", "x", "\ud800", [], [[]], {}, {"a": [1]}, [None],
             float("nan"),
         ]
-    )
+    )  # fmt: skip
 
 
 def no_input(rng: random.Random, request: dict[str, Any]) -> Body:
@@ -78,17 +64,9 @@ def another_shape(rng: random.Random, request: dict[str, Any]) -> Body:
     each = rng.choice(request["inputs"])
     size = each["shape"][0]
     wrong = [
-        [],
-        [size + 1],
-        [-size - 1],
-        [size, 2],
-        [1, 1, size + 1],
-        None,
-        "6",
-        [2**62, 3],
-        [0.5],
+        [], [size + 1], [-size - 1], [size, 2], [1, 1, size + 1], None, "6", [2**62, 3], [0.5],
         [True],
-    ]
+    ]  # fmt: skip
     each["shape"] = rng.choice(wrong)
     return json_body(request)
 

@@ -1,6 +1,5 @@
 """Messages of gRPC that are wrong in random ways: each is refused in a line, the server stays as it
-was. GMETA_FUZZ_REQUESTS=5000 sends more of them.
-"""
+was. GMETA_FUZZ_REQUESTS=5000 sends more of them."""
 
 import random
 from collections.abc import Callable, Iterator
@@ -121,14 +120,10 @@ def both_kinds(rng: random.Random, request: Any) -> None:
 def another_key(rng: random.Random, request: Any) -> None:
     name, value = rng.choice(
         [
-            ("int64_param", 3),
-            ("bool_param", True),
-            ("double_param", 0.5),
-            ("string_param", ""),
-            ("string_param", "x" * 257),
-            ("string_param", "a\nb"),
+            ("int64_param", 3), ("bool_param", True), ("double_param", 0.5), ("string_param", ""),
+            ("string_param", "x" * 257), ("string_param", "a\nb"),
         ]
-    )
+    )  # fmt: skip
     setattr(request.parameters["task_key"], name, value)
 
 

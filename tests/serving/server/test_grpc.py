@@ -79,9 +79,7 @@ def values(response: Any) -> np.ndarray[Any, Any]:
 
 
 @pytest.mark.parametrize("raw", [False, True])
-def test_a_task_adapts_and_is_kept(
-    service: InferenceService, model: ServedModel, raw: bool
-) -> None:
+def test_a_task_adapts_and_stays(service: InferenceService, model: ServedModel, raw: bool) -> None:
     expected = model.adapt(SUPPORT).predict(QUERY).numpy()
     stored = infer(service, message(request_of(QUERY, SUPPORT, key="u"), raw))
     hit = infer(service, message(request_of(QUERY, key="u") | {"id": "9"}, raw))

@@ -1,5 +1,4 @@
-"""The protocol over HTTP: a server answers what the model predicts, and tells in one line what is
-wrong with a request."""
+"""The protocol over HTTP: the model's predictions, and a line on what is wrong in a request."""
 
 import asyncio
 import json
@@ -52,9 +51,7 @@ def assert_close(found: np.ndarray[Any, Any], expected: torch.Tensor) -> None:
     np.testing.assert_allclose(found, expected.numpy(), rtol=0, atol=1e-6)
 
 
-def test_query_rows_alone_are_predicted_without_adaptation(
-    service: InferenceService, model: ServedModel
-) -> None:
+def test_query_rows_alone_do_not_adapt(service: InferenceService, model: ServedModel) -> None:
     answer = post(service, request_of(QUERY) | {"id": "seven"})
     assert_close(values(answer), model.predict(QUERY))
     told = answer.json()
@@ -89,9 +86,8 @@ def test_a_task_is_kept_by_its_key(service: InferenceService, model: ServedModel
     for answer in (stored, hit):
         assert_close(values(answer), model.adapt(SUPPORT).predict(QUERY))
     alone = post(service, request_of(None, QUERY, key="user 8"))
-    assert alone.json()["outputs"] == [
-        {"name": "prediction", "datatype": "FP32", "shape": [0], "data": []}
-    ]
+    expected = [{"name": "prediction", "datatype": "FP32", "shape": [0], "data": []}]
+    assert alone.json()["outputs"] == expected
     assert_close(
         values(post(service, request_of(QUERY, key="user 8"))), model.adapt(QUERY).predict(QUERY)
     )
@@ -212,9 +208,7 @@ def test_a_number_too_large_for_16_bits_is_told_alone(service: InferenceService)
         (tensor("seen.lengths", "INT64", [1] * 6), "input seen.lengths is there twice"),
     ],
 )
-def test_a_wrong_input_is_told_in_a_line(
-    service: InferenceService, extra: dict[str, Any], told: str
-) -> None:
+def test_wrong_inputs_are_told(service: InferenceService, extra: dict[str, Any], told: str) -> None:
     request = request_of(QUERY)
     request["inputs"].append(extra)
     answer = post(service, request)
@@ -225,9 +219,8 @@ def test_a_wrong_input_is_told_in_a_line(
 def test_rows_of_two_tasks_are_no_task(service: InferenceService) -> None:
     request = request_of(QUERY, SUPPORT)
     request["inputs"].append(tensor("support.user", "INT64", [1] * 8 + [2]))
-    assert post(service, request).json()["error"] == (
-        "the support rows are of 2 tasks; a request is of one. Send a request for each"
-    )
+    found = post(service, request).json()["error"]
+    assert found == "the support rows are of 2 tasks; a request is of one. Send a request for each"
 
 
 @pytest.mark.parametrize("lists", [[0, 2], [2]])
@@ -288,9 +281,7 @@ def test_limits_of_a_request(exported: Path) -> None:
         assert answer.status_code == 415
 
 
-def test_rows_of_empty_lists_take_no_memory_before_they_are_counted(
-    service: InferenceService,
-) -> None:
+def test_rows_of_empty_lists_take_no_memory_uncounted(service: InferenceService) -> None:
     request = request_of(QUERY)
     lists = {"name": "tags", "datatype": "INT64", "shape": [20_000_000, 0], "data": []}
     request["inputs"] = [one for one in request["inputs"] if not one["name"].startswith("tags")]
@@ -327,9 +318,7 @@ def test_a_task_that_is_too_long_to_solve_holds_up_nobody_else(tmp_path: Path) -
     )
 
 
-def test_a_caller_who_leaves_amid_the_body_is_no_failure_of_the_server(
-    service: InferenceService,
-) -> None:
+def test_a_caller_who_leaves_amid_the_body_is_no_failure(service: InferenceService) -> None:
     async def left(client: httpx.AsyncClient) -> None:
         parts = iter(
             [
@@ -350,9 +339,8 @@ def test_a_caller_who_leaves_amid_the_body_is_no_failure_of_the_server(
 
     with_client(service, left)
     page = get(service, "/metrics").text.splitlines()
-    assert [line for line in page if line.startswith("gmeta_serve_requests_total")] == [
-        'gmeta_serve_requests_total{protocol="http",status="499"} 1.0'
-    ]
+    expected = ['gmeta_serve_requests_total{protocol="http",status="499"} 1.0']
+    assert [line for line in page if line.startswith("gmeta_serve_requests_total")] == expected
 
 
 def test_too_many_that_wait_are_told_when_to_come_back(exported: Path) -> None:
@@ -413,11 +401,8 @@ def test_metadata_as_the_protocol_has_it(service: InferenceService) -> None:
     version = service.loaded.version
     told = get(service, "/v2/models/model").json()
     assert told == get(service, f"/v2/models/model/versions/{version}").json()
-    assert (told["name"], told["versions"], told["platform"]) == (
-        "model",
-        [version],
-        "gmeta_export",
-    )
+    expected = ("model", [version], "gmeta_export")
+    assert (told["name"], told["versions"], told["platform"]) == expected
     inputs = {each["name"]: (each["datatype"], each["shape"]) for each in told["inputs"]}
     assert inputs["item"] == ("INT64", [-1])
     assert inputs["tags"] == ("INT64", [-1, -1])

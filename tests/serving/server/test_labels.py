@@ -22,6 +22,7 @@ from gmeta_protos.inference.v2 import open_inference_pb2 as pb
 from tests.serving.server.serving import get, post, service_of, tensor
 from tests.serving.server.test_grpc import infer, message, with_stub
 from tests.support.commands import gmeta as command
+from tests.support.commands import succeed
 
 LABELS, LOSSES = ("click", "buy", "stars"), ("bce", "bce", "mse")
 NAMES = [f"prediction_{label}" for label in LABELS]
@@ -31,8 +32,7 @@ BEFORE = [f"prediction_before_{label}" for label in LABELS]
 @pytest.fixture(scope="module")
 def exported(labelled: Path) -> Path:
     out = labelled / "model"
-    done = command("export", labelled / "run", out)
-    assert done.returncode == 0, done.stderr
+    succeed("export", labelled / "run", out)
     return out
 
 
@@ -132,8 +132,7 @@ def test_files_and_inspect_name_every_label(
     for name, side in zip(("support", "query"), rows, strict=True):
         pq.write_table(side, tmp_path / f"{name}.parquet")
     files = [tmp_path / f"{name}.parquet" for name in ("support", "query", "out")]
-    done = command("predict", exported, *files[:2], "--out", files[2])
-    assert done.returncode == 0, done.stderr
+    succeed("predict", exported, *files[:2], "--out", files[2])
     found = pq.read_table(files[2])
     assert found.column_names[-7:] == [*NAMES, *BEFORE, "support_rows"]
     expected_NL = gmeta.load(exported).adapt(rows[0]).predict(rows[1]).numpy()
@@ -146,9 +145,7 @@ def test_files_and_inspect_name_every_label(
     assert (told["loss"], told["losses"]) == ("bce", dict(zip(LABELS, LOSSES, strict=True)))
 
 
-def test_a_version_whose_labels_stand_in_another_order_is_refused(
-    exported: Path, tmp_path: Path
-) -> None:
+def test_a_version_of_labels_in_another_order_is_refused(exported: Path, tmp_path: Path) -> None:
     """A request that waits while it comes would be answered with another label's values."""
     before = load_version(exported)
     config = read_config(exported)

@@ -94,11 +94,8 @@ def test_a_published_client_is_answered(
     script = Path(__file__).with_name("triton_client.py")
     result = subprocess.run(
         [sys.executable, script, f"127.0.0.1:{port}", protocol, tmp_path / "request"],
-        capture_output=True,
-        text=True,
-        timeout=PATIENCE_S,
-        check=False,
-    )
+        capture_output=True, text=True, timeout=PATIENCE_S, check=False,
+    )  # fmt: skip
     assert result.returncode == 0, result.stderr
     answer = json.loads(result.stdout)
     expected = model.adapt(SUPPORT).predict(QUERY).numpy()
@@ -163,9 +160,7 @@ def test_calls_of_triton_alone_are_refused_in_a_line(server: RunningServer) -> N
             channel.unary_unary(f"/{inference}/ModelConfig")(b"", timeout=PATIENCE_S)
 
 
-def test_every_worker_knows_a_task_that_one_was_given(
-    server: RunningServer, model: ServedModel
-) -> None:
+def test_every_worker_knows_a_task_of_one(server: RunningServer, model: ServedModel) -> None:
     def results() -> set[str]:
         answer = ask(server, query=QUERY, key="shared")
         np.testing.assert_allclose(values(answer), expected, rtol=0, atol=1e-6)
@@ -253,9 +248,7 @@ def test_a_worker_that_dies_is_started_again(exported: Path) -> None:
             assert ask(server, query=QUERY).status_code == 200
 
 
-def test_a_worker_that_cannot_start_again_leaves_the_others_serving(
-    exported: Path, tmp_path: Path
-) -> None:
+def test_a_worker_that_cannot_restart_leaves_others_serving(exported: Path, tmp_path: Path) -> None:
     """It may have died with its disk: that comes back, and the server must not be gone by then."""
     folder = shutil.copytree(exported, tmp_path / "model")
     with running_server(folder, workers=2) as server:
@@ -360,9 +353,7 @@ def shared_config(folder: Path, port: int) -> ServeConfig:
     return ServeConfig(folder, "model", address, workers=2, insecure=True, reload_every_s=0.0)
 
 
-def test_what_a_stranger_left_in_memory_is_not_opened(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_strangers_memory_is_not_opened(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its lock may be a pipe, whose opening would wait for a writer for ever."""
     monkeypatch.setattr(process, "_IN_MEMORY", tmp_path)
     own, strangers, link = (tmp_path / f"gmeta-serving-{name}" for name in ("own", "its", "link"))
@@ -614,10 +605,6 @@ def test_tls_with_tokens_and_certificates(exported: Path, tmp_path: Path) -> Non
             ["{model}"],
             "nothing protects this server: pass --insecure to answer callers of this machine; or",
         ),
-        (
-            ["{model}", "--tokens", "x"],
-            "--tokens x alone does not protect this server: pass --insecure to answer callers of",
-        ),
         (["{model}", "--insecure", "--listen", "0.0.0.0:8080"], "--listen 0.0.0.0:8080 can be"),
         (["{model}", "--insecure", "--listen", "8080"], "--listen is '8080'; allowed is HOST:PORT"),
         (["{model}", "--insecure", "--tokens", "x"], "--insecure was given beside --tokens x; a"),
@@ -626,7 +613,6 @@ def test_tls_with_tokens_and_certificates(exported: Path, tmp_path: Path) -> Non
             "--listen 127.0.0.1:0 takes any free port, which --workers 2 cannot share.",
         ),
         (["{model}/no", "--insecure", "--listen", "{free}"], "{model}/no is no exported model: it"),
-        (["{model}", "--insecure", "--listen", "{taken}"], "cannot serve at --listen {taken}: "),
         (
             ["{model}", "--insecure", "--listen", "{taken}", "--workers", "2"],
             "cannot serve at --listen {taken}: address already in use. Stop the service",

@@ -1,7 +1,6 @@
 """The server against the protocol as github.com/kserve/open-inference-protocol publishes it:
 specification/protocol/, its .proto of commit 29ca333 and its OpenAPI schema of 18d5991. Names,
-numbers and types are the protocol's, told here in our own form.
-"""
+numbers and types are the protocol's, told here in our own form."""
 
 from typing import Any
 
@@ -157,9 +156,7 @@ def test_every_path_of_the_published_schema_answers_as_it_says(service: Inferenc
 
 
 @pytest.mark.parametrize("shape", ["[N]", "[N, 1]", "[[v]]"])
-def test_data_may_be_flat_or_nested_as_the_schema_allows(
-    service: InferenceService, shape: str
-) -> None:
+def test_data_may_be_flat_or_nested_by_the_schema(service: InferenceService, shape: str) -> None:
     request = request_of(QUERY)
     expected = post(service, request).json()["outputs"]
     item = next(each for each in request["inputs"] if each["name"] == "item")

@@ -12,7 +12,7 @@ import pytest
 import gmeta
 from gmeta.config.algorithm import AlgorithmConfig
 from gmeta.errors import GMetaError, UserError
-from gmeta.serving.server import model_loading as loading
+from gmeta.serving.server import version_loader as loading
 from gmeta.serving.server.version_loader import load_version
 from gmeta.serving.server.versions import version_in
 from metaio.format.atomic_folder import replace_folder
@@ -48,9 +48,8 @@ def test_a_newer_version_takes_over_with_the_tasks_that_were_kept(tmp_path: Path
         assert old() is None
         after = post(service, request_of(QUERY, key="kept"))
         again = post(service, request_of(QUERY, key="kept"))
-    assert [each.json()["model_version"] for each in (before, after, again)] == [first] + [
-        second
-    ] * 2
+    versions = [each.json()["model_version"] for each in (before, after, again)]
+    assert versions == [first, second, second]
     told = [each.json()["parameters"]["task_cache"] for each in (before, after, again)]
     assert told == ["stored", "restored", "hit"]
     expected = gmeta.load(folder).adapt(SUPPORT).predict(QUERY).numpy()
@@ -127,9 +126,7 @@ def test_a_folder_that_is_gone_for_a_moment_is_no_news(tmp_path: Path) -> None:
         assert service.refused is None
 
 
-def test_a_folder_replaced_while_it_is_read_is_read_again(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_folder_replaced_amid_is_reread(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = tmp_path / "model"
     export(folder, 1)
     load, steps = loading.load, iter((2, 3))

@@ -20,19 +20,13 @@ from gmeta.serving.server.tensors import (
 from gmeta_protos.inference.v2 import open_inference_pb2 as pb
 
 NUMBERS = {
-    "BOOL": (np.bool_, [True, False]),
-    "INT8": (np.int8, [-128, 127]),
-    "INT16": (np.int16, [-(2**15), 7]),
-    "INT32": (np.int32, [-(2**31), 7]),
-    "INT64": (np.int64, [-(2**63), 2**63 - 1]),
-    "UINT8": (np.uint8, [0, 255]),
-    "UINT16": (np.uint16, [0, 2**16 - 1]),
-    "UINT32": (np.uint32, [0, 2**32 - 1]),
-    "UINT64": (np.uint64, [0, 2**64 - 1]),
-    "FP16": (np.float16, [0.5, -2.0]),
-    "FP32": (np.float32, [0.5, -2.0]),
-    "FP64": (np.float64, [0.1, -2.0]),
-}
+    "BOOL": (np.bool_, [True, False]), "INT8": (np.int8, [-128, 127]),
+    "INT16": (np.int16, [-(2**15), 7]), "INT32": (np.int32, [-(2**31), 7]),
+    "INT64": (np.int64, [-(2**63), 2**63 - 1]), "UINT8": (np.uint8, [0, 255]),
+    "UINT16": (np.uint16, [0, 2**16 - 1]), "UINT32": (np.uint32, [0, 2**32 - 1]),
+    "UINT64": (np.uint64, [0, 2**64 - 1]), "FP16": (np.float16, [0.5, -2.0]),
+    "FP32": (np.float32, [0.5, -2.0]), "FP64": (np.float64, [0.1, -2.0]),
+}  # fmt: skip
 FIELDS = {
     "BOOL": "bool_contents", "INT8": "int_contents", "INT16": "int_contents",
     "INT32": "int_contents", "INT64": "int64_contents", "UINT8": "uint_contents",
@@ -87,9 +81,7 @@ def test_null_is_left_to_the_columns() -> None:
         ("BYTES", (1,), ["\ud800"], "input 'x' cannot be read as BYTES: 'utf-8' codec"),
     ],
 )
-def test_json_of_another_kind_is_refused(
-    datatype: str, shape: tuple[int, ...], data: Any, told: str
-) -> None:
+def test_other_json_is_refused(datatype: str, shape: tuple[int, ...], data: Any, told: str) -> None:
     with pytest.raises(RequestError, match=re.escape(told)) as caught:
         tensor_from_json("x", datatype, shape, data)
     assert caught.value.status == 400

@@ -21,9 +21,7 @@ from tests.support.waiting import PATIENCE_S, wait_until
 TRACE, PARENT = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
 
 
-def test_a_request_is_a_span_below_its_callers(
-    exported: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_request_is_its_callers_span(exported: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OTEL_BSP_SCHEDULE_DELAY", "10")
     export: Any = pytest.importorskip("opentelemetry.sdk.trace.export.in_memory_span_exporter")
     exporter = export.InMemorySpanExporter()
@@ -36,19 +34,13 @@ def test_a_request_is_a_span_below_its_callers(
     assert right.name == "infer http"
     assert f"{right.context.trace_id:032x}" == TRACE
     assert f"{right.parent.span_id:016x}" == PARENT
-    version = service.loaded.version
-    assert dict(right.attributes) == {
-        "gmeta.rows": 6,
-        "gmeta.version": version,
-        "gmeta.cache": "",
-    }
+    told = {"gmeta.rows": 6, "gmeta.version": service.loaded.version, "gmeta.cache": ""}
+    assert dict(right.attributes) == told
     assert wrong.parent is None
     assert wrong.status.status_code.name == "ERROR"
 
 
-def test_a_server_sends_its_last_spans_to_a_collector(
-    exported: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_collector_gets_the_last_spans(exported: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Over OTLP, as the environment says, however long spans wait for a batch."""
     pytest.importorskip("opentelemetry.exporter.otlp.proto.grpc")
     pb: Any = importlib.import_module("opentelemetry.proto.collector.trace.v1.trace_service_pb2")

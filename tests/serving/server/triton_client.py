@@ -1,5 +1,4 @@
-"""Calls a server through tritonclient and prints what came back as JSON; in a process of its own,
-as gevent changes the sockets of one."""
+"""Calls a server by tritonclient, in a process of its own: gevent changes our sockets."""
 
 import json
 import sys
