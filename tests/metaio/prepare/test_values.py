@@ -116,7 +116,7 @@ def test_what_is_no_time_is_refused_with_the_place_where_it_stands() -> None:
         to_time_ticks("at", pa.array(["noon"]))
     assert str(column.value) == (
         "time column at has type string; integer, float, date or timestamp is needed. Cast it, "
-        "give its format if it is text, or leave out [time]"
+        'give its format if it is text (format = "%Y-%m-%d %H:%M:%S UTC"), or leave out [time]'
     )
     with pytest.raises(DataError) as value:
         parse_time("noon", pa.timestamp("us"))
