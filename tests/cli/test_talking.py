@@ -89,3 +89,34 @@ def test_a_process_without_standard_streams_gets_some(monkeypatch: pytest.Monkey
     assert all(os.path.samestat(os.fstat(one.fileno()), os.stat(os.devnull)) for one in found)
     for stream in found:
         stream.close()
+
+
+@pytest.mark.parametrize(
+    ("rule", "why"),
+    [
+        (
+            "min_rows = 5",
+            "have fewer rows than min_rows = 5. Lower it under [episodes]",
+        ),
+        (
+            'max_rows = 4\nlonger = "drop"',
+            "have more rows than max_rows = 4. Raise it under [episodes], or set "
+            'longer = "episodes"',
+        ),
+        ('by = "time"\nat = 8', "lack support or query. Correct [episodes] at, or [membership]"),
+    ],
+)
+def test_a_schema_that_leaves_out_most_tasks_is_warned_of(
+    tmp_path: Path, rule: str, why: str
+) -> None:
+    sizes = {1: 9, **dict.fromkeys((2, 3, 4), 3)} if "max" not in rule else {1: 3, 2: 9, 3: 9, 4: 9}
+    lines = [f"{user},{row},1,{row}" for user, rows in sizes.items() for row in range(rows)]
+    (tmp_path / "log.csv").write_text("\n".join(["user,item,y,at", *lines]) + "\n")
+    by = "" if "by =" in rule else "query_rows = 1\n"
+    (tmp_path / "schema.toml").write_text(
+        '[task]\ncolumn = "user"\n[label]\ncolumn = "y"\n[time]\ncolumn = "at"\n'
+        f'[[single]]\ncolumn = "item"\nhash = 9\n[episodes]\n{by}{rule}\n'
+    )
+    made = gmeta("prepare", "--schema", "schema.toml", "log.csv", "data", cwd=tmp_path)
+    assert made.returncode == 0, made.stderr
+    assert f"warning: 3 tasks left out, 1 episode left: they {why}\n" in made.stderr

@@ -12,7 +12,7 @@ from gmeta.cli.commands.extend_stream import extend_stream
 from gmeta.cli.commands.prepare_spark import prepare_on_spark, refuse_transform
 from gmeta.errors import UserError
 from metaio.format.atomic_folder import find_unfinished
-from metaio.format.dataset import open_dataset
+from metaio.format.dataset import Dataset, open_dataset
 from metaio.prepare.engines.local import prepare as prepare_on_one_machine
 from metaio.prepare.job import PrepareOptions
 from metaio.prepare.schema.schema_file import load_schema
@@ -46,7 +46,13 @@ OPTIONS = {
         *("block_rows", "bundle_tasks", "compact"),
     },
 }
-
+# Why tasks are left out, and what to do.
+_LOSSES = {
+    "short_tasks": "have fewer rows than min_rows = {min_rows}. Lower it under [episodes]",
+    "one_sided_episodes": "lack support or query. Correct [episodes] at, or [membership]",
+    "long_tasks": "have more rows than max_rows = {max_rows}. Raise it under [episodes], or set "
+    'longer = "episodes"',
+}
 
 # Datasets that need no schema file.
 Recipe = Literal[
@@ -297,6 +303,19 @@ def _expect_inputs(recipe: Recipe, inputs: list[str], count: int) -> None:
         )
 
 
+def _describe_loss(dataset: Dataset) -> str:
+    """Return a warning if a schema leaves out most of its tasks; "" if not."""
+    manifest = dataset.manifest
+    counts = manifest.report.get("dropped", {})
+    lost, reason = max((counts.get(reason, 0), reason) for reason in _LOSSES)
+    kept = sum(split.num_episodes for split in dataset.splits.values())
+    if lost <= kept or manifest.recipe.get("name") != "schema":
+        return ""
+    what = _LOSSES[reason].format(**manifest.recipe["schema"]["episodes"])
+    left = format_count(kept, "episode")
+    return f"warning: {format_count(lost, 'task')} left out, {left} left: they {what}"
+
+
 def _print_report(out: str) -> None:
     console = consoles.make_console(stderr=True)
     # Opened anew: what is printed is what a reader will find.
@@ -310,6 +329,8 @@ def _print_report(out: str) -> None:
     dropped = dataset.manifest.report.get("dropped", {})
     if lost := [f"{count:,} {name.replace('_', ' ')}" for name, count in dropped.items() if count]:
         console.print(f"left out: {', '.join(lost)}")
+    if warning := _describe_loss(dataset):
+        console.print(warning, style="bold red")
     for name, use in dataset.manifest.report.get("hashed_tables", {}).items():
         if use["values_sharing_a_row_estimated"]:
             console.print(

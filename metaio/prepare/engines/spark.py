@@ -57,6 +57,7 @@ from metaio.prepare.job import (
     make_job,
 )
 from metaio.prepare.schema.schema import Schema
+from metaio.prepare.schema.values import warn_of_mixed_units
 from metaio.ragged import Int64
 
 if TYPE_CHECKING:
@@ -83,6 +84,8 @@ def prepare_with_spark(
     names = list_split_names(schema, _find_distinct(frame, column) if column else None)
     # Arrow's types, as workers see them: columns are encoded by these.
     types = dict(zip(schema.columns, _arrow_types(frame, schema), strict=True))
+    if schema.time is not None:
+        _check_time_units(frame, schema.time.column, types[schema.time.column])
     splits = make_splits(schema, names, types, partial(_count_times, frame))
     survey = _survey(frame, schema, splits)
     job = make_job(schema, options, fit_encoding(schema, survey, splits), survey, types)
@@ -176,6 +179,16 @@ def _check_frame(frame: "DataFrame", schema: Schema) -> None:
     if total == 0:
         raise DataError("the DataFrame holds no rows. Check its source")
     check_nulls(schema, nulls)
+
+
+def _check_time_units(frame: "DataFrame", column: str, kind: pa.DataType) -> None:
+    """Warn of numeric times in two units."""
+    from pyspark.sql import functions
+
+    if pa.types.is_integer(kind) or pa.types.is_floating(kind):
+        times = functions.abs(functions.col(*quote_columns([column])).cast("double"))
+        powers = frame.select(functions.floor(functions.log10(times))).distinct()
+        warn_of_mixed_units(column, (row[0] for row in collect_rows(powers)))
 
 
 def _arrow_types(frame: "DataFrame", schema: Schema) -> list[pa.DataType]:

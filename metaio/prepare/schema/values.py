@@ -1,5 +1,8 @@
 """Turns raw Arrow columns into integers, hashes and times, in the same way on every engine."""
 
+import logging
+from collections.abc import Iterable
+from itertools import pairwise
 from typing import Any, Literal
 
 import numpy as np
@@ -13,6 +16,7 @@ from metaio.hashing import UInt64, splitmix64
 from metaio.ragged import Int64, offsets, places
 
 Kind = Literal["integer", "text"]
+_log = logging.getLogger(__name__)
 
 
 def infer_kind(name: str, kind: pa.DataType, role: str) -> Kind:
@@ -121,8 +125,22 @@ def to_time_ticks(name: str, column: pa.Array) -> Int64:
         return _to_ordered_bits(column.cast(pa.float64()).to_numpy(zero_copy_only=False))
     raise DataError(
         f"time column {name} has type {kind}; integer, float, date or timestamp is needed. Cast "
-        "it, give its format if it is text, or leave out [time]"
+        'it, give its format if it is text (format = "%Y-%m-%d %H:%M:%S UTC"), or leave out [time]'
     )
+
+
+def warn_of_mixed_units(name: str, magnitudes: Iterable[float | None]) -> None:
+    """Warn where the powers of ten of numeric times leap, as of seconds among milliseconds."""
+    # Seconds since 1970 are above 10^8; what is below counts rows or means that there is no time.
+    known = sorted(power for power in magnitudes if power is not None and power >= 8)
+    for less, more in pairwise(known):
+        if more - less >= 2:
+            _log.warning(
+                f"warning: time column {name} holds numbers of {less + 1:.0f} and of "
+                f"{more + 1:.0f} digits, and none between, as if seconds and milliseconds were "
+                "mixed: its order may be wrong. Write all of its times in one unit"
+            )
+            return
 
 
 def _to_ordered_bits(values: npt.NDArray[np.float64]) -> Int64:

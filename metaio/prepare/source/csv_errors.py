@@ -57,6 +57,9 @@ def explain_csv_error(
     if "not latin-1 encoded" in message:
         return _NOT_LATIN
     unknown = re.search(r"Error when sniffing file \"(.*)\"", message)
+    mixed = unknown or re.search(r"invalid state\.(?s:.*)\n  file = (.*)", message)
+    if mixed and (fault := _explain_line_ends(mixed[1])):
+        return fault
     if unknown:
         return f"input {unknown[1]} is no CSV in UTF-8: its lines have no columns. {_ENCODING}"
     line = re.search(r"CSV Error on Line: (\d+)", message)
@@ -76,6 +79,20 @@ def explain_csv_error(
             text, remedy = shorten(fault.format(*found.groups())), known_remedy
             break
     return f"input {file}, line {line[1]}: {text}. {remedy}"
+
+
+def _explain_line_ends(name: str) -> str | None:
+    """Return one line on the first line that ends unlike the first one; None if none does."""
+    with open_text_lines(name, "utf-8") as lines:
+        first = ""
+        for number, line in enumerate(lines, start=1):
+            end = line[len(line.rstrip("\r\n")) :]
+            first = first or end
+            if end not in ("", first):
+                named = (one.replace("\r", "CR").replace("\n", "LF") for one in (end, first))
+                what = "it ends with {}, line 1 with {}".format(*named)
+                return f"input {name}, line {number}: {what}. End all lines alike, as dos2unix does"
+    return None
 
 
 def check_json_objects(name: str, columns: Sequence[str]) -> None:

@@ -10,6 +10,8 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
+import fsspec
+
 from metaio.errors import AccessError, DataError, TooFewRowsError
 from metaio.format.storage import find_file_system, is_local
 
@@ -93,7 +95,13 @@ def _find_kind(name: str) -> FileKind:
     last = suffixes[-1] if suffixes else ""
     if last in (".parquet", ".pq"):
         return "Parquet"
-    return "JSON" if last in (".json", ".jsonl", ".ndjson") else "text"
+    if last in (".json", ".jsonl", ".ndjson"):
+        return "JSON"
+    if last in (".csv", ".tsv", ".txt"):
+        return "text"
+    # Hive and Spark may write no suffix: 000000_0, part-00000.
+    with fsspec.open(name, "rb") as file:
+        return "Parquet" if file.read(4) == b"PAR1" else "text"
 
 
 def is_marker(path: str, given: str) -> bool:

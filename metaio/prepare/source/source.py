@@ -19,6 +19,7 @@ from metaio.format.atomic_folder import open_temporary_folder
 from metaio.prepare.episodes.encode import check_nulls
 from metaio.prepare.schema.schema import Schema, TextRule
 from metaio.prepare.schema.side_columns import find_file_side, with_side
+from metaio.prepare.schema.values import warn_of_mixed_units
 from metaio.prepare.source import parquet_files
 from metaio.prepare.source.csv_errors import (
     check_json_objects,
@@ -253,7 +254,13 @@ class DuckSource:
 
     def _check_ragged_rows(self, name: str) -> None:
         """Raise DataError for the row that kept DuckDB from finding the columns, if any did."""
-        delimiter, fields = self._read_header(name) if self._files.kind == "text" else ("", [])
+        if self._files.kind != "text":
+            return
+        with self._translate_errors(name):
+            num_lines, num_blank, _ = count_lines([name], self._text.encoding, "")
+        if num_lines == num_blank:
+            raise DataError(f"input {name} holds only blank lines. Remove it, or write its rows")
+        delimiter, fields = self._read_header(name)
         if fields:
             table = format_strict_csv(name, self._options, delimiter, fields)
             self._fetch(f"SELECT count(*) FROM {table}", name)
@@ -307,9 +314,14 @@ class DuckSource:
         # As doubles, which show integers beyond 64 bits instead of failing on them.
         numbers = [f"TRY_CAST({quote_column(c)} AS DOUBLE)" for c in ids]
         bounds = "".join(f", min({c}), max({c})" for c in numbers)
+        powers, time_type = "NULL", (self._types | self._asked).get(self._time or "", "")
+        if re.fullmatch(r"U?(BIG|HUGE)?INT(EGER)?|DOUBLE|FLOAT|DECIMAL.*", time_type):
+            times = f"nullif(abs({quote_column(self._time or '')}::DOUBLE), 0)"
+            powers = f"list(DISTINCT floor(log10({times})))"
         types = self._asked | {column: kind for column, (kind, _) in revealing.items()}
         table = self._scan(self._files.names, types)
-        total, *found = self._fetch(f"SELECT count(*), {counts}{lost}{bounds} FROM {table}")[0]
+        query = f"SELECT count(*), {counts}{lost}{bounds}, {powers} FROM {table}"
+        total, *found, magnitudes = self._fetch(query)[0]
         present, values = found[: len(columns)], found[len(columns) :]
         nulls = {c: total - n for c, n in zip(columns, present, strict=True)}
         check_counts(self._schema, self._files.names, total, nulls)
@@ -326,6 +338,7 @@ class DuckSource:
             # As a float 2^63 - 1 equals 2^63: as unsigned numbers both keep their bits.
             if most is not None and most >= 2.0**63 and least >= 0:
                 self._asked[column] = "UBIGINT"
+        warn_of_mixed_units(self._time or "", magnitudes or ())
         self._table = self._scan(self._files.names, self._asked)
         if self._files.kind == "text":
             self._count_lines(int(total))

@@ -4,13 +4,16 @@
 # 007 becomes 7, a time among dates loses its hour, one among zoned times its zone.
 from collections.abc import Mapping
 
+from metaio.errors import DataError
 from metaio.prepare.schema.schema import IdColumn, Schema, TaskColumn
 from metaio.prepare.source.input_files import FileKind
 from metaio.prepare.source.sql import quote_column
 
 _WHOLE = ("BIGINT", "HUGEINT", "UBIGINT")
 ZONED = "TIMESTAMP WITH TIME ZONE"
-_NAMES_ZONE = r"regexp_matches({0}, '\d\s*([Zz]|UTC|GMT|[+-]\d\d(:?\d\d)?)\s*$')"
+# Names have three letters or more: AM and PM are no zones.
+_NAMES_ZONE = r"regexp_matches({0}, '\d\s*([Zz]|[A-Za-z]{3}[\w/+-]*|[+-]\d\d(:?\d\d)?)\s*$')"
+_NAMES_UTC = r"regexp_matches({0}, '\d\s*([Zz]|(Etc/)?(UTC|UCT|GMT)|Zulu)\s*$')"
 # DuckDB's types of JSON columns without a value, or of empty lists; None: no such column.
 OF_NO_VALUE = (None, '"NULL"', '"NULL"[]', "JSON[]")
 # How integers are written; pandas adds .0 in a column that has a null elsewhere.
@@ -52,6 +55,13 @@ def choose_types(schema: Schema, guessed: Mapping[str, str]) -> dict[str, str]:
     numbers = {*schema.label_columns, *(c.column for c in schema.dense)}
     vectors = {c.column for c in schema.vector}
     time = None if schema.time is None else schema.time.column
+    for id_name in (schema.task.column, *(c.column for c in schema.single)):
+        if chosen[id_name] == "DOUBLE":
+            raise DataError(
+                f"column {id_name} holds numbers such as 1.0; ids are integers or text. "
+                'If they are integers, set type = "integer" beside the column in the schema, else '
+                'type = "text"'
+            )
     # Text in the first rows of these may just mean that they have no value there.
     may_be_null = {c.column for c in schema.dense if c.fill is not None}
     may_be_null |= {label.column for label in schema.labels if not label.is_always_known}
@@ -93,7 +103,11 @@ def choose_revealing_types(
         name, inner = quote_column(column), kind.removesuffix("[]")
         if column == time and kind in zones:
             lost = zones[kind].replace("{0}", name)
-            found[column] = "VARCHAR", f"min(CASE WHEN {lost} THEN {name} END)"
+            value = f"min(CASE WHEN {lost} THEN {name} END)"
+            if kind == "TIMESTAMP":  # DuckDB's guess for " UTC"; times without a zone are UTC too
+                in_utc = _NAMES_UTC.replace("{0}", name)
+                value = f"CASE WHEN NOT bool_and({in_utc}) THEN {value} END"
+            found[column] = "VARCHAR", value
         elif inner in conditions:
             strict = of_ids if file_kind == "text" and column in ids else {}
             read, lost = (conditions | strict)[inner]

@@ -68,6 +68,15 @@ def test_a_file_whose_size_a_web_server_does_not_say_is_not_taken_for_empty(tmp_
     assert (found.names, found.empty) == ([f"{url}/log.csv"], [])
 
 
+@pytest.mark.parametrize("name", ["000000_0", "part-00000", "log.2026"])
+def test_parquet_is_known_by_its_first_bytes(tmp_path: Path, name: str) -> None:
+    pq.write_table(raw_table(200), tmp_path / name)
+    assert expand_inputs([str(tmp_path / name)], tmp_path).kind == "Parquet"
+    prepare([str(tmp_path / name)], str(tmp_path / "out"), changed(), PrepareOptions(threads=1))
+    pa_csv.write_csv(raw_table(200), tmp_path / name)
+    assert expand_inputs([str(tmp_path / name)], tmp_path).kind == "text"
+
+
 def test_what_an_engine_has_not_finished_is_no_input(tmp_path: Path) -> None:
     """Its rows stand in the finished files, too."""
     for name in ("a.csv", "_temporary/0/a.csv", ".staging/a.csv", "day=1/b.csv", "day=1/_c.csv"):

@@ -113,6 +113,20 @@ def test_spark_refuses_what_one_machine_refuses(tmp_path: Path, session: Any) ->
     assert [path.name for path in tmp_path.iterdir()] == ["raw.parquet"]
 
 
+def test_spark_warns_of_times_in_two_units(
+    tmp_path: Path, session: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    from metaio.prepare.engines.spark import prepare_with_spark
+
+    table = raw_table(50)
+    at = table.schema.get_field_index("ts")
+    times = [0, 1_700_000_000, *range(1_700_000_000_000, 1_700_000_000_048)]
+    raw = tmp_path / "raw.parquet"
+    pq.write_table(table.set_column(at, "ts", pa.array(times)), raw)
+    prepare_with_spark(session.read.parquet(str(raw)), str(tmp_path / "out"), changed())
+    assert "time column ts holds numbers of 10 and of 13 digits" in caplog.text
+
+
 def test_what_fails_in_spark_is_one_line(tmp_path: Path, session: Any) -> None:
     from metaio.prepare.engines.spark import prepare_with_spark
     from metaio.prepare.engines.spark_batches import collect_objects

@@ -232,6 +232,25 @@ def test_empty_files_among_others_are_left_out_and_counted(tmp_path: Path) -> No
     assert dataset.manifest.report["dropped"]["empty_files"] == 2
 
 
+@pytest.mark.parametrize("blank", ["a.csv", "c.csv"])
+def test_a_file_of_blank_lines_alone_is_named(tmp_path: Path, blank: str) -> None:
+    message = refused(tmp_path, {blank: "\n\n", "b.csv": HEAD + ROWS})
+    assert message == f"input {blank} holds only blank lines. Remove it, or write its rows"
+
+
+@pytest.mark.parametrize("rows", [ROWS, MANY])
+@pytest.mark.parametrize(("end", "odd"), [("\n", "\r\n"), ("\r\n", "\n"), ("\n", "\r")])
+def test_a_line_that_ends_unlike_the_first_is_named(
+    tmp_path: Path, rows: str, end: str, odd: str
+) -> None:
+    text = (HEAD + rows).replace("\n", end) + f"1,1,1{odd}1,2,0{end}"
+    spelled = {"\n": "LF", "\r\n": "CRLF", "\r": "CR"}
+    assert refused(tmp_path, {"b.csv": HEAD + ROWS, "c.csv": text}) == (
+        f"input c.csv, line {rows.count(chr(10)) + 2}: it ends with {spelled[odd]}, line 1 with "
+        f"{spelled[end]}. End all lines alike, as dos2unix does"
+    )
+
+
 def test_blank_lines_and_comments_are_counted(tmp_path: Path) -> None:
     text = f"{HEAD}\n{ROWS}# a remark\n\n{ROWS}\n"
     dataset = prepared(tmp_path, {"a.csv": text}, text={"comment": "#"})
@@ -282,7 +301,7 @@ def test_ids_from_2_to_the_63_keep_their_bits(tmp_path: Path, rows: str) -> None
 
 
 @pytest.mark.parametrize("zoned", [0, 1, 2])
-@pytest.mark.parametrize("zone", ["Z", "+09:00", "+09", " UTC"])
+@pytest.mark.parametrize("zone", ["Z", "+09:00", "+09", " UTC", " PST", " Europe/Berlin"])
 def test_times_with_and_without_a_zone_are_refused(tmp_path: Path, zoned: int, zone: str) -> None:
     times = [f"2026-01-0{day} 10:00:00{zone if day - 1 == zoned else ''}" for day in (1, 2, 3)]
     text = "user,item,y,at\n" + "".join(f"1,7,1,{time}\n" for time in times)

@@ -142,6 +142,49 @@ def test_times_with_a_zone_are_not_mixed_with_others(tmp_path: Path) -> None:
     )
 
 
+@pytest.mark.parametrize("zone", [" UTC", " GMT", " Etc/UTC", ".250 UTC", " Europe/Berlin"])
+def test_times_that_all_name_a_zone_are_taken(tmp_path: Path, zone: str) -> None:
+    """BigQuery writes " UTC" behind each."""
+    text = f"user,item,y,at\n1,7,.25,2026-01-02 09:00:00{zone}\n1,8,.75,2026-01-02 08:00:00{zone}\n"
+    block = prepared(tmp_path, [text], time={"column": "at"}).read_block("train", 0)
+    assert block.label_N.tolist() == [0.75, 0.25]
+
+
+def test_ids_written_with_a_decimal_point_are_told_the_type_that_reads_them(tmp_path: Path) -> None:
+    text = "user,item,y\n1,7.0,1\n1,8.0,0\n"
+    assert refused(tmp_path, [text]) == (
+        "column item holds numbers such as 1.0; ids are integers or text. If they are integers, "
+        'set type = "integer" beside the column in the schema, else type = "text"'
+    )
+    single = [{"column": "item", "vocabulary": 1, "type": "integer"}]
+    assert values_of(prepared(tmp_path, [text], single=single), "item") == [7, 8]
+
+
+@pytest.mark.parametrize(
+    ("times", "warns"),
+    [
+        ([1_700_000_000, 1_700_000_001_000], True),
+        ([1_700_000_000.5, 1_700_000_001_000.5], True),
+        ([1_700_000_000_000, 1_700_000_000_000_000], True),
+        ([999_999_999, 1_000_000_000], False),  # seconds of September 2001
+        ([0, 1_700_000_000], False),  # no time
+        ([5, 7_000_000], False),  # a count of rows
+    ],
+)
+def test_times_in_two_units_warn(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, times: list[float], warns: bool
+) -> None:
+    text = "user,item,y,at\n" + "".join(f"1,{i},1,{time}\n" for i, time in enumerate(times))
+    prepared(tmp_path, [text], time={"column": "at"})
+    digits = [len(str(int(time))) for time in times]
+    warning = (
+        f"warning: time column at holds numbers of {digits[0]} and of {digits[1]} digits, and none "
+        "between, as if seconds and milliseconds were mixed: its order may be wrong. Write all of "
+        "its times in one unit"
+    )
+    assert caplog.messages == [warning] * warns
+
+
 def test_a_column_to_be_split_is_text_whatever_its_first_rows_hold(tmp_path: Path) -> None:
     """A file in which every row has one integer tag."""
     texts = ["user,item,y,tags\n1,7,1,4\n1,8,0,5\n", "user,item,y,tags\n2,7,1,4|6\n2,8,0,5\n"]

@@ -106,7 +106,7 @@ def test_times_with_fractions_keep_their_order() -> None:
 def test_what_is_no_time_is_refused_with_the_place_where_it_stands() -> None:
     assert catch_message(DataError, to_time_ticks, "at", pa.array(["noon"])) == (
         "time column at has type string; integer, float, date or timestamp is needed. Cast it, "
-        "give its format if it is text, or leave out [time]"
+        'give its format if it is text (format = "%Y-%m-%d %H:%M:%S UTC"), or leave out [time]'
     )
     assert catch_message(DataError, parse_time, "noon", pa.timestamp("us")).startswith(
         "episodes.at is 'noon', which is no value of type timestamp[us] ("
