@@ -19,7 +19,7 @@ from gmeta.adaptation.algorithms.registry import ALGORITHMS
 from gmeta.config.inputs import ItemFeaturesConfig, SupportFeaturesConfig
 from gmeta.errors import GMetaError, UserError
 from gmeta.losses import objectives
-from gmeta.serving.formats import program_export as programs
+from gmeta.serving.formats import torch_onnx_export as programs
 from gmeta.serving.formats.program_modules import QUERY, SUPPORT, AdaptAndPredict, UnadaptedForward
 from gmeta.serving.formats.torch_onnx_export import (
     Example,

@@ -12,7 +12,7 @@ import pytest
 import gmeta
 from gmeta.config.algorithm import AlgorithmConfig
 from gmeta.errors import GMetaError, UserError
-from gmeta.serving.server import model_loading as loading
+from gmeta.serving.server import version_loader as loading
 from gmeta.serving.server.version_loader import load_version
 from gmeta.serving.server.versions import version_in
 from metaio.format.atomic_folder import replace_folder
