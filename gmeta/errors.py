@@ -9,7 +9,7 @@ class GMetaError(Exception):
 
 
 class NotFiniteError(GMetaError):
-    """A model holds a value that is not finite: its run diverged."""
+    """A model, or what it computes of rows, holds a value that is not finite."""
 
     # The exit code of a failed verdict, too.
     exit_code = 3

@@ -184,7 +184,10 @@ def test_a_rate_that_diverges_says_what_to_lower(config: Path) -> None:
     assert (
         result.stderr.strip()
         .splitlines()[-1]
-        .endswith("training diverged. Lower outer.dense_lr, outer.sparse_lr or algorithm.inner_lr")
+        .endswith(
+            "training diverged. Lower outer.dense_lr, outer.sparse_lr or algorithm.inner_lr, "
+            "or divide a label whose scale is far from 1"
+        )
     )
 
 

@@ -116,7 +116,8 @@ class StepGuard:
         return broadcast_value(
             f"step {before.step + 1} (step {before.epoch_step + 1} of epoch {before.epoch + 1}): "
             f"{message}. A value in the data is no number, or training diverged. Lower "
-            "outer.dense_lr, outer.sparse_lr or algorithm.inner_lr",
+            "outer.dense_lr, outer.sparse_lr or algorithm.inner_lr, or divide a label whose "
+            "scale is far from 1",
             self._ranks,
         )
 

@@ -16,7 +16,7 @@ from gmeta.config.algorithm import AlgorithmConfig
 from gmeta.config.table_names import weight_name
 from gmeta.config.table_widths import widths_of_tables
 from gmeta.config.train_config import TrainConfig
-from gmeta.errors import GMetaError, NotFiniteError, UserError
+from gmeta.errors import GMetaError, UserError
 from gmeta.platform.files.checksums import describe_file
 from gmeta.platform.files.tensor_files import translate_write_errors
 from gmeta.runs.build import build, check_registered, find_plugins
@@ -36,6 +36,7 @@ from gmeta.serving.exported_folder import (
     vocabulary_file,
     write_config,
 )
+from gmeta.serving.finite_values import check_layers
 from gmeta.serving.stored_tables import store_table
 from gmeta.serving.table_format import TableFormat
 from metaio.errors import NoDatasetError
@@ -126,7 +127,8 @@ def export_run(
     names = {key: _LAYER_KEY.format(key) for key in untrained}
     read = reader.read(list(names.values()))
     layers = {key: read[name] for key, name in names.items()}
-    _check_finite(layers, untrained)
+    remedy = "Export an earlier checkpoint with --step, or train with lower rates"
+    check_layers(layers, untrained, remedy)
     # Read one by one: the largest table, not the model, must fit into memory.
     widths = widths_of_tables(dataset.features, config.model)
 
@@ -142,19 +144,6 @@ def export_run(
     num_values = sum(table.num_rows * widths[table.name] for table in dataset.features.tables)
     trained_bytes = num_values * torch.float32.itemsize
     return ExportResult(found_step, sum(sizes.values()), table_bytes, trained_bytes, chosen)
-
-
-def _check_finite(layers: Mapping[str, Tensor], untrained: Mapping[str, Tensor]) -> None:
-    for name, values in layers.items():
-        is_wrong = ~values.isfinite()
-        if values.shape == untrained[name].shape:  # else its loading says more
-            # A plug-in model may start with such values, as with a mask of -inf.
-            is_wrong &= values != untrained[name]
-        if is_wrong.any():
-            raise NotFiniteError(
-                f"layer {name} holds values that are not finite: the run diverged. "
-                "Export an earlier checkpoint with --step, or train with lower rates"
-            )
 
 
 def write_model(

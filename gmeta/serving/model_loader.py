@@ -22,6 +22,7 @@ from gmeta.serving.exported_folder import (
     table_file,
     vocabulary_file,
 )
+from gmeta.serving.finite_values import check_layers
 from gmeta.serving.row_encoders import ColumnEncoder, IdColumnEncoder, RawColumnEncoder
 from gmeta.serving.served_model import ServedModel
 from gmeta.serving.stored_tables import check_table
@@ -95,6 +96,7 @@ def _load_learner(folder: Path, config: ExportedConfig) -> MetaLearner:
             "The files come from different exports: export the run again"
         )
     learner = build()
+    check_layers(tensors, learner.state_dict(), f"Export an earlier checkpoint to {folder}")
     learner.load_state_dict(tensors)
     return learner
 

@@ -14,6 +14,7 @@ from functools import partial
 from typing import TYPE_CHECKING, NoReturn, TypeVar
 
 import numpy as np
+import pyarrow as pa
 import torch
 from torch import Tensor
 
@@ -27,6 +28,7 @@ from gmeta.serving.device import HOST, on_the_cpu
 from gmeta.serving.encoded_rows import EncodedColumns, empty_rows, join_rows, split_rows
 from gmeta.serving.episodes import task_batch
 from gmeta.serving.exported_folder import ExportedConfig
+from gmeta.serving.finite_values import adaptation_error, check_predictions, finite_T, first_wrong
 from gmeta.serving.row_encoders import (
     ColumnEncoder,
     as_table,
@@ -39,6 +41,7 @@ from gmeta.serving.stored_tables import StoredTable, fetch_UD
 from gmeta.serving.task_matching import TaskPredictions, predict_tasks
 from gmeta.serving.task_states import AdaptedTensors, TaskState, split_tasks, stack_tasks
 from gmeta_models.gated import row_layers
+from metaio.ragged import Int64
 from metaio.read.batch import TaskBatch
 
 if TYPE_CHECKING:  # which learner is served is the business of who loads it
@@ -56,7 +59,8 @@ class ServedModel:
 
     Rows are columns: a mapping of names to equally long lists, arrays or tensors, or any Arrow,
     pandas or polars table. Columns that the model does not read are ignored. Every method raises
-    UserError for a missing column, DataError for a column that holds what the model cannot take."""
+    UserError for a missing column, DataError for a column that holds what the model cannot take,
+    NotFiniteError for a result that is not finite."""
 
     def __init__(
         self,
@@ -161,16 +165,27 @@ class ServedModel:
 
     @on_the_cpu
     def predict_tasks_encoded(
-        self, support: EncodedColumns, query: EncodedColumns, allow_no_support: bool
+        self,
+        support: EncodedColumns,
+        query: EncodedColumns,
+        allow_no_support: bool,
+        row_N: Int64 | None = None,
     ) -> TaskPredictions:
-        """Return the predictions of encoded rows, which hold their tasks."""
+        """Return the predictions of encoded rows, which hold their tasks; errors name query rows by
+        `row_N`. Raises NotFiniteError: a prediction is not finite."""
 
         def run(batch: TaskBatch) -> tuple[Tensor, Tensor]:
             found = self.predict_batch(batch)
             before_N, after_N = map(self._to_predictions_N, (found.before_N, found.after_N))
             return before_N, after_N
 
-        return predict_tasks(run, self.config.features, support, query, allow_no_support)
+        found = predict_tasks(run, self.config.features, support, query, allow_no_support)
+        check_predictions(found.before_N, row_N)
+        if (row := first_wrong(found.after_N)) is not None:
+            label_N = support.label_N[support.task_N == query.task_N[row]]
+            who = f"the task of query row {row if row_N is None else row_N[row]}"
+            raise adaptation_error(who, label_N, found.before_N[row].numpy())
+        return found
 
     @on_the_cpu
     def predict_batch(self, batch: TaskBatch) -> "QueryPrediction":
@@ -223,16 +238,32 @@ class ServedModel:
         return AdaptedTensors(changes, gates_TJO, rows_PD, key_P, task_P, supports)
 
     @on_the_cpu
-    def adapt_encoded(self, rows: EncodedColumns, lengths: Sequence[int]) -> list[TaskState]:
-        """Return the state of each task, adapted as by `adapt_tasks`, which can be kept."""
-        return split_tasks(self.adapt_tasks(rows, lengths), len(lengths))
+    def adapt_encoded(
+        self, rows: EncodedColumns, lengths: Sequence[int], names: pa.Array | None = None
+    ) -> list[TaskState]:
+        """Return the state of each task, adapted as by `adapt_tasks`, which can be kept. Raises
+        NotFiniteError: one of them is not finite; `names` are those of the tasks."""
+        adapted = self.adapt_tasks(rows, lengths)
+        if not (is_finite_T := finite_T(adapted)).all():
+            task = int(is_finite_T.int().argmin())
+            support = split_rows(rows, lengths)[task]
+            # What it predicts before tells the scale of the labels that it was trained by.
+            before_N = torch.zeros(0)
+            if support.num_rows:
+                before_N = self.predict_encoded([self.unadapted], support, [support.num_rows])
+            who = "the task" if names is None else f"task {names[task].as_py()!r}"
+            raise adaptation_error(who, support.label_N, before_N.numpy())
+        return split_tasks(adapted, len(lengths))
 
     @on_the_cpu
     def predict_encoded(
         self, states: Sequence[TaskState], rows: EncodedColumns, lengths: Sequence[int]
     ) -> Tensor:
-        """Return predictions as `predict_adapted` does, each task in its own state."""
-        return self.predict_adapted(stack_tasks(states), rows, lengths)
+        """Return predictions as `predict_adapted` does, each task in its own state. Raises
+        NotFiniteError: one of them is not finite."""
+        found = self.predict_adapted(stack_tasks(states), rows, lengths)
+        check_predictions(found)
+        return found
 
     @on_the_cpu
     def predict_adapted(

@@ -216,9 +216,13 @@ def _parse_tensor(name: str, array: npt.NDArray[Any], shape: tuple[int | None, .
 def _check_array(
     name: str, array: npt.NDArray[Any], dtype: type, shape: tuple[int | None, ...]
 ) -> None:
-    """Raise ValueError unless an array has this type and shape; None stands for any length."""
+    """Raise ValueError unless an array is finite and has this type and shape; None stands for any
+    length."""
     is_shape = len(array.shape) == len(shape) and all(
         wanted in (None, size) for size, wanted in zip(array.shape, shape, strict=True)
     )
     if not (is_shape and np.issubdtype(array.dtype, dtype)):
         raise ValueError(f"{name} is {array.dtype} {list(array.shape)}")
+    # A label that is not known is NaN.
+    if name != "label_N" and not np.isfinite(array).all():
+        raise ValueError(f"{name} holds a value that is not finite")

@@ -34,7 +34,7 @@ class TaskState:
         """Count the bytes of the tensors and of the support rows."""
         tensors = [*self.gates_1JO.values(), self.rows_PD, self.key_P]
         for change in self.changes.values():
-            tensors += _tensors(change)
+            tensors += tensors_of(change)
         arrays = [] if self.support is None else vars(self.support).values()
         num_bytes = sum(tensor.numel() * tensor.element_size() for tensor in tensors)
         return num_bytes + sum(int(array.nbytes) for array in arrays)
@@ -114,23 +114,24 @@ def _stack_changes(changes: Sequence[PlainUpdate | None]) -> PlainUpdate:
     are_matrices = any(isinstance(change, MaterialisedUpdate) for change in changes)
     if isinstance(some, LowRankUpdate) and not are_matrices:
         # The bias's rate is the layer's, so it is the same for all.
-        none = [tensor[:, :0] for tensor in _tensors(some)]
+        none = [tensor[:, :0] for tensor in tensors_of(some)]
         nothing = LowRankUpdate(none[0], none[1], some.bias_rate)
         # Factors of fewer rows are padded with zeros, which add nothing to the product.
-        pairs = [_tensors(change or nothing) for change in changes]
+        pairs = [tensors_of(change or nothing) for change in changes]
         activations, grads = (_pad_rows(list(tensors)) for tensors in zip(*pairs, strict=True))
         return LowRankUpdate(activations, grads, some.bias_rate)
     matrices = [None if change is None else _materialise(change) for change in changes]
     shape = next(change for change in matrices if change is not None)
-    zero = MaterialisedUpdate(*(torch.zeros_like(tensor) for tensor in _tensors(shape)))
-    pairs = [_tensors(change or zero) for change in matrices]
+    zero = MaterialisedUpdate(*(torch.zeros_like(tensor) for tensor in tensors_of(shape)))
+    pairs = [tensors_of(change or zero) for change in matrices]
     # A matrix for all where one has one: factors of the others are few, and one form is one
     # product.
     weights, biases = (torch.cat(tensors) for tensors in zip(*pairs, strict=True))
     return MaterialisedUpdate(weights, biases)
 
 
-def _tensors(change: PlainUpdate) -> list[Tensor]:
+def tensors_of(change: PlainUpdate) -> list[Tensor]:
+    """Return what a change is made of; each has T as its first dimension."""
     if isinstance(change, LowRankUpdate):
         return [change.activations_TSI, change.scaled_grads_TSO]
     return [change.weight_TIO, change.bias_T1O]

@@ -28,7 +28,8 @@ MODEL = ModelConfig(name="dlrm", embedding_dim=4, hidden=(3,), options={"bottom"
 BAD_STEP, NUM_STEPS = 1, 4
 ADVICE = (
     "A value in the data is no number, or training diverged. "
-    "Lower outer.dense_lr, outer.sparse_lr or algorithm.inner_lr"
+    "Lower outer.dense_lr, outer.sparse_lr or algorithm.inner_lr, or divide a label whose scale is "
+    "far from 1"
 )
 
 

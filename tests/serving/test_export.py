@@ -27,8 +27,9 @@ from gmeta.errors import GMetaError, NotFiniteError, UserError
 from gmeta.runs.checkpoints.checkpoint_summary import summarise_checkpoint
 from gmeta.runs.run_folder import list_checkpoints
 from gmeta.serving import export
-from gmeta.serving.export import CheckpointReader, _check_finite, export_run
+from gmeta.serving.export import CheckpointReader, export_run
 from gmeta.serving.exported_folder import LAYERS_FILE, read_config
+from gmeta.serving.finite_values import check_layers
 from gmeta.serving.formats.export_runtime import export_for
 from gmeta_models import MODELS, InputSizes, ModelConfig
 from gmeta_models.dlrm import DLRM
@@ -516,6 +517,8 @@ def test_a_mask_that_a_model_begins_with_is_exported(
 
 
 def test_a_layer_of_another_shape_than_it_begins_with_is_looked_at_alone() -> None:
-    _check_finite({"seen": torch.ones(3)}, {"seen": torch.zeros(2)})  # one's own may grow
+    check_layers({"seen": torch.ones(3)}, {"seen": torch.zeros(2)}, "")  # one's own may grow
     with pytest.raises(NotFiniteError, match="layer seen holds values that are not finite"):
-        _check_finite({"seen": torch.full((3,), torch.inf)}, {"seen": torch.full((1,), torch.inf)})
+        check_layers(
+            {"seen": torch.full((3,), torch.inf)}, {"seen": torch.full((1,), torch.inf)}, ""
+        )

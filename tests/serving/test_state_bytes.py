@@ -175,6 +175,10 @@ def as_if(name: str, array: np.ndarray) -> Callable[[dict[str, np.ndarray]], Non
         (as_if("keys", np.zeros(2, np.float32)), "keys is float32 [2]"),
         (as_if("change/top.9/weight_TIO", np.zeros(1)), "layer 'top.9' does not adapt"),
         (without("support/label_N"), "'label_N'"),
+        (
+            as_if("support/dense_NK", np.full((6, 1), np.nan, np.float32)),
+            "dense_NK holds a value that is not finite",
+        ),
         (as_if("support/ids_NF", np.full((6, 2), 60)), "an id that its table does not have"),
         (as_if("support/lengths_NM", np.full((6, 2), -1, np.int32)), "a length below 0"),
     ],

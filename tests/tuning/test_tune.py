@@ -225,7 +225,8 @@ def test_a_trial_that_fails_is_told_and_the_others_go_on(config: Path, tmp_path:
     assert failed
     for trial in failed:
         assert trial["note"].endswith(
-            "training diverged. Lower outer.dense_lr, outer.sparse_lr or algorithm.inner_lr"
+            "training diverged. Lower outer.dense_lr, outer.sparse_lr or algorithm.inner_lr, "
+            "or divide a label whose scale is far from 1"
         )
         assert f"trial {trial['number']}: failed: {trial['note']}" in result.stderr
     assert results(config)[0]["state"] == "complete"

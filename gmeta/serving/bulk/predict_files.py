@@ -114,7 +114,8 @@ def _predict_parts(
         if not len(place_N):
             continue
         with clock:
-            predictions = served.predict_tasks_encoded(support.rows(part), query.rows(part), True)
+            sides = support.rows(part), query.rows(part)
+            predictions = served.predict_tasks_encoded(*sides, True, place_N)
         of = {PREDICTION: predictions.after_N, BEFORE: predictions.before_N}
         for output in list_outputs(served.config):
             found_N[output.name][place_N] = output.values_N(of[output.kind]).numpy()

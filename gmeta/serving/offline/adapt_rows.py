@@ -39,7 +39,8 @@ def adapt_rows(
     # Tasks of like size share a batch: little of it is then padding.
     for chosen in cut_runs(np.argsort(lengths_T, kind="stable"), lengths_T):
         joined = join_rows([parts[place] for place in chosen])
-        chunk_states = model.adapt_encoded(joined, lengths_T[chosen].tolist())
+        names = tasks.take(pa.array(chosen))
+        chunk_states = model.adapt_encoded(joined, lengths_T[chosen].tolist(), names)
         for place, state in zip(chosen.tolist(), chunk_states, strict=True):
             states[place] = to_bytes(state, model.checksum)
     columns = (tasks, pa.array(states, pa.binary()), pa.array(lengths_T.astype(np.int64)))

@@ -12,6 +12,7 @@ import pyarrow as pa
 
 from gmeta.errors import UserError
 from gmeta.serving.encoded_rows import EncodedColumns, empty_rows, join_rows, split_rows
+from gmeta.serving.finite_values import finite_T
 from gmeta.serving.outputs import BEFORE, PREDICTION
 from gmeta.serving.served_model import ServedModel
 from gmeta.serving.server.inference_protocol import InferenceAnswer, InferenceRequest, Outcome
@@ -148,9 +149,12 @@ def _adapt_and_predict(
     tasks = model.adapt_tasks(join_rows(supports), lengths)
     # Splitting copies every tensor: left out where nobody wants a state kept.
     if any(share.request.task_key is not None for share in shares):
-        for share, state in zip(shares, split_tasks(tasks, len(shares)), strict=True):
+        states, finite = split_tasks(tasks, len(shares)), finite_T(tasks).tolist()
+        for share, state, is_finite in zip(shares, states, finite, strict=True):
             key = share.request.task_key
-            if key is not None and share.entry is not None:
+            if not is_finite:  # never kept: later requests would be refused for this one's rows
+                share.error = _not_finite_error("adaptation to")
+            elif key is not None and share.entry is not None:
                 cache.restore(key, share.entry, state, version)
             elif key is not None and share.support is not None:
                 is_kept = cache.put(key, share.support, state, version)
@@ -173,10 +177,14 @@ def _predict(
     for share, values in zip(shares, np.split(values_N, ends[:-1]), strict=True):
         share.outputs[output] = values
         if not np.isfinite(values).all():
-            share.error = bad_request(
-                f"the {output} of these rows is not finite: a dense value or label is too large "
-                "for this model to adapt by. Correct the rows"
-            )
+            share.error = _not_finite_error(f"{output} of")
+
+
+def _not_finite_error(what: str) -> RequestError:
+    return bad_request(
+        f"the {what} these rows is not finite: a dense value or label is too large for this model "
+        "to adapt by. Correct the rows"
+    )
 
 
 def _cut_batches(sizes: Sequence[tuple[int, int]]) -> list[list[int]]:

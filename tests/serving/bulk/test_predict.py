@@ -63,10 +63,10 @@ def test_rows_of_many_parts_are_predicted_as_all_at_once(
     sizes: list[int] = []
 
     def counted(
-        model: ServedModel, support: EncodedColumns, query: EncodedColumns, allow: bool
+        model: ServedModel, support: EncodedColumns, query: EncodedColumns, *further: Any
     ) -> Any:
         sizes.append(support.num_rows + query.num_rows)
-        return whole(model, support, query, allow)
+        return whole(model, support, query, *further)
 
     expected = served.predict_tasks(support, query)
     monkeypatch.setattr(ServedModel, "predict_tasks_encoded", counted)

@@ -28,6 +28,13 @@ def export_full(
     console = make_console(stderr=True)
     if step is None and (line := best_not_kept(RunFolder(run))):
         console.print(line)
+    history = RunFolder(run).read_metrics()
+    scores = [line["valid"] for line in history if line["step"] == written.step and "valid" in line]
+    if scores and set(scores[-1].values()) == {None}:
+        console.print(
+            f"run {run}: its validation at step {written.step} has a value of no metric, as where "
+            "predictions are not finite. Look at gmeta evaluate, or export another --step"
+        )
     if written.adaptation is not None:
         console.print(
             f"adapts with inner_lr = {written.adaptation.inner_lr:g} and inner_steps = "
