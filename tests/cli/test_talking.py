@@ -1,5 +1,6 @@
 """-q, -v and --json: every command has them where they mean something."""
 
+import io
 import json
 import os
 import sys
@@ -91,3 +92,21 @@ def test_a_process_without_standard_streams_gets_those_of_nobody(
     assert all(os.path.samestat(os.fstat(one.fileno()), os.stat(os.devnull)) for one in found)
     for stream in found:
         stream.close()
+
+
+def test_a_stream_carries_of_every_text_what_its_encoding_can(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    text = "\N{MINUS SIGN}0.1 10\N{EN DASH}30 \N{EM DASH} ↑↓ ≥3 Zoë caf\udcc3\udca9"
+    for encoding, carried in (
+        ("ascii", b"-0.1 10-30 - ^v >3 Zo\\xeb caf\xc3\xa9"),
+        ("latin-1", b"-0.1 10-30 - ^v >3 Zo\xeb caf\xc3\xa9"),
+        ("utf-8", text.encode(errors="surrogateescape")),
+    ):
+        for name in ("stdout", "stderr"):
+            monkeypatch.setattr(sys, name, io.TextIOWrapper(io.BytesIO(), encoding=encoding))
+        cli._open_streams()
+        for stream in (sys.stdout, sys.stderr):
+            stream.write(text)
+            stream.flush()
+            assert stream.buffer.getvalue() == carried  # type: ignore[attr-defined]
