@@ -230,13 +230,14 @@ def _run(work: Callable[[], object]) -> None:
             "outer.accumulate_steps) or more ranks",
             1,
         )
-    except (KeyboardInterrupt, _InterruptedError):
+    except (KeyboardInterrupt, _InterruptedError) as error:
         # 130 is a shell's code for SIGINT: 128 + 2.
         if os.environ.get("RANK", "0") != "0":
             # Every rank is interrupted: rank 0 alone prints it.
             _exit_now(130)
+        notes = error_messages.join_notes(error.__cause__ or error)
         _exit_with_error(
-            "interrupted: what was committed stays, what was half-written is dropped", 130
+            f"interrupted: what was committed stays, what was half-written is dropped{notes}", 130
         )
 
 
