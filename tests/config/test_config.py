@@ -84,28 +84,25 @@ def test_a_key_of_an_earlier_release_loads_with_its_default(good: Path) -> None:
             "labels.loss={click=bce}",
             "labels.loss = '{click=bce}' is not a table of texts. Write e.g. labels.loss.NAME = "
             "...",
-            (
-                "algorithm.learned_rates=row",
-                "algorithm.options.learned_rates = 'row' is not allowed: choose one of layer, "
-                "output, "
-                "weight",
-            ),
-            (
-                "model.options.interactoin=cat",
-                "model.options.interactoin is unknown; did you mean model.options.interaction?",
-            ),
-            (
-                "algorithm.options.rate=1",
-                "algorithm.options.rate is given, but algorithm.name = 'maml' has no options. "
-                "Remove "
-                "it",
-            ),
-            (
-                "data.lanes=2",
-                "data.lanes = 2 is no key any more: a step draws from all blocks; "
-                "data.blocks_per_step "
-                "lets each rank read its own. Remove it",
-            ),
+        ),
+        (
+            "algorithm.learned_rates=row",
+            "algorithm.options.learned_rates = 'row' is not allowed: choose one of layer, output, "
+            "weight",
+        ),
+        (
+            "model.options.interactoin=cat",
+            "model.options.interactoin is unknown; did you mean model.options.interaction?",
+        ),
+        (
+            "algorithm.options.rate=1",
+            "algorithm.options.rate is given, but algorithm.name = 'maml' has no options. Remove "
+            "it",
+        ),
+        (
+            "data.lanes=2",
+            "data.lanes = 2 is no key any more: a step draws from all blocks; data.blocks_per_step "
+            "lets each rank read its own. Remove it",
         ),
         (
             "data.path=''",
