@@ -232,13 +232,6 @@ class RunConfig:
     )
 
 
-# Keys of earlier releases, as old configs and runs have them: their default, which loads as before,
-# and what became of them.
-REMOVED = {
-    "sharding.shared_memory": (False, "ranks of one host exchange over TCP, with the same results")
-}
-
-
 @dataclass(frozen=True)
 class TrainConfig:
     """Everything a training run is made from; saved resolved as config.json in the run folder."""

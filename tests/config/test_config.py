@@ -68,8 +68,8 @@ def test_a_key_of_an_earlier_release_loads_with_its_default(good: Path) -> None:
         ("otter.dense_lr=1", "otter is unknown; did you mean outer?"),
         (
             "sharding.shared_memory=true",
-            "sharding.shared_memory is no more: ranks of one host exchange over TCP, with the same "
-            "results. Leave it out",
+            "sharding.shared_memory = True is no key any more: ranks of one host exchange over TCP "
+            "as others do. Remove it",
         ),
         ("foo=1", "override 'foo=1' is not of the form section.key=value. Write e.g. run.epochs=3"),
         ("outer.dense_lr=nan", "outer.dense_lr = nan is not a finite number. Correct the value"),
