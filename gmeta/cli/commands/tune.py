@@ -3,8 +3,6 @@
 import json
 import os
 import shutil
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from multiprocessing.connection import Connection
@@ -117,7 +115,7 @@ def tune(
         _check_folder(place)
     results = {}
     # One context for both studies: the fork server imports torch once.
-    with _say_how_to_go_on(), trial_processes(at_a_time, WORK) as context:
+    with trial_processes(at_a_time, WORK) as context:
         for side, (place, plan) in sides.items():
             # Only one process at a time may have a study open.
             with lock_run_folder(place):
@@ -131,16 +129,6 @@ def tune(
                 results[side] = _print_results(opened, runner, place, plan, decides)
     first = results.pop("")
     print_result(**first, **results)
-
-
-@contextmanager
-def _say_how_to_go_on() -> Iterator[None]:
-    """Add to Ctrl-C what keeps the study's trials."""
-    try:
-        yield
-    except KeyboardInterrupt as interrupt:
-        interrupt.add_note("trials that ended count: the same command goes on behind them")
-        raise
 
 
 def _run_trial(
