@@ -279,7 +279,7 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> TrainConfig:
     Raises:
         ConfigError: no such file, no TOML, an unknown key, a bad value, a required key left empty.
     """
-    raw = with_current_keys(read_toml("config", Path(path), ConfigError))
+    raw = with_current_keys(read_toml("config", Path(path), ConfigError, "run"))
     for override in overrides:
         _override(raw, override)
     config = config_from_dict(raw)
