@@ -32,7 +32,7 @@ _TABLES = {
 
 def describe_folder(path: Path, wanted: str = "") -> str:
     """Return what a folder is and which command takes it; "" if unknown or marked as `wanted`."""
-    found = next((mark for mark in _FOLDERS if os.access(path / mark, os.F_OK)), wanted)
+    found = next((mark for mark in _FOLDERS if os.path.isfile(path / mark)), wanted)
     return "" if found == wanted else _FOLDERS[found].format(path)
 
 
