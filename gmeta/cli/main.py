@@ -1,7 +1,9 @@
 """The `gmeta` command: its subcommands, and how an error becomes one line and an exit code."""
 
+import codecs
 import difflib
 import importlib
+import io
 import logging
 import os
 import sys
@@ -153,8 +155,26 @@ def _root(
     """Meta-learning recommenders: prepare logs, train on many ranks, evaluate on cold starts."""
 
 
+# What tables are printed with, and the like in ASCII.
+_PLAIN = str.maketrans(dict(zip("\N{MINUS SIGN}\N{EN DASH}\N{EM DASH}↑↓≥", "---^v>", strict=True)))
+
+
+def _degrade(error: UnicodeError) -> tuple[str | bytes, int]:
+    """Return what stands on a stream in place of characters that its encoding lacks."""
+    if not isinstance(error, UnicodeEncodeError):
+        raise error
+    text = error.object[error.start : error.end]
+    try:
+        # A file name's bytes that are no text, as they are on the disk.
+        return text.encode("ascii", "surrogateescape"), error.end
+    except UnicodeEncodeError:
+        return text.translate(_PLAIN).encode("ascii", "backslashreplace").decode(), error.end
+
+
 def _open_streams() -> None:
-    """Open /dev/null for each standard stream that the process was started without."""
+    """Open /dev/null for each standard stream that the process was started without; let the others
+    carry what their encoding can."""
+    codecs.register_error("gmeta", _degrade)
     for name in ("stdin", "stdout", "stderr"):
         # Else the next file that is opened would get the stream's number, and what a library prints
         # would be written into that file.
@@ -162,6 +182,10 @@ def _open_streams() -> None:
             # The lowest free number is the stream's own, as lower ones are open by now.
             number = os.open(os.devnull, os.O_RDWR)
             setattr(sys, name, os.fdopen(number, "r" if name == "stdin" else "w"))
+    for stream in (sys.stdout, sys.stderr):
+        # Else hours of work end in a traceback where a character of a result is not in ASCII.
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="gmeta")
 
 
 def main(work: Callable[[], object] = app) -> None:
@@ -206,13 +230,14 @@ def _run(work: Callable[[], object]) -> None:
             "outer.accumulate_steps) or more ranks",
             1,
         )
-    except (KeyboardInterrupt, _InterruptedError):
+    except (KeyboardInterrupt, _InterruptedError) as error:
         # 130 is a shell's code for SIGINT: 128 + 2.
         if os.environ.get("RANK", "0") != "0":
             # Every rank is interrupted: rank 0 alone prints it.
             _exit_now(130)
+        notes = error_messages.join_notes(error.__cause__ or error)
         _exit_with_error(
-            "interrupted: what was committed stays, what was half-written is dropped", 130
+            f"interrupted: what was committed stays, what was half-written is dropped{notes}", 130
         )
 
 

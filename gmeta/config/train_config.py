@@ -232,13 +232,6 @@ class RunConfig:
     )
 
 
-# Keys of earlier releases, as old configs and runs have them: their default, which loads as before,
-# and what became of them.
-REMOVED = {
-    "sharding.shared_memory": (False, "ranks of one host exchange over TCP, with the same results")
-}
-
-
 @dataclass(frozen=True)
 class TrainConfig:
     """Everything a training run is made from; saved resolved as config.json in the run folder."""
@@ -286,7 +279,7 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> TrainConfig:
     Raises:
         ConfigError: no such file, no TOML, an unknown key, a bad value, a required key left empty.
     """
-    raw = with_current_keys(read_toml("config", Path(path), ConfigError))
+    raw = with_current_keys(read_toml("config", Path(path), ConfigError, "run"))
     for override in overrides:
         _override(raw, override)
     config = config_from_dict(raw)

@@ -86,7 +86,7 @@ class FollowConfig:
 
 def load_follow_config(path: Path) -> FollowConfig:
     """Return the config in a TOML file."""
-    config = settings_from_dict(FollowConfig, read_toml("config", path, ConfigError))
+    config = settings_from_dict(FollowConfig, read_toml("config", path, ConfigError, "follow"))
     for name in ("inputs", "schema", "stream", "train", "runs", "channel"):
         if not getattr(config.follow, name):
             raise ConfigError(f"follow.{name} is empty: it is required. Set it in {path}")

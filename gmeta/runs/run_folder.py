@@ -13,8 +13,9 @@ from gmeta.config.train_config import TrainConfig, config_from_dict, digest_of
 from gmeta.errors import ConfigError, GMetaError, UserError
 from gmeta.platform.files.atomic_write import write_atomically
 from gmeta.platform.files.checked_json import json_object, read_json
+from gmeta_keys.path_kinds import RUN_MARK, describe_folder, suggest_path
 
-CONFIG_FILE = "config.json"
+CONFIG_FILE = RUN_MARK
 ENVIRONMENT_FILE = "environment.json"
 METRICS_FILE = "metrics.jsonl"
 PLAN_FILE = "plan.json"
@@ -79,12 +80,14 @@ class RunFolder:
         return gone_lines({section: saved[section]} if section in saved else {})
 
     def _read_config_json(self) -> dict[str, Any]:
+        if other := describe_folder(self.root, RUN_MARK):
+            raise UserError(f"{self.root} is no run folder but {other}")
         try:
             return read_json(self.root / CONFIG_FILE)
         except (OSError, ValueError) as error:
             raise UserError(
                 f"{self.root} is no run folder: {CONFIG_FILE} is missing or broken. "
-                "Give the run.dir of a training run"
+                f"Give the run.dir of a training run{suggest_path(self.root)}"
             ) from error
 
     def read_environment(self) -> dict[str, Any]:

@@ -172,7 +172,8 @@ def make_trial_run(run: RunConfig, folder: Path) -> RunConfig:
 
 @contextmanager
 def trial_processes(parallel: int, preload: str) -> Iterator[ForkServerContext]:
-    """Yield the context of the trials' processes, which start with the module `preload`."""
+    """Yield the context of the trials' processes, which start with the module `preload`; Ctrl-C in
+    the block gets a note on how to go on."""
     cores = len(os.sched_getaffinity(0))
     # Equal shares of the cores, unless the user says how many threads each process has.
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, cores // parallel)))
@@ -183,5 +184,8 @@ def trial_processes(parallel: int, preload: str) -> Iterator[ForkServerContext]:
         tempfile.tempdir = folder
         try:
             yield forking_context([preload])
+        except KeyboardInterrupt as interrupt:
+            interrupt.add_note("trials that ended count: the same command goes on behind them")
+            raise
         finally:
             tempfile.tempdir = before

@@ -13,6 +13,8 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, TypeVar, Union, get_args, get_origin, get_type_hints
 
+from gmeta_keys.path_kinds import describe_folder, describe_toml, suggest_path
+
 # Counts of rows, tasks and steps lie in int64 tensors and arrays.
 MOST_INT = 2**63 - 1
 
@@ -36,18 +38,25 @@ def key(default: Any, help: str, **bounds: float) -> Any:
     return dataclasses.field(default=default, metadata={"help": help, **bounds})
 
 
-def read_toml(what: str, path: Path, error: type[Exception]) -> dict[str, Any]:
-    """Return the tables of a TOML file; `what` names the file's role in messages."""
+def read_toml(what: str, path: Path, error: type[Exception], own_table: str = "") -> dict[str, Any]:
+    """Return the tables of a TOML file; `what` names the file's role in messages. A file that lacks
+    `own_table` may turn out to be of another kind."""
     try:
         # Editors on Windows begin UTF-8 files with a byte order mark, which TOML does not allow.
-        return tomllib.loads(path.read_text(encoding="utf-8-sig"))
+        raw = tomllib.loads(path.read_text(encoding="utf-8-sig"))
     except OSError as fault:
+        if other := describe_folder(path):
+            raise error(f"{what} {str(path)!r} is no TOML file but {other}") from fault
         raise error(
             f"{what} {str(path)!r} cannot be read: {fault.strerror}. Give a TOML file"
+            f"{suggest_path(path)}"
         ) from fault
     # ValueError covers bytes that are not UTF-8; deep nesting overflows tomllib's recursion.
     except (ValueError, RecursionError) as fault:
         raise error(f"{what} {str(path)!r} is no TOML: {fault}. Mend that line") from fault
+    if own_table and (other := describe_toml(path, raw, own_table)):
+        raise error(f"{what} {str(path)!r} is {other}")
+    return raw
 
 
 def parse(kind: type[Part], raw: Mapping[str, Any], wording: Wording, prefix: str = "") -> Part:

@@ -97,7 +97,9 @@ def test_progress_fits_into_80_columns_and_is_for_a_terminal_that_wants_it(
             continue
         lines = re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", shown).replace("\r", "\n").splitlines()
         assert max(map(len, lines)) <= 80
-        assert any("1234567/12345678" in line and "left" in line for line in lines)
+        # The time so far, then the time that is left.
+        shape = r"1234567/12345678 \d:\d\d:\d\d \+ [-\d:]+ left *"
+        assert any(re.search(shape, line) for line in lines)
     monkeypatch.setattr(sys, "stderr", other := Terminal())
     with show_progress("of another rank", rank=1) as advance:
         advance(1, 2)

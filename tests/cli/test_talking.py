@@ -1,5 +1,6 @@
 """-q, -v and --json: every command has them where they mean something."""
 
+import io
 import json
 import os
 import sys
@@ -120,3 +121,21 @@ def test_a_schema_that_leaves_out_most_tasks_is_warned_of(
     made = gmeta("prepare", "--schema", "schema.toml", "log.csv", "data", cwd=tmp_path)
     assert made.returncode == 0, made.stderr
     assert f"warning: 3 tasks left out, 1 episode left: they {why}\n" in made.stderr
+
+
+def test_a_stream_carries_of_every_text_what_its_encoding_can(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    text = "\N{MINUS SIGN}0.1 10\N{EN DASH}30 \N{EM DASH} ↑↓ ≥3 Zoë caf\udcc3\udca9"
+    for encoding, carried in (
+        ("ascii", b"-0.1 10-30 - ^v >3 Zo\\xeb caf\xc3\xa9"),
+        ("latin-1", b"-0.1 10-30 - ^v >3 Zo\xeb caf\xc3\xa9"),
+        ("utf-8", text.encode(errors="surrogateescape")),
+    ):
+        for name in ("stdout", "stderr"):
+            monkeypatch.setattr(sys, name, io.TextIOWrapper(io.BytesIO(), encoding=encoding))
+        cli._open_streams()
+        for stream in (sys.stdout, sys.stderr):
+            stream.write(text)
+            stream.flush()
+            assert stream.buffer.getvalue() == carried  # type: ignore[attr-defined]

@@ -64,6 +64,11 @@ def test_a_key_of_an_earlier_release_loads_with_its_default(good: Path) -> None:
     [
         ("outer.dense_lrr=1", "outer.dense_lrr is unknown; did you mean outer.dense_lr?"),
         ("otter.dense_lr=1", "otter is unknown; did you mean outer?"),
+        (
+            "sharding.shared_memory=true",
+            "sharding.shared_memory = True is no key any more: ranks of one host exchange over TCP "
+            "as others do. Remove it",
+        ),
         ("foo=1", "override 'foo=1' is not of the form section.key=value. Write e.g. run.epochs=3"),
         ("outer.dense_lr=nan", "outer.dense_lr = nan is not a finite number. Correct the value"),
         (
@@ -91,6 +96,11 @@ def test_a_key_of_an_earlier_release_loads_with_its_default(good: Path) -> None:
             "algorithm.options.rate=1",
             "algorithm.options.rate is given, but algorithm.name = 'maml' has no options. Remove "
             "it",
+        ),
+        (
+            "data.lanes=2",
+            "data.lanes = 2 is no key any more: a step draws from all blocks; data.blocks_per_step "
+            "lets each rank read its own. Remove it",
         ),
         (
             "data.path=''",

@@ -210,8 +210,9 @@ def test_an_interrupted_study_says_one_line_wherever_it_is(config: Path, tmp_pat
     os.killpg(process.pid, signal.SIGINT)  # as a terminal does it
     _, said = process.communicate()
     assert process.returncode == 130
-    assert (
-        said == "error: interrupted: what was committed stays, what was half-written is dropped\n"
+    assert said == (
+        "error: interrupted: what was committed stays, what was half-written is dropped (trials "
+        "that ended count: the same command goes on behind them)\n"
     )
 
 

@@ -113,8 +113,9 @@ def progress_bars() -> rich_progress.Progress:
         rich_progress.BarColumn(bar_width=12),
         rich_progress.MofNCompleteColumn(),
         rich_progress.TimeElapsedColumn(),
-        rich_progress.TextColumn("left"),
+        rich_progress.TextColumn("+"),
         rich_progress.TimeRemainingColumn(),
+        rich_progress.TextColumn("left"),
     )
     is_shown = sys.stderr.isatty() and not is_quiet()
     return rich_progress.Progress(

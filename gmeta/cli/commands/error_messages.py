@@ -50,9 +50,12 @@ def _loaded_classes(names: Sequence[tuple[str, str]]) -> list[type[Exception]]:
 def format_error(error: Exception) -> tuple[str, int]:
     """Return the line to print for an error, and its exit code."""
     line, code = _line_and_code(error)
-    # A caller adds notes as hints, such as to resume.
-    notes = "".join(f" ({note})" for note in getattr(error, "__notes__", ()))
-    return line + notes, code
+    return line + join_notes(error), code
+
+
+def join_notes(error: BaseException) -> str:
+    """Return what callers added to an error as hints, such as to resume."""
+    return "".join(f" ({note})" for note in getattr(error, "__notes__", ()))
 
 
 def _line_and_code(error: Exception) -> tuple[str, int]:

@@ -42,8 +42,20 @@ def write_report(
 ) -> ReportPaths:
     """Write the files of a report on the first run, with `notes`, and return their paths."""
     evaluation = summarise_evaluation(runs, baselines, notes)
-    # Shown before anything is written: a full disk must not cost an hour of scoring.
-    show_progress(evaluation)
+    try:
+        return _write_files(folder, runs, baselines, evaluation)
+    finally:
+        # Shown also where nothing could be written: a full disk must not cost an hour of scoring.
+        # Only then: nor must a stream that cannot be written to.
+        show_progress(evaluation)
+
+
+def _write_files(
+    folder: Path,
+    runs: Sequence[EvaluatedRun],
+    baselines: Sequence[EvaluatedBaseline],
+    evaluation: Evaluation,
+) -> ReportPaths:
     run = runs[0]
     curves = make_learning_curves(run.history, run.scoring, run.label_logged, len(run.labels))
     charts = make_charts(evaluation, curves)

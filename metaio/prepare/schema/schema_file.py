@@ -28,7 +28,7 @@ MAX_DENSE_NUMBERS = 65_536  # of one vector
 
 def load_schema(path: str | Path) -> Schema:
     """Return the checked schema of a TOML file."""
-    return parse_schema(read_toml("schema", Path(path), SchemaError))
+    return parse_schema(read_toml("schema", Path(path), SchemaError, "task"))
 
 
 def parse_schema(body: dict[str, Any]) -> Schema:

@@ -143,12 +143,19 @@ def test_refused_runs_write_nothing(tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("undrawn")
-def test_what_is_found_is_told_before_anything_is_written(tmp_path: Path) -> None:
-    told = []
+def test_what_is_found_is_saved_whatever_a_stream_does_and_told_whatever_a_disk_does(
+    tmp_path: Path,
+) -> None:
+    told: list[Evaluation] = []
 
     def tell(evaluation: Evaluation) -> None:
-        assert not (tmp_path / "out").exists()
+        assert (tmp_path / "out" / "evaluation.json").exists()
         told.append(evaluation)
+        raise BrokenPipeError
 
-    paths = files.write_report(tmp_path / "out", [run_of("bce")], show_progress=tell)
-    assert told == [paths.evaluation]
+    with pytest.raises(BrokenPipeError):
+        files.write_report(tmp_path / "out", [run_of("bce")], show_progress=tell)
+    (tmp_path / "file").touch()
+    with pytest.raises(NotADirectoryError):
+        files.write_report(tmp_path / "file" / "x", [run_of("bce")], show_progress=told.append)
+    assert len(told) == 2

@@ -157,7 +157,7 @@ def evaluate_on_rank(
 
 def _print_outcome(roots: list[Path], paths: ReportPaths, console: Console) -> None:
     # As in the file, where an undefined number is null.
-    evaluation = json.loads(Path(paths.evaluation_json).read_text())
+    evaluation = json.loads(Path(paths.evaluation_json).read_text("utf-8"))
     print_result(report=paths.html, evaluation=evaluation)
     for line in filter(None, (best_not_kept(RunFolder(root)) for root in roots)):
         make_console(stderr=True).print(line)
