@@ -52,9 +52,7 @@ def ranks_agree(device: str, quick: bool) -> dict[str, Any]:
         with ThreadPoolExecutor(max(1, len(available_cores()) // 4)) as pool:
             of_cpu = {name: pool.submit(readings, name, True) for name in names}
             far, wrong = compared(
-                "two ranks",
-                names,
-                lambda name: (of_cpu[name].result(), readings(name, False)),
+                "two ranks", names, lambda name: (of_cpu[name].result(), readings(name, False))
             )
     return {"far": far, "wrong": wrong, "gpus": torch.cuda.device_count()}
 

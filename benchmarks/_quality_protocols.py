@@ -129,7 +129,7 @@ PROTOCOLS = (
                 "algorithm.inner_lr=0.1",
                 "algorithm.inner_steps=3",
                 "algorithm.support_prior=5.0",
-            ),
+            )
         },
     ),
     Protocol(

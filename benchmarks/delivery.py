@@ -214,14 +214,7 @@ def train(
     places = [f'data.path="{increment(stream, number)}"', f'run.dir="{run}"']
     if before is not None:
         places.append(f'run.continue_from="{before}"')
-    stage(
-        root,
-        "train",
-        EXAMPLE / "train.toml",
-        *places,
-        "run.prequential=false",
-        *more,
-    )
+    stage(root, "train", EXAMPLE / "train.toml", *places, "run.prequential=false", *more)
 
 
 def gate(root: Path, sizes: Sizes) -> dict[str, Any]:

@@ -232,11 +232,7 @@ def counts(quick: bool) -> dict[str, Any]:
     learner = learner_of("maml", 1)
     learner.in_buckets = True
     shapes = shapes_of_runs(learner, 20 if quick else 400)
-    return {
-        "learner": {step.pop("case"): step for step in steps},
-        "train": whole,
-        "shapes": shapes,
-    }
+    return {"learner": {step.pop("case"): step for step in steps}, "train": whole, "shapes": shapes}
 
 
 def check(device: torch.device, quick: bool) -> dict[str, Any]:

@@ -23,14 +23,7 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from _common import (
-    REPOSITORY,
-    available_cores,
-    environment,
-    finish,
-    make_parser,
-    positive_int,
-)
+from _common import REPOSITORY, available_cores, environment, finish, make_parser, positive_int
 from _quality_jobs import Job, JobError, gmeta_processes, run_jobs
 from _quality_page import Measured, page
 from _quality_protocols import PROTOCOLS, Protocol
@@ -92,14 +85,7 @@ def main() -> int:
 
 
 def measure(
-    protocol: Protocol,
-    raw: Path,
-    work: Path,
-    seeds: int,
-    draws: int,
-    parallel: int,
-    *,
-    quick: bool,
+    protocol: Protocol, raw: Path, work: Path, seeds: int, draws: int, parallel: int, *, quick: bool
 ) -> Measured:
     """Prepare, train and evaluate, `parallel` commands at a time."""
     context = gmeta_processes()
@@ -144,13 +130,7 @@ def train_job(protocol: Protocol, name: str, seed: int, place: Path, *, quick: b
 
 
 def evaluate_job(
-    protocol: Protocol,
-    seed: int,
-    draws: int,
-    place: Path,
-    trainings: Sequence[Job],
-    *,
-    quick: bool,
+    protocol: Protocol, seed: int, draws: int, place: Path, trainings: Sequence[Job], *, quick: bool
 ) -> Job:
     """The evaluation of a seed's adapted run against its others, anew where one of them was."""
     root = place / f"seed-{seed}"

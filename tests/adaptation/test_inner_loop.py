@@ -223,10 +223,7 @@ def test_each_layer_may_have_a_path_of_its_own(
         name=model, embedding_dim=4, hidden=(5, 3), options={"history": "m0", "attention": (6,)}
     )
     algorithm = AlgorithmConfig(
-        name=name,
-        inner_steps=2,
-        layer_paths=(f"*={path}", *entries),
-        adapt_embeddings=embeddings,
+        name=name, inner_steps=2, layer_paths=(f"*={path}", *entries), adapt_embeddings=embeddings
     )
     assert_equals_loop([(3, 2), (0, 1), (1, 4)], (2, 1, 1), config, algorithm, "bce", seed=3)
 

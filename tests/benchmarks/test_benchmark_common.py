@@ -3,12 +3,7 @@
 import json
 
 import pytest
-from _common import (
-    Spread,
-    finish,
-    interleaved,
-    spread_of,
-)
+from _common import Spread, finish, interleaved, spread_of
 
 
 def test_rounds_alternate_their_direction() -> None:

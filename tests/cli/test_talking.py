@@ -95,10 +95,7 @@ def test_a_process_without_standard_streams_gets_some(monkeypatch: pytest.Monkey
 @pytest.mark.parametrize(
     ("rule", "why"),
     [
-        (
-            "min_rows = 5",
-            "have fewer rows than min_rows = 5. Lower it under [episodes]",
-        ),
+        ("min_rows = 5", "have fewer rows than min_rows = 5. Lower it under [episodes]"),
         (
             'max_rows = 4\nlonger = "drop"',
             "have more rows than max_rows = 4. Raise it under [episodes], or set "

@@ -241,12 +241,7 @@ class OwnModel(nn.Module):
         ("reptile", False, True, "reptile adapts this model in the general loop"),
         ("none", False, True, "none adapts this model in the general loop"),
         ("maml", True, True, "OwnModel is no part of gmeta, and may read values or draw them"),
-        (
-            "maml",
-            False,
-            False,
-            "batches are not arranged in few shapes (run.shape_buckets)",
-        ),
+        ("maml", False, False, "batches are not arranged in few shapes (run.shape_buckets)"),
     ],
 )
 def test_where_a_graph_is_not_safe_the_learner_says_why(

@@ -15,13 +15,7 @@ from tests.deploy.policy import (
     size_problems,
 )
 from tests.deploy.rbac import rbac_problems
-from tests.deploy.rendering import (
-    OVERLAYS,
-    CannotRenderError,
-    Manifest,
-    embedded_pods,
-    render,
-)
+from tests.deploy.rendering import OVERLAYS, CannotRenderError, Manifest, embedded_pods, render
 from tests.deploy.schema_check import schema_problems
 
 

@@ -23,14 +23,7 @@ from tests.deploy.monitoring import (
     dashboard_problems,
     monitoring_problems,
 )
-from tests.deploy.rendering import (
-    OVERLAYS,
-    ROOT,
-    Manifest,
-    find_kubectl,
-    pod_specs,
-    render,
-)
+from tests.deploy.rendering import OVERLAYS, ROOT, Manifest, find_kubectl, pod_specs, render
 from tests.deploy.schema_check import schema_problems
 
 needs_kubectl = pytest.mark.skipif(find_kubectl() is None, reason="no kubectl: make deploy-tools")

@@ -116,11 +116,7 @@ OUTER = {
     "none, clipped, adam": {"clip_norm": 0.2},
     "none, momentum, sgd": {"dense_optimizer": "sgd", "dense_lr": 0.2, "momentum": 0.9},
 }
-DENSE = {
-    "adam": torch.optim.Adam,
-    "adamw": torch.optim.AdamW,
-    "sgd": torch.optim.SGD,
-}
+DENSE = {"adam": torch.optim.Adam, "adamw": torch.optim.AdamW, "sgd": torch.optim.SGD}
 
 
 def model_of(case: str) -> ModelConfig:

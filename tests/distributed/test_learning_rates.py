@@ -56,10 +56,7 @@ def train_with(
     torch.manual_seed(3)
     learner = build_learner(FEATURES, MODEL, AlgorithmConfig(name="none"), "bce")
     config = TrainConfig(
-        model=MODEL,
-        outer=outer,
-        run=RunConfig(seed=1),
-        sharding=ShardingConfig(exchange=exchange),
+        model=MODEL, outer=outer, run=RunConfig(seed=1), sharding=ShardingConfig(exchange=exchange)
     )
     sharded = shard_learner(learner, FEATURES, config, ranks)
     start = local_rows(sharded)

@@ -125,10 +125,7 @@ def test_without_support_rows_nothing_adapts(run: Path) -> None:
 
 
 FIXED: dict[str, dict[str, Any]] = {
-    "past": {
-        "time": {"column": "ts"},
-        "episodes": {"by": "last", "query_rows": 4, "min_rows": 6},
-    },
+    "past": {"time": {"column": "ts"}, "episodes": {"by": "last", "query_rows": 4, "min_rows": 6}},
     "membership": {"membership": {"column": "side"}},
     "windows": {"time": {"column": "ts"}, "splits": {"by_time": {"train": 0.6, "cold": 0.4}}},
 }

@@ -158,12 +158,7 @@ def test_behind_one_that_cannot_be_read_the_next_is_read_anew(
     config = config_of(click_logs, tmp_path)
     local, (_, wanted, *_) = made_here(config, ranks, 0, 1, 0, 0)
     work = BatchWork(
-        settings_of(config),
-        local.learner.collate_options(),
-        local.exchange.planner,
-        0,
-        1,
-        1,
+        settings_of(config), local.learner.collate_options(), local.exchange.planner, 0, 1, 1
     )
     compose, failures = pipeline.compose, [OSError("gone")]
 

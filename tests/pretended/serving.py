@@ -14,10 +14,7 @@ from gmeta_models import ModelConfig
 from tests.pretended.device import PretendedDevice, counting
 from tests.support.exported import random_rows, write_random_model
 
-ROWS = {
-    "adapts rows": {"adapt_embeddings": True},
-    "some tables": {"adapt_embeddings": ("item",)},
-}
+ROWS = {"adapts rows": {"adapt_embeddings": True}, "some tables": {"adapt_embeddings": ("item",)}}
 ALGORITHMS: dict[str, dict[str, Any]] = {
     **{name: {"name": name} for name in ("maml", "anil", "metasgd", "encoder", "encoder_maml")},
     "ridge": {"name": "ridge"},

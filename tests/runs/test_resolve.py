@@ -113,9 +113,7 @@ def test_trials_are_all_of_the_next_increment(stream: Path) -> None:
     assert trial.data.increment == load_config(study / "best.toml").data.increment == "2"
 
 
-def test_an_increment_without_a_gate_task_is_told_to_be_without_validation(
-    tmp_path: Path,
-) -> None:
+def test_an_increment_without_a_gate_task_is_told_to_be_without_validation(tmp_path: Path) -> None:
     path = write_stream(tmp_path / "stream", days=1)
     log = tmp_path / "small.csv"
     write_day(log, 1)

@@ -156,9 +156,7 @@ def test_a_damaged_model_is_refused_in_one_line(model: Path, fault: str) -> None
     assert catch_message(GMetaError, gmeta.load, model) == message.format(model=model)
 
 
-def test_contents_are_not_read_where_no_verification_is_asked(
-    model: Path,
-) -> None:
+def test_contents_are_not_read_where_no_verification_is_asked(model: Path) -> None:
     flip(model / "table-00000.safetensors")
     assert gmeta.load(model, verify=False).predict(random_rows(3)).shape == (3,)
 

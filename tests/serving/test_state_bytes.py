@@ -184,10 +184,7 @@ def as_if(name: str, array: np.ndarray) -> Callable[[dict[str, np.ndarray]], Non
     ],
 )
 def test_parts_that_do_not_fit_the_model_are_refused(
-    model: ServedModel,
-    state: bytes,
-    change: Callable[[dict[str, np.ndarray]], None],
-    told: str,
+    model: ServedModel, state: bytes, change: Callable[[dict[str, np.ndarray]], None], told: str
 ) -> None:
     arrays = dict(load(state[HEADER_BYTES:]))
     change(arrays)

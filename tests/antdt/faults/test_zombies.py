@@ -36,10 +36,7 @@ def hold_a_shard(address: str, out: Any, go_on: Any) -> None:
 
 def test_a_stopped_workers_late_report_is_fenced(tmp_path: Path) -> None:
     out, go_on = CONTEXT.Queue(), CONTEXT.Event()
-    with (
-        running(tmp_path / "s.db") as service,
-        ShardClient(service.address, "b") as heir,
-    ):
+    with running(tmp_path / "s.db") as service, ShardClient(service.address, "b") as heir:
         heir.register_dataset(DatasetSpec("d", 4, 4))
         zombie = CONTEXT.Process(
             target=hold_a_shard, args=(service.address, out, go_on), daemon=True

@@ -102,9 +102,7 @@ def users(pod: Pod) -> set[tuple[str, ...]]:
 @needs_kubectl
 @pytest.mark.distributed
 @pytest.mark.timeout(1800)
-def test_an_overlay_becomes_a_finished_run_though_its_pods_are_drained(
-    cluster: Cluster,
-) -> None:
+def test_an_overlay_becomes_a_finished_run_though_its_pods_are_drained(cluster: Cluster) -> None:
     run = cluster.volume("gmeta-runs") / "demo"
     train = cluster.workloads["gmeta-train"]
     checkpoints = run / "checkpoints"

@@ -113,9 +113,7 @@ def test_the_json_is_the_documented_schema_without_nan(tmp_path: Path) -> None:
     assert estimate["reason"] == "rests on only 5 tasks: too few to resample"
 
 
-def test_json_numbers_are_those_of_the_evaluation(
-    written: dict[Loss, files.ReportPaths],
-) -> None:
+def test_json_numbers_are_those_of_the_evaluation(written: dict[Loss, files.ReportPaths]) -> None:
     paths = written["mse"]
     value = json.loads(paths.evaluation_json.read_text())
     for group, found in zip(paths.evaluation.groups, value["groups"], strict=True):

@@ -36,18 +36,9 @@ def test_columns_are_listed_once() -> None:
 @pytest.mark.parametrize(
     ("parts", "message"),
     [
-        (
-            {"task": {"columm": "x"}},
-            "schema key task.columm is unknown; did you mean task.column?",
-        ),
-        (
-            {"label": {}},
-            "schema key label.column is missing; it has no default. Add it",
-        ),
-        (
-            {"label": {"column": 3}},
-            "schema key label.column is 3; it must be text. Correct it",
-        ),
+        ({"task": {"columm": "x"}}, "schema key task.columm is unknown; did you mean task.column?"),
+        ({"label": {}}, "schema key label.column is missing; it has no default. Add it"),
+        ({"label": {"column": 3}}, "schema key label.column is 3; it must be text. Correct it"),
         (
             {"dense": [{"column": "click"}]},
             "column click is the label and a feature: the model would be told the answer. Remove "

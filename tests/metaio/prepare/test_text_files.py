@@ -107,8 +107,7 @@ def test_bytes_that_are_not_utf8_in_an_unread_column_do_no_harm(tmp_path: Path, 
 
 
 @pytest.mark.parametrize(
-    ("encoding", "written"),
-    [("latin-1", "latin-1"), ("utf-16", "utf-16"), ("utf-16", "utf-16-le")],
+    ("encoding", "written"), [("latin-1", "latin-1"), ("utf-16", "utf-16"), ("utf-16", "utf-16-le")]
 )
 def test_an_encoding_is_read_as_it_is_named(tmp_path: Path, encoding: str, written: str) -> None:
     text = "user,item,y\n" + "".join(f"1,{city},1\n1,{city},0\n" for city in ("café", "Ölper"))
@@ -149,9 +148,7 @@ def test_dates_of_a_format_are_read_by_it(tmp_path: Path) -> None:
     rows = "1,7,1,03/02/2026\n1,8,0,02/03/2026\n"
     for pattern, first in (("%d/%m/%Y", [1.0, 0.0]), ("%m/%d/%Y", [0.0, 1.0])):
         dataset = prepared(
-            tmp_path,
-            {"a.csv": f"user,item,y,at\n{rows}"},
-            time={"column": "at", "format": pattern},
+            tmp_path, {"a.csv": f"user,item,y,at\n{rows}"}, time={"column": "at", "format": pattern}
         )
         assert dataset.read_block("train", 0).label_N.tolist() == first
 

@@ -116,10 +116,7 @@ def test_what_comes_along_is_asked_for_and_told_when_it_is_left_out(tmp_path: Pa
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (
-            ["in", "--extend", "s", "--recipe", "synthetic"],
-            "--recipe has no effect with --extend",
-        ),
+        (["in", "--extend", "s", "--recipe", "synthetic"], "--recipe has no effect with --extend"),
         (["in", "out", "--schema", "x", "--accept"], "--accept has no effect with --schema"),
         (["in.csv", "--extend", "s", "--spark"], "--spark was given in.csv; it reads Parquet"),
     ],

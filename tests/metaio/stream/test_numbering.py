@@ -116,13 +116,7 @@ def test_the_same_ids_get_the_same_rows_wherever_the_log_is_cut(
 
 
 @settings(max_examples=80, deadline=None)
-@given(
-    EVENTS,
-    st.sets(st.integers(1, 30)),
-    st.integers(1, 3),
-    st.integers(1, 8),
-    st.integers(0, 6),
-)
+@given(EVENTS, st.sets(st.integers(1, 30)), st.integers(1, 3), st.integers(1, 8), st.integers(0, 6))
 def test_what_is_forgotten_frees_its_row_after_the_grace(
     events: list[Event], cuts: set[int], least: int, ttl: int, grace: int
 ) -> None:

@@ -168,10 +168,7 @@ def test_a_disk_that_is_full_for_a_while_delays_a_version_and_no_more(
 ) -> None:
     channel, model = Channel(tmp_path / "channel"), Model.of(SIZES)
     promote(channel, model, tmp_path / "1")
-    with (
-        service_of(channel.root) as service,
-        gmeta.follow(channel.root, every_s=0) as follower,
-    ):
+    with service_of(channel.root) as service, gmeta.follow(channel.root, every_s=0) as follower:
         promote(channel, model.changed(np.random.default_rng(0)), tmp_path / "2")
         assert channel.version(2).delta is not None
         shutil.rmtree(tmp_path / "cache")
@@ -200,10 +197,7 @@ def test_a_pointer_that_cannot_be_read_for_a_while_is_told_and_read_again(tmp_pa
     channel, model = Channel(tmp_path / "channel"), Model.of(SIZES)
     promote(channel, model, tmp_path / "1")
     pointer = channel.root / "current.json"
-    with (
-        service_of(channel.root) as service,
-        gmeta.follow(channel.root, every_s=0) as follower,
-    ):
+    with service_of(channel.root) as service, gmeta.follow(channel.root, every_s=0) as follower:
         for damage, told in (
             (lambda: pointer.mkdir(), "cannot be read or written: [Errno 21] Is a directory: "),
             (lambda: pointer.write_text("{"), "current.json is not JSON: it was cut short"),

@@ -28,10 +28,7 @@ MODELS_BY_CASE: dict[str, dict[str, Any]] = {
     "din": {"name": "din", "options": {"history": "seen"}},
     "deepfm": {"name": "deepfm"},
     "dcnv2": {"name": "dcnv2"},
-    "dcnv2 parallel": {
-        "name": "dcnv2",
-        "options": {"structure": "parallel", "cross_rank": 2},
-    },
+    "dcnv2 parallel": {"name": "dcnv2", "options": {"structure": "parallel", "cross_rank": 2}},
     "mmoe": {"name": "mmoe"},
     "narrow tables": {"embedding_dim": 8, "widths": ("item=4", "city=4")},
     "ple": {"name": "ple", "options": {"expert": (8,), "own_experts": 1}},

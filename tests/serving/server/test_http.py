@@ -321,10 +321,7 @@ def test_a_task_that_is_too_long_to_solve_holds_up_nobody_else(tmp_path: Path) -
 def test_a_caller_who_leaves_amid_the_body_is_no_failure(service: InferenceService) -> None:
     async def left(client: httpx.AsyncClient) -> None:
         parts = iter(
-            [
-                {"type": "http.request", "body": b"{", "more_body": True},
-                {"type": "http.disconnect"},
-            ]
+            [{"type": "http.request", "body": b"{", "more_body": True}, {"type": "http.disconnect"}]
         )
 
         async def receive() -> Any:
