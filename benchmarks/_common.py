@@ -111,8 +111,7 @@ def finish(benchmark: str, figures: Mapping[str, Any]) -> None:
     """Print the figures as one line of JSON, the last line of the output, for machines to read.
 
     Raises:
-        ValueError: a figure is NaN or infinite, which JSON cannot hold.
-    """
+        ValueError: a figure is NaN or infinite, which JSON cannot hold."""
     # Or a warning could land behind the line that must be the last.
     sys.stderr.flush()
     print(json.dumps({"benchmark": benchmark, **figures}, allow_nan=False), flush=True)

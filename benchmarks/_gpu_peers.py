@@ -1,6 +1,5 @@
 """What stands beside the learner's step in gpu.py: MAML of one step on even tasks as torch.func and
-JAX take it, and a step's products of matrices alone.
-"""
+JAX take it, and a step's products of matrices alone."""
 
 import os
 from collections.abc import Callable
@@ -134,8 +133,7 @@ def _random_like(matrix: Tensor) -> Tensor:
 def products_alone(step: Step) -> Callable[[], object]:
     """Return what does a step's products of matrices again and nothing else, as one CUDA graph:
     the least that a step takes with this library for products, whose kernels are far from the
-    card's best where matrices are small.
-    """
+    card's best where matrices are small."""
     with _Products() as noted:
         step()
     graph = torch.cuda.CUDAGraph()

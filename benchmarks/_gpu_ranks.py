@@ -2,8 +2,7 @@
 stand beside those of two ranks of the CPU.
 
 Each rank has a GPU of its own; where there is only one they share it, which NCCL allows from 2.30
-on (NCCL_MULTI_RANK_GPU_ENABLE). An older torch takes a newer NCCL by LD_PRELOAD.
-"""
+on (NCCL_MULTI_RANK_GPU_ENABLE). An older torch takes a newer NCCL by LD_PRELOAD."""
 
 import os
 import socket
@@ -33,8 +32,7 @@ RUNS: dict[str, list[str]] = {
 
 def ranks_agree(device: str, quick: bool) -> dict[str, Any]:
     """Train on two ranks of each device; return how far the losses are from each other, by run, and
-    which of them are too far.
-    """
+    which of them are too far."""
     with tempfile.TemporaryDirectory() as folder:
         data = Path(folder, "data")
         prepare_synthetic(str(data), SyntheticConfig(num_tasks=400, num_items=60))

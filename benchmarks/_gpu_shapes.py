@@ -1,6 +1,5 @@
 """How few shapes the batches of ragged runs have that are arranged in buckets, and what that pads:
-for gpu.py.
-"""
+for gpu.py."""
 
 from collections import Counter
 from collections.abc import Callable
@@ -44,8 +43,7 @@ RUNS: dict[str, tuple[Callable[..., Ints], int]] = {
 
 def shapes_of_runs(learner: MetaLearner, num_batches: int) -> dict[str, dict[str, Any]]:
     """Print and return how many shapes each run has, what share of its batches has one of the
-    twelve most frequent, and what share of the rows pads.
-    """
+    twelve most frequent, and what share of the rows pads."""
     layout = learner.collate_options().layout
     assert layout is not None
     found: dict[str, dict[str, Any]] = {}

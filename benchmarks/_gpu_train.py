@@ -1,6 +1,5 @@
 """Runs of `gmeta train` for gpu.py, each a process of its own: the losses of a device beside those
-of the CPU, and the rows that it trains on a second.
-"""
+of the CPU, and the rows that it trains on a second."""
 
 import json
 import os
@@ -83,8 +82,7 @@ PARTS = ("losses", "speeds", "feeds")
 
 def trained(device: str, quick: bool, parts: Sequence[str] = PARTS) -> dict[str, Any]:
     """Print these comparisons; return how far the losses are from the CPU's, by run, which of them
-    are too far, and rows a second by tasks a step and run.
-    """
+    are too far, and rows a second by tasks a step and run."""
     found: dict[str, Any] = {}
     tasks = [128] if quick else [128, 1_024]
     with tempfile.TemporaryDirectory() as folder:
@@ -103,8 +101,7 @@ def trained(device: str, quick: bool, parts: Sequence[str] = PARTS) -> dict[str,
 
 def agreement(device: str, root: Path, names: Sequence[str]) -> tuple[dict[str, float], list[str]]:
     """Train on the CPU and on the device, several runs at a time; return how far the losses are
-    from each other, and the names of those that are too far.
-    """
+    from each other, and the names of those that are too far."""
     data = root / "small"
     prepare_synthetic(str(data), SyntheticConfig(num_tasks=400, num_items=60))
 
@@ -137,8 +134,7 @@ def compared(
     what: str, names: Sequence[str], pair: Callable[[str], Sequence[Sequence[float]]]
 ) -> tuple[dict[str, float], list[str]]:
     """Print how far the readings of each pair of runs, expected and found, are from each other at
-    most, relatively; return that by name, and the names of those that are too far, or failed.
-    """
+    most, relatively; return that by name, and the names of those that are too far, or failed."""
     far: dict[str, float] = {}
     wrong: list[str] = []
     for name in names:
@@ -161,8 +157,7 @@ def speeds(
     device: str, root: Path, tasks: Sequence[int], runs: Mapping[str, list[str]], quick: bool
 ) -> dict[str, dict[str, int]]:
     """Train for a while, one run after the other; return the median of rows a second, without the
-    first readings, by tasks a step and run.
-    """
+    first readings, by tasks a step and run."""
     data = root / "large"
     if not data.exists():
         prepare_synthetic(str(data), SyntheticConfig(num_tasks=2_000 if quick else 60_000))
@@ -192,8 +187,7 @@ def train(run: Path, data: Path, device: str, keys: Sequence[str], *options: str
     """Run `gmeta train`.
 
     Raises:
-        RuntimeError: it failed; with the end of what it said.
-    """
+        RuntimeError: it failed; with the end of what it said."""
     finish_train(start_train(run, data, device, [*keys, *options], {}))
 
 
@@ -220,8 +214,7 @@ def finish_train(process: subprocess.Popen[str]) -> None:
     """Wait for it.
 
     Raises:
-        RuntimeError: it failed; with the end of what it said.
-    """
+        RuntimeError: it failed; with the end of what it said."""
     said, _ = process.communicate(timeout=MOST_SECONDS)
     if process.returncode:
         raise RuntimeError(f"{process.args}\n{said[-3000:]}")

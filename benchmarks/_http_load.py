@@ -62,8 +62,7 @@ class Connection:
 
 def run(calls: Coroutine[Any, Any, T]) -> T:
     """What comes of them, on an event loop that leaves the core to the server: what callers do with
-    an answer, one after the other, is in the latency of those whose answers came with it.
-    """
+    an answer, one after the other, is in the latency of those whose answers came with it."""
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         return runner.run(calls)
 
@@ -115,8 +114,7 @@ async def paced_loop(
     port: int, path: str, bodies: Sequence[bytes], clients: int, due_s: Sequence[float]
 ) -> Answers:
     """Requests that are due at these times, dealt out to so many callers in turn. Each is timed
-    from when it was due, also where its caller still waited for the answer before it.
-    """
+    from when it was due, also where its caller still waited for the answer before it."""
     answers, began_s = Answers(), time.perf_counter()
 
     async def caller(number: int) -> None:
@@ -138,8 +136,7 @@ async def open_loop(
     port: int, path: str, bodies: Sequence[bytes], due_s: Sequence[float]
 ) -> Answers:
     """Requests that are sent at these times, however long answers take; each is timed from when it
-    was due.
-    """
+    was due."""
     answers, idle, began_s = Answers(), list[Connection](), time.perf_counter()
 
     async def one(index: int) -> None:

@@ -1,8 +1,7 @@
 """What requests wait for at 60 % of a server's most, and the least that this could be.
 
 The least is that of a server which answers all that wait at once, where a batch of n takes a + b n
-and nothing else delays anybody; what comes meanwhile is the next batch.
-"""
+and nothing else delays anybody; what comes meanwhile is the next batch."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -79,8 +78,7 @@ def p99(seconds: Sequence[float] | Float64) -> float:
 def least_p99(due_s: Float64, single_s: float, most_per_s: float, clients: int) -> float:
     """The slowest hundredth of requests that are due at these times, in order, by a and b alone: a
     server answers one request in a + b = `single_s`, and those of so many callers, each with its
-    next one at once, in a + b clients = clients / `most_per_s`.
-    """
+    next one at once, in a + b clients = clients / `most_per_s`."""
     each_s = max(0.0, (clients / most_per_s - single_s) / (clients - 1))
     free_s, first, waited = 0.0, 0, list[Float64]()
     while first < len(due_s):

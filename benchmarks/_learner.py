@@ -14,8 +14,7 @@ Step = Callable[[], Tensor]
 
 def learner_step(learner: MetaLearner, batches: Sequence[TaskBatch], width: int) -> Step:
     """Forward and backward from fetched rows of this width, returning the loss; every call takes
-    the next batch. Arranging them is the host's work and not in it.
-    """
+    the next batch. Arranging them is the host's work and not in it."""
     steps = []
     for batch in batches:
         rows_UD = torch.randn(batch.unique_ids_U.numel(), width).mul_(0.1).requires_grad_()

@@ -1,7 +1,6 @@
 """What a user writes in an afternoon: `gmeta.load` behind one FastAPI process, call by call.
 
-python benchmarks/_lock_server.py FOLDER PORT
-"""
+python benchmarks/_lock_server.py FOLDER PORT"""
 
 import sys
 from typing import Any

@@ -2,8 +2,7 @@
 rows.
 
 Ids are skewed like click logs; tables have 10 to a million rows. Shared by metaio_prepare and
-metaio_reader.
-"""
+metaio_reader."""
 
 from pathlib import Path
 

@@ -2,8 +2,7 @@
 would write it.
 
 All but Mosaic read a row table (row_table); Mosaic reads whole pre-built batches, one a sample, as
-it is told to.
-"""
+it is told to."""
 
 import importlib
 import sys
@@ -63,8 +62,7 @@ def _non_null(column: pa.ChunkedArray, kind: pa.DataType) -> pa.Array:
 
 def to_tensors(table: pa.Table) -> Batch:
     """What a peer's user writes: ids [F, N], floats [K, N], lists as values and offsets, and the
-    label.
-    """
+    label."""
     ids = np.stack([table[name].to_numpy() for name in IDS])
     floats = np.stack([table[name].to_numpy() for name in FLOATS])
     lists = []

@@ -29,8 +29,7 @@ PRELOADED = [
 @dataclass(frozen=True)
 class Job:
     """A command that makes the folder `out`; `files` are what it reads beside its arguments, whose
-    content tells, with that of the code, whether a kept folder is still what it would make.
-    """
+    content tells, with that of the code, whether a kept folder is still what it would make."""
 
     arguments: tuple[str, ...]
     out: Path
@@ -75,8 +74,7 @@ def run_jobs(jobs: Sequence[Job], at_a_time: int, context: ForkServerContext) ->
     """Run the jobs, `at_a_time` together; an earlier run is told where its folder was kept.
 
     Raises:
-        JobError: a command failed.
-    """
+        JobError: a command failed."""
     with ThreadPoolExecutor(at_a_time) as pool:
         return list(pool.map(lambda job: _run(job, context), jobs))
 

@@ -21,8 +21,7 @@ class Protocol:
     support is the past, or was given. `tuned` and `by_hand` tell how many runs chose the settings
     of adapted and plain, `judged_by` on which splits. `why` says in a sentence why adapting is not
     ahead everywhere. `others` are other algorithms: overrides of the adapted config by name, run
-    with the first seed alone.
-    """
+    with the first seed alone."""
 
     name: str
     title: str

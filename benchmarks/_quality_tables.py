@@ -25,8 +25,7 @@ OPTIONAL = "boosted trees"  # where gmeta[lightgbm] is not installed
 @dataclass(frozen=True)
 class Lead:
     """Adapted minus a baseline, the mean over seeds, with a 95 % interval; `value` is the
-    baseline's own. `verdict` is better, worse or noise.
-    """
+    baseline's own. `verdict` is better, worse or noise."""
 
     baseline: str
     value: float
@@ -60,8 +59,7 @@ def rows_of(
     beside the baselines, of the seeds that have them.
 
     Raises:
-        ValueError: an evaluation has no such split, metric or comparison.
-    """
+        ValueError: an evaluation has no such split, metric or comparison."""
     read = [json.loads(path.read_text()) for path in evaluations]
     return [_row(read, split, metric, others) for split in splits for metric in metrics]
 
@@ -116,8 +114,7 @@ def lead(
     92 % with three. Of one seed the interval does not cover the seed.
 
     Raises:
-        ValueError: a seed has no interval; with its reason.
-    """
+        ValueError: a seed has no interval; with its reason."""
     for each in differences:
         if each["low"] is None or each["high"] is None:
             raise ValueError(f"no interval against {baseline}: {each['reason']}")
@@ -163,8 +160,7 @@ def text_lines(rows: Sequence[Row]) -> Iterator[str]:
 
 def markdown(rows: Sequence[Row]) -> list[str]:
     """Two tables with a row for each metric of each split and all baselines side by side: what each
-    model reaches, and the 95 % intervals of adapted minus each.
-    """
+    model reaches, and the 95 % intervals of adapted minus each."""
     heads = [each.baseline for each in rows[0].leads]
     values = [[_short(row.value), *(_short(each.value) for each in row.leads)] for row in rows]
     ranges = [[_range(each) for each in row.leads] for row in rows]

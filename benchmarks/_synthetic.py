@@ -37,8 +37,7 @@ def random_batch(
     """Ids spread over a table as after hashing; each table's ids are unique and sorted.
 
     With skew 1 every id is as frequent; above it the share s of the ids that are most frequent has
-    the share s ** (1 / skew) of the rows.
-    """
+    the share s ** (1 / skew) of the rows."""
     generator = torch.Generator().manual_seed(seed)
     rows_T = support_lengths_T + query_lengths_T
     num_rows = int(rows_T.sum())

@@ -3,8 +3,7 @@
 A DLRM over 26 sparse columns (16 hashed integers, 8 hashed texts, 2 text vocabularies of 1,000
 values) and 13 dense ones, embeddings 32 wide, all of it adapting; tables of 100,000 rows (--quick:
 10,000). adapt takes 20 support rows, predict 100 query rows; both begin with Python lists of raw
-values, so encoding is in the time. Variants take turns, each call with other rows.
-"""
+values, so encoding is in the time. Variants take turns, each call with other rows."""
 
 import tempfile
 import time

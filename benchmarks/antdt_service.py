@@ -7,10 +7,8 @@ with a stream of its own, in a closed loop of lease, advance, flush. The last li
 durable_rpc_per_s and p99_ms (Lease + Complete, one shard a call; an RPC counts when the client has
 the answer), unary_rpc_per_s and unary_p99_ms (the same, each RPC a gRPC call by itself, as other
 clients make them), durable_transitions_per_s (32 shards a call, each shard TODO -> DOING -> DONE
-counts two),
-recovery_s_at_1e6 (kill -9 to the first answered call, half of a million shards done),
-rss_mb_at_1e6. fsync_ms says what the disk under the store can do: no durable service is faster.
-"""
+counts two), recovery_s_at_1e6 (kill -9 to the first answered call, half of a million shards done),
+rss_mb_at_1e6. fsync_ms says what the disk under the store can do: no durable service is faster."""
 
 import argparse
 import multiprocessing as mp

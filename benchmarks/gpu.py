@@ -17,8 +17,7 @@
   ranks     runs of `gmeta train` on two ranks: losses against two ranks of the CPU
 
 counts is the default without a GPU, check with one. The last five need a GPU; --device cpu tries
-the scripts themselves. Each ends within 8 minutes and needs no network.
-"""
+the scripts themselves. Each ends within 8 minutes and needs no network."""
 
 import itertools
 import sys

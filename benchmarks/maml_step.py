@@ -13,8 +13,7 @@ take turns in one process:
   vmap         torch.func: every task gets its own copy of each weight
   bmm          per-task weights written out, one batched product a layer
 
-Peak memory is the growth of the process's high-water mark during a step, in fresh processes.
-"""
+Peak memory is the growth of the process's high-water mark during a step, in fresh processes."""
 
 import argparse
 import subprocess

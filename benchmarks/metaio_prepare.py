@@ -4,8 +4,7 @@ logs.
 The two others only sort rows by user and time and write Parquet again; prepare also hashes ids,
 cuts episodes, stores each block's unique ids, and takes checksums. Every contestant runs in a
 process of its own, whose peak resident memory is read from the system. Full run: 20 million rows of
-41 columns and 2 GB of memory.
-"""
+41 columns and 2 GB of memory."""
 
 import shutil
 import subprocess

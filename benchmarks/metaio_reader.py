@@ -13,8 +13,7 @@ trainer looks up, of steps of 1,024 episodes and of 128, the default. Peers read
 a row table in the encodings that suit pyarrow best (DELTA ids, PLAIN floats, no compression), to
 one tensor a feature group; they compute no unique ids unless their name says so. Files are in the
 page cache; the first epoch, in which gmeta also verifies every checksum, is reported by itself.
-Polars and Mosaic streaming take part once --setup has installed them into .venv-peers-data.
-"""
+Polars and Mosaic streaming take part once --setup has installed them into .venv-peers-data."""
 
 import functools
 import itertools

@@ -3,8 +3,7 @@
 The same dataset is read from the local disk and through the server, shuffled, in batches of 1,024
 episodes, with the same threads. Blocks are decoded anew in each epoch (the cache holds fewer than
 there are). The server runs in a process of its own but on the same cores. Needs aiohttp (extra
-dev), as fsspec's http does.
-"""
+dev), as fsspec's http does."""
 
 import argparse
 import http.server

@@ -5,8 +5,7 @@ training and of MAML and FOMAML where the decision layers adapt, on the same row
 90 support rows and 10 query rows, eight single-id columns of 32, and a history of up to 30 items.
 In `dlrm-all` the bottom MLP over four dense columns and the embedding rows adapt too. `general` is
 MAML in the general inner loop, which adapts any model. The variants of one model take turns in one
-process.
-"""
+process."""
 
 from dataclasses import dataclass, replace
 

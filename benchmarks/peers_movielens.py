@@ -8,8 +8,7 @@ the decision layers adapt, float32, Adam on the layers, Adagrad on the tables.
 Every peer must first give the plain loop's outer gradient and losses. A step starts with a batch in
 memory, in the layout that the peer wants, and ends with updated parameters. Peers take turns in
 interleaved rounds, each in its own process, pinned to as many cores as it has threads. Those that
-need other packages than gmeta's live in .venv-peers, which --setup makes.
-"""
+need other packages than gmeta's live in .venv-peers, which --setup makes."""
 
 import argparse
 import statistics
@@ -273,8 +272,7 @@ def speedups_of(found: Measured) -> dict[str, Any]:
 
 def speedup(ours: Sequence[float], theirs: Sequence[float]) -> float:
     """The median over the rounds, so that both sides of a ratio are of the same minute; against a
-    peer that is timed by itself the ratio of the medians.
-    """
+    peer that is timed by itself the ratio of the medians."""
     if len(ours) == len(theirs):
         return statistics.median(a / b for a, b in zip(ours, theirs, strict=True))
     return statistics.median(ours) / statistics.median(theirs)

@@ -12,8 +12,7 @@ goes on.
 --data holds the folders ml-1m, ml-100k and amazon; what is missing is said and left out. All of it
 takes an hour and a half on two cores; --only NAME measures one, and --write leaves the others on
 the page as they are. --quick takes a minute: MovieLens-100k where it is there, and small synthetic
-logs, with one seed, and 100 tasks that choose rate and steps; the others are left out.
-"""
+logs, with one seed, and 100 tasks that choose rate and steps; the others are left out."""
 
 import os
 import shutil

@@ -21,8 +21,7 @@ weigh less where a row takes more arithmetic: `wide` has layers 832-512-256-1 in
 
 All that is strong scaling, of equal steps. `weak` keeps the work of a rank instead, as G-Meta's
 experiments do (arXiv 2401.04338): samples/s of two ranks against those of one rank with half of
-every batch, alone on either core.
-"""
+every batch, alone on either core."""
 
 import itertools
 import multiprocessing.synchronize

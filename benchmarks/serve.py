@@ -7,8 +7,7 @@ answers single calls too, then calls at 60 % of the most that it answered in tha
 callers, each at a steady pace (as wrk2 does it), and at random times, however many are under way.
 Beside both stands the least that they could be (_latency.py). Figures are medians over rounds,
 rates by the clock and by the servers' CPU time. At last, with the demo's model, 20 newer versions
-under load.
-"""
+under load."""
 
 import asyncio
 import json

@@ -2,8 +2,7 @@
 
 Both learners live in the same two processes and take turns, so a slow minute falls on both. The
 figure is how many times faster the whole step is, taken as `gmeta train` takes it: ids that travel
-while another step computes, lookup, AlltoAll, MAML, backward, updates.
-"""
+while another step computes, lookup, AlltoAll, MAML, backward, updates."""
 
 import os
 import tempfile

@@ -30,8 +30,7 @@ def require_agreement(
     Returns the largest relative difference of a gradient.
 
     Raises:
-        DisagreementError: a peer computes something else.
-    """
+        DisagreementError: a peer computes something else."""
     worst = 0.0
     expected: dict[str, NDArray[np.float32]] = {}
     expected_losses: list[float] = []
@@ -55,8 +54,7 @@ def gradient_difference(
     """The largest difference relative to the largest entry of its array.
 
     Raises:
-        DisagreementError: an array is missing, or off by more than the tolerance.
-    """
+        DisagreementError: an array is missing, or off by more than the tolerance."""
     if set(found) != set(expected):
         raise DisagreementError(
             f"{name} gives gradients of {sorted(found)}, the loop of {sorted(expected)}"

@@ -17,8 +17,7 @@ Parameters = dict[str, NDArray[np.float32]]
 class Peer(ABC):
     """One way to train MeLU by second-order MAML: one inner step, only the decision layers adapt.
 
-    The outer loss is the mean over tasks of the query rows' mean squared error.
-    """
+    The outer loss is the mean over tasks of the query rows' mean squared error."""
 
     @abstractmethod
     def build(self, data: Workload, init: Mapping[str, NDArray[np.float32]], rates: Rates) -> None:
@@ -62,8 +61,7 @@ def load_peer(name: str) -> Peer:
     """The peer of that name, from its module's `make()`.
 
     Raises:
-        ImportError: a package that it needs is not installed in this environment.
-    """
+        ImportError: a package that it needs is not installed in this environment."""
     peer = importlib.import_module(PEERS[name].module).make()
     if not isinstance(peer, Peer):
         raise TypeError(f"{PEERS[name].module}.make() returned {type(peer)}; it must return a Peer")

@@ -1,8 +1,7 @@
 """JAX: a step is one jitted function with donated arrays, vmap over tasks in groups by length.
 
 Shape suffixes: T tasks, N rows, H longest list or task, V values, U unique ids, R rows of tables, D
-embedding width, X all inputs side by side.
-"""
+embedding width, X all inputs side by side"""
 
 from collections.abc import Mapping
 from functools import partial

@@ -1,8 +1,7 @@
 """gmeta itself, on one rank: the sharded learner, optimizers and step of `gmeta train`.
 
 Shape suffixes: T tasks, N rows, F single-id or pooled features, M multi-id features, V values, K
-dense columns, B tables, U unique ids, D embedding width.
-"""
+dense columns, B tables, U unique ids, D embedding width"""
 
 from collections.abc import Mapping
 from functools import cache

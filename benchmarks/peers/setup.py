@@ -26,8 +26,7 @@ def set_up(folder: Path) -> None:
     """Create the environment in `folder`, or bring it up to date. Needs a package index.
 
     Raises:
-        subprocess.CalledProcessError: pip failed; its own output says why.
-    """
+        subprocess.CalledProcessError: pip failed; its own output says why."""
     if not python_of(folder).exists():
         venv.create(folder, with_pip=True)
     (folder / ".gitignore").write_text("*\n")
@@ -52,8 +51,7 @@ def set_up_data(folder: Path) -> None:
     """Install what metaio_reader.py compares with into `folder`, which goes on its path.
 
     Raises:
-        subprocess.CalledProcessError: pip failed; its own output says why.
-    """
+        subprocess.CalledProcessError: pip failed; its own output says why."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / ".gitignore").write_text("*\n")
     pip = [sys.executable, "-m", "pip", "--disable-pip-version-check", "--quiet", "install"]

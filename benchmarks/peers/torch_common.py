@@ -1,8 +1,7 @@
 """What the torch peers share, so that only their inner loops differ: model, tables, outer step.
 
 Shape suffixes: T tasks, N rows, F single-id or pooled features, V values, U unique ids, D embedding
-width, X all inputs side by side.
-"""
+width, X all inputs side by side"""
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping

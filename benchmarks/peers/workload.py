@@ -1,7 +1,6 @@
 """The two workloads in plain numpy: MeLU's protocol on MovieLens-1M, and tables of a million rows.
 
-Shape suffixes: T tasks, N rows, V values.
-"""
+Shape suffixes: T tasks, N rows, V values"""
 
 from collections.abc import Mapping
 from dataclasses import dataclass

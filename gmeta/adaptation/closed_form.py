@@ -40,8 +40,7 @@ def check_solvable(name: str, objectives: Objectives) -> None:
         problem = f"{len(losses)} labels" if len(losses) > 1 else f"the loss {losses[0].kind}"
         raise ValueError(
             f"algorithm.name = {name!r} with {problem}: its step is solved for one output and a "
-            "loss "
-            "of each row alone. Choose maml, or one label with bce, mse, huber or mae"
+            "loss of each row alone. Choose maml, or one label with bce, mse, huber or mae"
         )
 
 

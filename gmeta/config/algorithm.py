@@ -16,8 +16,7 @@ PLAIN = "none"  # trained without an inner loop; evaluation still fine-tunes on 
 @dataclass(frozen=True)
 class AlgorithmConfig:
     """How the model adapts to a task. `none` trains without an inner loop and adapts only in
-    evaluation.
-    """
+    evaluation."""
 
     name: str = key(
         "maml",
@@ -80,8 +79,7 @@ class AlgorithmConfig:
         """Return the config with every option of `kind`, a dataclass, or with none.
 
         Raises:
-            ConfigError: an option is unknown, of a wrong type, or outside its bounds.
-        """
+            ConfigError: an option is unknown, of a wrong type, or outside its bounds."""
         owner = f"algorithm.name = {self.name!r}"
         options = parse_options(
             kind, self.options, ALGORITHM_OPTIONS, WORDING, "algorithm.options.", owner

@@ -1,6 +1,5 @@
 """Keys of configs that older releases wrote: where their values stand now, and what became of those
-that are gone.
-"""
+that are gone."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -46,8 +45,7 @@ def with_current_keys(raw: Mapping[str, Any], is_saved: bool = False) -> dict[st
     weights are.
 
     Raises:
-        ConfigError: a key that is gone has a value that would change something.
-    """
+        ConfigError: a key that is gone has a value that would change something."""
     found = {name: dict(keys) if isinstance(keys, Mapping) else keys for name, keys in raw.items()}
     for key, where in MOVED.items():
         section, name = _keys_with(found, key)

@@ -1,6 +1,5 @@
 """What can be chosen about training batches and the inputs made from them: the [augment],
-[support_features] and [item_features] sections of a training config.
-"""
+[support_features] and [item_features] sections of a training config."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass

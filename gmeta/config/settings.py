@@ -1,6 +1,5 @@
 """The config files of training and of the data-shard service: what their keys are, and what is said
-of a mistake in one.
-"""
+of a mistake in one."""
 
 import dataclasses
 import difflib

@@ -2,8 +2,7 @@
 
 Row-wise: every rank holds a block of rows. Table-wise: one rank holds the table. Column-wise: every
 rank holds some columns of all rows. Data-parallel: every rank holds all of it. The plan changes
-where rows live and what travels, never what is trained.
-"""
+where rows live and what travels, never what is trained."""
 
 from dataclasses import dataclass
 from typing import Any, Literal, get_args

@@ -16,8 +16,7 @@ def module_name(table: str) -> str:
     torch takes no dot, and no name that a ModuleDict has for itself, such as "type" and "items".
 
     >>> [module_name(table) for table in ("item", "user.id", "type", "50%")]
-    ['item', 'user%2Eid', 'type%', '50%25']
-    """
+    ['item', 'user%2Eid', 'type%', '50%25']"""
     escaped = table.replace("%", "%25").replace(".", "%2E")
     return f"{escaped}%" if hasattr(_OF_EVERY_DICT, escaped) else escaped
 
@@ -38,6 +37,5 @@ def table_of_weight(name: str) -> str:
     """Return the table whose weight has this name in a state dict, whatever module holds it.
 
     >>> table_of_weight("tables.w4.embeddings.user%2Eid.weight")
-    'user.id'
-    """
+    'user.id'"""
     return table_of(name.removesuffix(".weight").rpartition(".")[2])

@@ -50,8 +50,7 @@ def auto_width(num_rows: int) -> int:
     section 4.1.
 
     >>> [auto_width(rows) for rows in (2, 100, 10_000, 10_000_000)]
-    [8, 20, 60, 340]
-    """
+    [8, 20, 60, 340]"""
     return math.ceil(6 * math.sqrt(math.sqrt(num_rows)) / WIDTH_MULTIPLE) * WIDTH_MULTIPLE
 
 

@@ -1,8 +1,7 @@
 """Training configs: TOML plus `section.key=value` overrides, checked once, into frozen dataclasses.
 
 Each section is a dataclass that stands beside its owner; unknown keys are refused with the nearest
-name.
-"""
+name."""
 
 import dataclasses
 import hashlib
@@ -250,8 +249,7 @@ class TrainConfig:
 
     def loss_of(self, label: str = "") -> Loss:
         """Return the loss of a label, or of one given another (`buy|click`); "" stands for the
-        label of the headline metrics.
-        """
+        label of the headline metrics."""
         name = label.partition("|")[0] or self.labels.judged
         # A dataset's own names are checked where it is opened: labels.loss by LabelsConfig.check.
         return cast(Loss, self.labels.loss.get(name, self.outer.loss))
@@ -303,8 +301,7 @@ def overridden(config: TrainConfig, overrides: Sequence[str]) -> TrainConfig:
     """Return the config with these `section.key=value` in place of its own values.
 
     Raises:
-        ConfigError: an unknown key or a bad value.
-    """
+        ConfigError: an unknown key or a bad value."""
     raw = config.to_json()
     for override in overrides:
         _override(raw, override)
@@ -333,8 +330,7 @@ def config_from_dict(raw: Mapping[str, Any], is_saved: bool = False) -> TrainCon
     with_current_keys.
 
     Raises:
-        ConfigError: an unknown key, a wrong type, or a value outside its bounds.
-    """
+        ConfigError: an unknown key, a wrong type, or a value outside its bounds."""
     return with_every_option(settings_from_dict(TrainConfig, with_current_keys(raw, is_saved)))
 
 
@@ -343,8 +339,7 @@ def with_every_option(config: TrainConfig) -> TrainConfig:
     where one is somebody's own, with those that are there.
 
     Raises:
-        ConfigError: an option is unknown, of a wrong type, or outside its bounds.
-    """
+        ConfigError: an option is unknown, of a wrong type, or outside its bounds."""
     algorithm = config.algorithm
     if algorithm.name in ALGORITHM_OPTIONS:
         algorithm = algorithm.with_options_of(ALGORITHM_OPTIONS[algorithm.name])
@@ -353,8 +348,7 @@ def with_every_option(config: TrainConfig) -> TrainConfig:
 
 def describe_config() -> list[tuple[str, str, str]]:
     """Return (key, default, help) of every key, in order, the options of our own models and
-    algorithms behind their sections.
-    """
+    algorithms behind their sections."""
     described = {}
     for line in describe_settings(TrainConfig):
         described[line[0]] = line

@@ -58,10 +58,9 @@ def check_labels(
             episode = int(torch.searchsorted(batch.row_offsets_T1, row, right=True)) - 1
             raise ConfigError(
                 f"{_describe_loss(kinds[at], at, dataset)}, but row "
-                f"{row - int(batch.row_offsets_T1[episode])} of "
-                f"task {int(batch.task_T[episode])} in split {split} has label "
-                f"{batch.label_N[row].flatten()[at].item():g} (column {_column(at, dataset)}): "
-                f"{_remedy(kinds[at])}"
+                f"{row - int(batch.row_offsets_T1[episode])} of task {int(batch.task_T[episode])} "
+                f"in split {split} has label {batch.label_N[row].flatten()[at].item():g} (column "
+                f"{_column(at, dataset)}): {_remedy(kinds[at])}"
             )
         yield batch
 

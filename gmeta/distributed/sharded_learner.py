@@ -78,8 +78,7 @@ class ShardedLearner(nn.Module):
             return error
         message = (
             f"a step fails in {kind.__module__}:{kind.__qualname__}: "
-            f"{format_foreign_error(error)}. "
-            "Mend it, --verbose shows the line"
+            f"{format_foreign_error(error)}. Mend it, --verbose shows the line"
         )
         if isinstance(error, RuntimeError):  # as torch raises
             message += '; what has no second derivative learns with algorithm.name = "fomaml"'

@@ -161,9 +161,8 @@ class LeasedBatchSource(BatchSource):
             if error.reason != "SPEC_CONFLICT":
                 raise
             raise UserError(
-                f"run {run_dir} was begun with other data or other shards: {error} "
-                "To go on, set data.path, data.train_split, data.shuffle and run.seed as "
-                "they were"
+                f"run {run_dir} was begun with other data or other shards: {error} To go on, set "
+                "data.path, data.train_split, data.shuffle and run.seed as they were"
             ) from error
 
     def batches(self, epoch: int, first_step: int) -> Iterator[TaskBatch]:

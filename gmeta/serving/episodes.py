@@ -1,8 +1,7 @@
 """A batch of episodes made of encoded rows.
 
 Shape suffixes: T tasks, N rows, F single-id or pooled features, M multi-id features, V values, K
-dense columns, E chosen episodes.
-"""
+dense columns, E chosen episodes"""
 
 import numpy as np
 

@@ -46,8 +46,7 @@ def store_table(name: str, weight_RD: Tensor, table_format: TableFormat) -> Stor
     254. float16: rounded to 11 bits, |error| <= |w| / 2048 for |w| >= 6.1e-5.
 
     >>> store_table("t", torch.tensor([[1.0, -0.25]]), "int8").values_RD.tolist()
-    [[127, -32]]
-    """
+    [[127, -32]]"""
     # One number a row is enough to look at: NaN and infinity survive both abs and amax.
     largest_R = weight_RD.abs().amax(dim=1)
     if not bool(torch.isfinite(largest_R).all()):

@@ -20,8 +20,7 @@ def parse_options(
     another name.
 
     Raises:
-        wording.error: an option is unknown, of a wrong type, or outside its bounds.
-    """
+        wording.error: an option is unknown, of a wrong type, or outside its bounds."""
     given = dict(given)
     for other in filter(None, known.values()):
         for name in (names_of(other) - names_of(kind)) & given.keys():

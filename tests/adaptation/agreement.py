@@ -50,8 +50,7 @@ def assert_equals_loop(
     `sizes` are the support and query rows of each task, `columns` the numbers of single-id,
     multi-id and dense ones. DIN gets its history; learned rates are made to differ. The loop sees
     statistics of support rows as dense columns. `labels` are the config of several labels, what
-    gives tasks theirs, and the slow loss of a row.
-    """
+    gives tasks theirs, and the slow loss of a row."""
     rng = random.Random(seed)
     torch.manual_seed(seed)
     history = model_config.name == "din"

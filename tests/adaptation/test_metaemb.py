@@ -243,8 +243,7 @@ def test_what_no_embedding_can_be_generated_of_is_refused() -> None:
     )
     assert refusal(options={"content": ("item",)}) == (
         "algorithm.options.content names 'item': the columns that may describe 'item' are user, "
-        "year, "
-        "genre, tags. Name some of them"
+        "year, genre, tags. Name some of them"
     )
     assert refusal(adapt_embeddings=("genre",)) == (
         "algorithm.name = \"metaemb\" generates the embeddings of table 'genre', which genre "

@@ -25,8 +25,7 @@ def on_ranks(
     """`work(ranks, *arguments)` on every rank; the results in the order of ranks.
 
     Args:
-        hosts: where the ranks are, one on each; all on this machine without.
-    """
+        hosts: where the ranks are, one on each; all on this machine without."""
     with tempfile.TemporaryDirectory() as folder:
         with_imports_ready()
         mp.start_processes(

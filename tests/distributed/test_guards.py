@@ -27,9 +27,8 @@ FEATURES = reference.some_features(2, 0, 1)
 MODEL = ModelConfig(name="dlrm", embedding_dim=4, hidden=(3,), options={"bottom": (3,)})
 BAD_STEP, NUM_STEPS = 1, 4
 ADVICE = (
-    "A value in the data is no number, or training diverged. "
-    "Lower outer.dense_lr, outer.sparse_lr or algorithm.inner_lr, or divide a label whose scale is "
-    "far from 1"
+    "A value in the data is no number, or training diverged. Lower outer.dense_lr, outer.sparse_lr "
+    "or algorithm.inner_lr, or divide a label whose scale is far from 1"
 )
 
 

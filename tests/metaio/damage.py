@@ -27,8 +27,7 @@ def damage_and_read(path: Path, num_trials: int, seed: int) -> dict[str, int]:
     """Counts of `refused` and `read` after each of `num_trials` truncations and bit flips.
 
     Raises:
-        AssertionError: rows came back wrong. Any other error than MetaIOError passes through.
-    """
+        AssertionError: rows came back wrong. Any other error than MetaIOError passes through."""
     rng = np.random.default_rng(seed)
     intact = whole_content(open_dataset(str(path)))
     copy = path.with_name(f"{path.name}-damaged")

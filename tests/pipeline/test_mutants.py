@@ -1,7 +1,6 @@
 """Mutants of streams and their delivery: each spoils what a test is there to hold, and that very
 test must fail. Rows that are not reset: tests/distributed/test_growth.py; a task that is trained
-though it is the gate's: also tests/distributed/test_continuing.py.
-"""
+though it is the gate's: also tests/distributed/test_continuing.py."""
 
 from collections.abc import Callable
 from pathlib import Path

@@ -312,8 +312,7 @@ def everything(fake: list[int], mutants: list[str], mutated: int) -> dict[str, A
 def fake_steps(numbers: list[int]) -> dict[str, str]:
     """Take these steps on tensors without values: what went wrong, by case.
 
-    An operation whose shape depends on values, or that reads one, raises.
-    """
+    An operation whose shape depends on values, or that reads one, raises."""
     found = {}
     for number in numbers:
         case = list(all_cases())[number]

@@ -1,6 +1,5 @@
 """Method: mutants. Each spoils, as long as it is entered, what the tests on the pretended GPU are
-there to hold; tests that let one live prove little.
-"""
+there to hold; tests that let one live prove little."""
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager

@@ -45,8 +45,7 @@ def compiler() -> str | None:
 def built_guard(folder: Path) -> Path:
     """Compile the guard into a folder, unless it lies there; return the library.
 
-    It is named by torch's version, and appears whole: several processes may build it at a time.
-    """
+    It is named by torch's version, and appears whole: several processes may build it at a time."""
     import torch
     from torch.utils.cpp_extension import include_paths
 
@@ -77,8 +76,7 @@ def call_pretended(
     """Return what a function returns there, of arguments and a result that JSON can hold.
 
     Raises:
-        RuntimeError: it failed; with what it printed.
-    """
+        RuntimeError: it failed; with what it printed."""
     command = [sys.executable, "-m", "tests.pretended", module, function, json.dumps(arguments)]
     folders = [str(ROOT / folder) for folder in ("", "models", "protos", "benchmarks")]
     path = os.pathsep.join([*folders, os.environ.get("PYTHONPATH", "")])

@@ -71,8 +71,7 @@ class Averaged(sharding._NoAveraging):
     when the last layer has its gradient.
 
     In a group of its own: ranks that start it at another point of backward, which NCCL's one
-    communicator would not forgive, come to their end here, and the order tells.
-    """
+    communicator would not forgive, come to their end here, and the order tells."""
 
     def wrap(self, dmp: DistributedLearner, env: Any, device: torch.device) -> None:
         """Have the layers' gradients averaged over the ranks in every backward."""

@@ -72,8 +72,7 @@ def trained(
 
     A run with the key run.max_steps is done again without it, and so goes on from its checkpoint.
     On the CPU a run makes its batches itself: they are the same, and processes start for seconds.
-    Under the mutant's name stand the counts of the last of them with it.
-    """
+    Under the mutant's name stand the counts of the last of them with it."""
     os.environ.setdefault("LOCAL_WORLD_SIZE", os.environ.get("WORLD_SIZE", "1"))
     stand_in()
     found = {}

@@ -111,9 +111,8 @@ def test_a_frozen_base_needs_a_run_to_begin_with(click_logs: Path) -> None:
         "algorithm": {"name": "encoder", "options": {"train_base": False}},
     }
     assert catch_message(ConfigError, build, config_from_dict(raw)) == (
-        "algorithm.options.train_base = false and run.start_from is empty: model and tables "
-        "would stay as "
-        "they are drawn. Name the run to begin with in run.start_from, or set it to true"
+        "algorithm.options.train_base = false and run.start_from is empty: model and tables would "
+        "stay as they are drawn. Name the run to begin with in run.start_from, or set it to true"
     )
     build(config_from_dict({**raw, "run": {"start_from": "runs/plain"}}))
 
@@ -130,9 +129,8 @@ def test_a_frozen_base_needs_a_run_to_begin_with(click_logs: Path) -> None:
         (
             {"name": "encoder", "plain_epochs": 1, "options": {"train_base": False}},
             4,
-            "algorithm.plain_epochs = 1 with algorithm.options.train_base = false: plain "
-            "training teaches "
-            "model and tables, which are to stay. Set one of them back",
+            "algorithm.plain_epochs = 1 with algorithm.options.train_base = false: plain training "
+            "teaches model and tables, which are to stay. Set one of them back",
         ),
         ({"name": "none", "plain_epochs": 4}, 4, ""),
         ({"name": "maml", "plain_epochs": 3}, 4, ""),

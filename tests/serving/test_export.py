@@ -391,9 +391,8 @@ def test_a_checkpoint_of_another_model_is_not_exported(run: Path, tmp_path: Path
     # One of an older release does not say with what it was trained.
     seal(checkpoint / "progress.json", lambda about: about.pop("config"))
     assert catch_message(GMetaError, export_run, copy, tmp_path / "model") == (
-        f"checkpoint {checkpoint} has no tensor "
-        "model.learner.model.top.4.weight: it is of another model than the run's config. Export a "
-        "step of the same run"
+        f"checkpoint {checkpoint} has no tensor model.learner.model.top.4.weight: it is of another "
+        "model than the run's config. Export a step of the same run"
     )
     assert [path.name for path in tmp_path.iterdir()] == ["run"]
 

@@ -229,8 +229,7 @@ def adapt(
     """Weights and tables after the inner loop, every adapted value written out, and Reptile's pull:
     a scalar whose gradient is theta - theta_t.
 
-    `rates` by name of weight or table replace algorithm.inner_lr.
-    """
+    `rates` by name of weight or table replace algorithm.inner_lr."""
     layers = adaptable_layers(model, algorithm.adapt_layers)
     weights, tables = start_of(model, tables, features, task)
     start = weights | tables

@@ -39,8 +39,7 @@ def adapt(
     The columns are those that prepare was given; the task column says which rows belong together,
     wherever they stand. OUT has a row for each task, in no order: task, state (bytes that belong
     to this very export) and rows. Memory does not grow with the number of tasks; rows wait in a
-    hidden folder beside OUT.
-    """
+    hidden folder beside OUT."""
     check_local("--out", out)
     check_replaceable(out, [("a file of SUPPORT", url) for url in support], overwrite)
     if out.suffix not in (".parquet", ".pq"):

@@ -23,8 +23,7 @@ def antdt_replay(
 ) -> None:
     """Decide once more from the logged inputs, and say where it comes out differently.
 
-    Exit code 1 when a decision differs.
-    """
+    Exit code 1 when a decision differs."""
     controller = load_straggler_config(config).controller
     if policy:
         controller = replace(controller, policy=policy)

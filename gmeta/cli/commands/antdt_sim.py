@@ -51,8 +51,7 @@ def antdt_sim(
 ) -> None:
     """Show how long a job takes with each way of dealing with stragglers, in simulated time.
 
-    gmeta antdt-sim --workers 200 --steps 900 --scenario mixed
-    """
+    gmeta antdt-sim --workers 200 --steps 900 --scenario mixed"""
     if out is not None:
         check_local("--out", out)
         # Made first: at the end a wrong place would cost minutes.

@@ -34,8 +34,7 @@ def config(
 
     gmeta config examples/demo.toml outer.dense_lr=0.01 > mine.toml
 
-    gmeta config mine.toml --check
-    """
+    gmeta config mine.toml --check"""
     if path is None:
         if check or short:
             raise UserError("there is no config to look at. Name a TOML file before the options")

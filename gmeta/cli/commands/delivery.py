@@ -53,8 +53,7 @@ def promote(
 
     A run is exported first, as what changed since the version that is served. Servers of the
     channel (gmeta serve CHANNEL, gmeta.follow) take it up within seconds. Promoting what is served
-    already changes nothing.
-    """
+    already changes nothing."""
     _check_places(candidate, channel)
     # Late, here and below: loading torch takes seconds, and a wrong option is reported at once.
     with faster_import():
@@ -72,8 +71,7 @@ def rollback(
 
     gmeta rollback channels/clicks --to 7
 
-    Only the pointer moves, and --to serves a later one again.
-    """
+    Only the pointer moves, and --to serves a later one again."""
     check_local("CHANNEL", channel)
     with faster_import():
         from gmeta.cli.commands.work.channel_changes import roll_back
@@ -95,8 +93,7 @@ def publish(
     Of a channel the versions go up whole that are not there yet, then the pointer: gmeta serve URL
     and gmeta.follow(URL) have the version before or the new one, wherever this is stopped. Run it
     after each promotion and rollback; `follow.mirror` of `gmeta follow` does. Of a stream the
-    increments go up, and what the next one needs to know.
-    """
+    increments go up, and what the next one needs to know."""
     check_local("CHANNEL|STREAM", path)
     with faster_import():
         from gmeta.cli.commands.work.channel_changes import publish_to
@@ -132,8 +129,7 @@ def judge(
 
     Promotes (exit code 0) where all predictions are finite, their mean is within 0.9 to 1.1 of the
     labels', and the loss, paired task by task, is at most a margin worse at 95 %. Refuses with exit
-    code 3, and keeps the verdict in the channel. Nothing is promoted: that is `gmeta promote`.
-    """
+    code 3, and keeps the verdict in the channel. Nothing is promoted: that is `gmeta promote`."""
     _check_places(candidate, champion)
     if out is not None:
         check_local("--out", out)

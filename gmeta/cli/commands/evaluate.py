@@ -93,8 +93,7 @@ def evaluate(
 
     Beside the runs stand a bias model (mean, item, task) and gradient-boosted trees; a plain run is
     fine-tuned at its best rate. Writes evaluation.json, a self-contained report.html, its pictures
-    and the predictions; prints a table.
-    """
+    and the predictions; prints a table."""
     check_local("--out", out := out or run / "evaluation")
     sizes = _support_sizes(support_sizes)
     roots = [run, *(against or [])]

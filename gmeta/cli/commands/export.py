@@ -53,8 +53,7 @@ def export(
     gmeta export runs/demo/maml exports/clicks --tables int8
     gmeta export exports/clicks programs/clicks --format onnx
 
-    gmeta export runs/day-2 deltas/day-2 --since channels/clicks
-    """
+    gmeta export runs/day-2 deltas/day-2 --since channels/clicks"""
     check_local("OUT", out)
     if since is not None:
         check_local("--since", since)
@@ -115,8 +114,7 @@ def predict(
     The columns are those that prepare was given; the task column says which rows belong together.
     OUT holds QUERY's rows in their order, with the columns prediction, prediction_before (without
     adaptation) and support_rows. Files may be larger than memory: their rows are spooled by task
-    beside OUT, encoded.
-    """
+    beside OUT, encoded."""
     check_local("--out", out)
     check_replaceable(out, [("SUPPORT", support), ("QUERY", query)], overwrite)
     if out.suffix not in ("", ".parquet", ".pq", ".csv"):

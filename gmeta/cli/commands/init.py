@@ -42,8 +42,7 @@ def init(
 ) -> None:
     """Write a first schema and config, with comments, from looking at a log's first rows.
 
-    gmeta init 'logs/*.parquet' --label click
-    """
+    gmeta init 'logs/*.parquet' --label click"""
     if out.exists() and not out.is_dir():
         raise UserError(f"--out = {str(out)!r} is a file: a folder is needed. Choose another")
     paths = [out / SCHEMA_FILE, out / CONFIG_FILE]

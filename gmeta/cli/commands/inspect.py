@@ -55,8 +55,7 @@ def inspect(
 
     gmeta inspect exports/clicks
 
-    gmeta inspect channels/clicks
-    """
+    gmeta inspect channels/clicks"""
     inspect_other = _find_inspector(path)
     if inspect_other is not None:
         if picture is not None:

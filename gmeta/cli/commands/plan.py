@@ -53,8 +53,7 @@ def plan(
 
     gmeta plan examples/demo.toml --gpus 64 --gpu-memory 80GB
 
-    gmeta plan mine.toml --gpus 8 --rows item=1e9 data.tasks_per_step=4096
-    """
+    gmeta plan mine.toml --gpus 8 --rows item=1e9 data.tasks_per_step=4096"""
     resolved = load_config(config, overrides or [])
     if gpus % min(gpus_per_host, gpus):
         raise UserError(

@@ -171,8 +171,7 @@ def prepare(
 
     gmeta prepare --recipe movielens-1m ml-1m data/ml --validation
 
-    gmeta prepare --extend streams/clicks 'logs/day=2026-11-24/*.parquet'
-    """
+    gmeta prepare --extend streams/clicks 'logs/day=2026-11-24/*.parquet'"""
     *inputs, out = paths
     _check_options(context, schema, recipe, spark, extend)
     options = PrepareOptions(

@@ -31,8 +31,7 @@ def runs(
 
     gmeta runs
 
-    gmeta runs runs/demo/maml runs/demo/plain
-    """
+    gmeta runs runs/demo/maml runs/demo/plain"""
     chosen_folders = folders or [_RUNS]
     run_folders = [run for folder in chosen_folders for run in find_runs(folder)]
     if not run_folders:

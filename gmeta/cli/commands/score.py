@@ -34,8 +34,7 @@ def score(
     gmeta score channels/clicks/versions/00000001 --on streams/clicks:7
 
     It adapts to each task's support rows and predicts the query rows; values that it never saw are
-    unknown to it. For a report with intervals and baselines there is `gmeta evaluate RUN --on`.
-    """
+    unknown to it. For a report with intervals and baselines there is `gmeta evaluate RUN --on`."""
     if out is not None:
         check_local("--out", out)
     if not model.is_dir():

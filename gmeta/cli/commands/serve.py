@@ -54,8 +54,7 @@ def serve(
     gmeta serve s3://bucket/clicks/channel --listen 0.0.0.0:8080 --behind-proxy
 
     A newer export in the same folder, or version of the channel, is served as it comes. Runs until
-    SIGTERM, then answers the requests under way and exits 0. Logs JSON lines to stderr.
-    """
+    SIGTERM, then answers the requests under way and exits 0. Logs JSON lines to stderr."""
     folder = model if is_url(model) else Path(model)
     name = name or Path(model).absolute().name
     _check(name)

@@ -65,8 +65,7 @@ def shard_service(
 
     gmeta shard-service --listen 0.0.0.0:7070 --tls-cert tls.crt --tls-key tls.key --tokens tokens/
 
-    Runs until SIGTERM, then answers the calls under way and exits 0. Logs JSON lines to stderr.
-    """
+    Runs until SIGTERM, then answers the calls under way and exits 0. Logs JSON lines to stderr."""
     config = ServiceConfig(
         listen,
         store,

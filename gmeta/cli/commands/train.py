@@ -38,8 +38,7 @@ def train(
 
     gmeta train examples/demo.toml algorithm.name=none run.dir=runs/plain
 
-    torchrun --nproc-per-node 2 -m gmeta train examples/demo.toml
-    """
+    torchrun --nproc-per-node 2 -m gmeta train examples/demo.toml"""
     starts_ranks = on_ranks.starts_ranks(nproc_per_node)
     for option, value in (("--master-port", master_port), ("--max-restarts", max_restarts)):
         if value and not starts_ranks:

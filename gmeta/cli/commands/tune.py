@@ -87,8 +87,7 @@ def tune(
     gmeta tune train.toml --trials 20 --with-plain
 
     Each trial is a run in the study's folder; the same command goes on where it was stopped. Writes
-    best.toml, a config for `gmeta train`.
-    """
+    best.toml, a config for `gmeta train`."""
     # Before the config is read: without the extra no study can begin.
     import_optuna()
     base = load_config(config, overrides or [])

@@ -178,8 +178,7 @@ class CheckpointWriter:
             shutil.rmtree(temporary, ignore_errors=True)
             self._error = lost_contact(error) or NotWrittenError(
                 f"checkpoint {final} cannot be written: {describe_failure(error)}; "
-                f"{_format_free_space(self._folder)} "
-                "were free there",
+                f"{_format_free_space(self._folder)} were free there",
                 "Free some, then go on from the checkpoint before with --resume",
             )
         except GMetaError as error:

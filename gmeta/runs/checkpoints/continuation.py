@@ -87,17 +87,15 @@ def find_skipped_increments(
         raise UserError(
             f"increment {place.increment} of {dataset.url} "
             f"{_explain_gap(lineage, dataset, number, parent)}; checkpoint {checkpoint} was "
-            "trained on "
-            f"{describe_increments(lineage)}. Set data.increment to {last.increment + 1} of that "
-            "stream"
+            f"trained on {describe_increments(lineage)}. Set data.increment to "
+            f"{last.increment + 1} of that stream"
         )
     unused = sorted(set(skip) - set(range(number, place.increment)))
     if unused:
         raise UserError(
-            f"run.skip_increments = {sorted(skip)} names increment "
-            f"{', '.join(map(str, unused))}, which does not stand between increment "
-            f"{last.increment}, the last of {checkpoint}, and {place.increment} of {dataset.url}. "
-            "Leave it out"
+            f"run.skip_increments = {sorted(skip)} names increment {', '.join(map(str, unused))}, "
+            f"which does not stand between increment {last.increment}, the last of {checkpoint}, "
+            f"and {place.increment} of {dataset.url}. Leave it out"
         )
     return skipped
 
@@ -160,6 +158,5 @@ def _differs(folder: RunFolder, key: str, previous: Any, requested: Any) -> User
     return UserError(
         f"{key} = {requested!r}, but run {folder.root}, which run.continue_from goes on from, was "
         f"trained with {previous!r}: weights, optimizer state and new rows would not belong "
-        "together. "
-        "Set it as it was"
+        "together. Set it as it was"
     )

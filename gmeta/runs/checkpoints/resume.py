@@ -41,9 +41,8 @@ def check_resumable(
         if gone := folder.gone_keys("data"):
             raise UserError(
                 f"run {folder.root} stands {format_count(progress.epoch_step, 'step')} into an "
-                "epoch in "
-                f"an order that is no more: {gone[0]}. Begin a new run with the weights: add "
-                f"run.start_from={folder.root} and choose another run.dir"
+                f"epoch in an order that is no more: {gone[0]}. Begin a new run with the weights: "
+                f"add run.start_from={folder.root} and choose another run.dir"
             )
         was, now = (_order_of(one.data, one.run.seed) for one in (before, config))
         _check_order(folder, was, now, progress.epoch_step)

@@ -1,8 +1,7 @@
 """The equations of mlp.py as they stand, differentiated by autograd: its definition.
 
 Shape suffixes: T tasks, N rows, S support rows, H longest list or task, L labels, I inputs, O
-outputs.
-"""
+outputs"""
 
 from __future__ import annotations
 

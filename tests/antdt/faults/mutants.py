@@ -3,8 +3,7 @@ live proves little.
 
 make mutants prints which method catches which mutant, and exits 1 when one lives
 
-A mutant is a text replacement in a copy of the package, so nothing in the product knows of it.
-"""
+A mutant is a text replacement in a copy of the package, so nothing in the product knows of it."""
 
 import os
 import shutil

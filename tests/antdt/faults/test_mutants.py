@@ -1,7 +1,6 @@
 """Every mutant dies by the method named for it; `make mutants` tries all methods on all mutants.
 
-The unmutated copy passes, so that what kills is the mutation.
-"""
+The unmutated copy passes, so that what kills is the mutation."""
 
 from pathlib import Path
 

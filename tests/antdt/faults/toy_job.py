@@ -3,8 +3,7 @@
 torchrun ... toy_job.py SERVICE FOLDER NUM_UNITS MAX_STEPS
 
 It does what a trainer does: restore, lease, train, flush, prepare, save, rename, commit, stop in
-step.
-"""
+step."""
 
 import os
 import sys

@@ -23,8 +23,7 @@ def predictions(
 ) -> pa.Table:  # fmt: skip
     """Query rows of tasks with their own taste, of which the adapted model knows the share `gain`.
 
-    `support_rows` 0 gives tasks of 3 to 30 support rows.
-    """
+    `support_rows` 0 gives tasks of 3 to 30 support rows."""
     return pa.concat_tables(
         _group(name, loss, gain, num_tasks, support_rows, seed) for seed, name in enumerate(groups)
     )
