@@ -35,10 +35,8 @@ class DLRM(DecisionModel):
         if options.interaction == "dot" and num_vectors < 2:
             raise ValueError(
                 'model.options.interaction = "dot" takes the dot products of pairs of columns: '
-                "this "
-                "dataset has 1 column, so no row would differ from another. "
-                'Set model.options.interaction = "cat", or add a column to the schema and '
-                "prepare again"
+                "this dataset has 1 column, so no row would differ from another. Set "
+                'model.options.interaction = "cat", or add a column to the schema and prepare again'
             )
         top_width = num_vectors * width
         if options.interaction == "dot":

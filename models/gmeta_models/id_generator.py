@@ -57,8 +57,7 @@ def content_columns(
     if not content:
         raise ValueError(
             'algorithm.options.content = [] with algorithm.name = "metaemb": an embedding is '
-            "generated "
-            f"from columns that describe {readers[0]!r}. Name some of {', '.join(known)}"
+            f"generated from columns that describe {readers[0]!r}. Name some of {', '.join(known)}"
         )
     return ContentColumns(
         single.index(readers[0]),

@@ -1,11 +1,16 @@
-"""Rewrites DuckDB's messages about text files in one line."""
+"""Rewrites the messages of DuckDB and pyarrow about input files in one line."""
 
 import re
 from collections.abc import Callable, Sequence
 
-from metaio.errors import DataError, to_one_line
+import duckdb
+
+from metaio.errors import AccessError, DataError, to_one_line
+from metaio.prepare.source.input_files import FileKind
 from metaio.prepare.source.text_lines import open_text_lines, split_fields
 
+# Gives delimiter and fields of the first line of a file of this name.
+_HeaderOf = Callable[[str], tuple[str, list[str]]]
 _ENCODING = (
     'Say how the file is written under [text] in the schema, such as encoding = "latin-1", or '
     "convert it to UTF-8"
@@ -37,9 +42,23 @@ _CSV_ERRORS = (
 )
 
 
-def explain_csv_error(
-    message: str, header_of: Callable[[str], tuple[str, list[str]]]
-) -> str | None:
+def make_read_error(error: Exception, name: str, kind: FileKind, header_of: _HeaderOf) -> DataError:
+    """Return the DataError that says in one line what DuckDB or pyarrow complained of."""
+    what, problem = str(error), f"{f'input {name}' if name else 'an input'} cannot be read"
+    if isinstance(error, duckdb.OutOfMemoryException):
+        return AccessError(
+            f"{problem} within the memory allowed: {shorten(what)}. Allow more (--memory)"
+        )
+    problem += f": {shorten(what)}. "
+    # Disk or network, not the data: the caller may try again.
+    if isinstance(error, duckdb.IOException) or getattr(error, "errno", None):
+        return AccessError(f"{problem}Look after the disk or the network, then try again")
+    if kind == "Parquet":
+        return DataError(f"{problem}Write that file again")
+    return DataError(explain_csv_error(what, header_of) or f"{problem}{_FIT}")
+
+
+def explain_csv_error(message: str, header_of: _HeaderOf) -> str | None:
     """Return one line on the row that DuckDB's `message` complains of; None if it names none."""
     json = re.search(r"Malformed JSON in file \"(.*?)\", at byte \d+ in line (\d+)", message)
     if json:

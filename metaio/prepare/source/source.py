@@ -14,19 +14,14 @@ import fsspec
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from metaio.errors import AccessError, DataError, to_one_line
+from metaio.errors import DataError, to_one_line
 from metaio.format.atomic_folder import open_temporary_folder
 from metaio.prepare.episodes.encode import check_nulls
 from metaio.prepare.schema.schema import Schema, TextRule
 from metaio.prepare.schema.side_columns import find_file_side, with_side
 from metaio.prepare.schema.values import warn_of_mixed_units
 from metaio.prepare.source import parquet_files
-from metaio.prepare.source.csv_errors import (
-    check_json_objects,
-    explain_csv_error,
-    find_bad_bytes,
-    shorten,
-)
+from metaio.prepare.source.csv_errors import check_json_objects, find_bad_bytes, make_read_error
 from metaio.prepare.source.input_files import expand_inputs, make_no_rows_error
 from metaio.prepare.source.sql import (
     connect,
@@ -105,10 +100,8 @@ class DuckSource:
                     f"as {first} has. Make the files agree, or rename that folder"
                 )
         if rule is not None:
-            own = Path(self._folder, "transformed")
-            self._files = transform_inputs(
-                self._files, rule, schema.columns, self._raw_batches, own
-            )
+            out, columns = Path(self._folder, "transformed"), schema.columns
+            self._files = transform_inputs(self._files, rule, columns, self._raw_batches, out)
             first, self._folders = self._files.names[0], []
         self._types = self._infer_column_types(first)
         others = [name for name in self._files.names if name != first]
@@ -148,13 +141,12 @@ class DuckSource:
         found = self._fetch(f"DESCRIBE SELECT * FROM {table}", name) if has_folder_columns else []
         own = [row[0] for row in found]
         lacking = [column for column in has_folder_columns if column not in own]
-        file_columns = [column for column in has_folder_columns if column in own]
+        in_file = [column for column in has_folder_columns if column in own]
         # Half of them would come from the file, half from its path: most likely a mistake.
-        if lacking and file_columns:
+        if lacking and in_file:
             raise DataError(
-                f"input {name} has a column {file_columns[0]} of its own, and {lacking[0]} only "
-                "in the "
-                f"name of a folder. Rename the folder {file_columns[0]}=..., or {lacking[0]}=..."
+                f"input {name} has a column {in_file[0]} of its own, and {lacking[0]} only in "
+                f"the name of a folder. Rename the folder {in_file[0]}=..., or {lacking[0]}=..."
             )
         return lacking
 
@@ -171,9 +163,8 @@ class DuckSource:
 
     def _read_header(self, name: str) -> tuple[str, list[str]]:
         """Return delimiter and fields of a text file's first line, or nothing if any is missing."""
-        return read_header(
-            name, self._text.encoding, self._text.max_line_bytes, self._schema.columns
-        )
+        text = self._text
+        return read_header(name, text.encoding, text.max_line_bytes, self._schema.columns)
 
     def _infer_column_types(self, name: str) -> dict[str, str]:
         """Return the SQL type of each column of a file, by its first rows."""
@@ -347,9 +338,8 @@ class DuckSource:
     def _count_lines(self, num_rows: int) -> None:
         """Count lines that are no rows, of which DuckDB says nothing."""
         with self._translate_errors(""):
-            num_lines, num_blank, num_comments = count_lines(
-                self._files.names, self._text.encoding, self._text.comment
-            )
+            found = count_lines(self._files.names, self._text.encoding, self._text.comment)
+        num_lines, num_blank, num_comments = found
         num_filled = num_lines - num_blank - num_comments
         # Quoted values may hold blank lines, too: then the count is an upper bound.
         is_exact = num_filled == num_rows + len(self._files.names)
@@ -365,9 +355,8 @@ class DuckSource:
     def arrow_types(self, columns: list[str]) -> dict[str, pa.DataType]:
         """Return the Arrow types of the columns."""
         with self._translate_errors(""):
-            empty = self._connection.sql(
-                f"{self._select(columns, self._table)} LIMIT 0"
-            ).to_arrow_table()
+            query = f"{self._select(columns, self._table)} LIMIT 0"
+            empty = self._connection.sql(query).to_arrow_table()
         return dict(zip(columns, empty.schema.types, strict=True))
 
     def batches(self, columns: list[str]) -> Iterator[pa.RecordBatch]:
@@ -397,10 +386,8 @@ class DuckSource:
         parts = [quote_column(column) for column in columns]
         rule = self._schema.time
         if rule is not None and rule.format is not None and rule.column in columns:
-            name = quote_column(rule.column)
-            parts[columns.index(rule.column)] = (
-                f"strptime({name}, {quote_literal(rule.format)}) AS {name}"
-            )
+            name, given = quote_column(rule.column), quote_literal(rule.format)
+            parts[columns.index(rule.column)] = f"strptime({name}, {given}) AS {name}"
         return f"SELECT {', '.join(parts)} FROM {table}"
 
     @cached_property
@@ -428,26 +415,7 @@ class DuckSource:
             raise self._make_error(error, name) from error
 
     def _make_error(self, error: Exception, name: str) -> DataError:
-        """Return the DataError that says in one line what DuckDB or pyarrow complained of."""
-        what, where = str(error), f"input {name}" if name else "an input"
-        if isinstance(error, duckdb.OutOfMemoryException):
-            return AccessError(
-                f"{where} cannot be read within the memory allowed: {shorten(what)}. Allow more "
-                "(--memory)"
-            )
-        # Disk or network, not the data: the caller may try again.
-        if isinstance(error, duckdb.IOException) or getattr(error, "errno", None):
-            return AccessError(
-                f"{where} cannot be read: {shorten(what)}. Look after the disk or the network, "
-                "then try again"
-            )
-        if self._files.kind == "Parquet":
-            remedy = "Write that file again"
-        else:
-            if (fault := explain_csv_error(what, self._read_header)) is not None:
-                return DataError(fault)
-            remedy = "Correct that row, or declare the column's type in the schema"
-        return DataError(f"{where} cannot be read: {shorten(what)}. {remedy}")
+        return make_read_error(error, name, self._files.kind, self._read_header)
 
     def __enter__(self) -> Self:
         return self
