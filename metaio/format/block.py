@@ -246,11 +246,10 @@ def bundle_ids(block: Block, num_tasks: int) -> Block:
     bounds = find_bundle_bounds(block.num_episodes, num_tasks)
     bundle_rows = _list_slices(block.row_offsets_T1[bounds])
     bundle_values = _list_slices(block.value_offsets_T1[bounds])
+    num_ids = len(block.unique_ids_U)
     # Without tables there are no ids to bundle.
     used = [
-        find_distinct(
-            len(block.unique_ids_U), block.positions_NF[rows], block.multi_positions_V[values]
-        )
+        find_distinct(num_ids, block.positions_NF[rows], block.multi_positions_V[values])
         for rows, values in zip(bundle_rows, bundle_values, strict=True)
     ]
     lengths = [np.diff(np.searchsorted(positions, block.unique_offsets_B1)) for positions in used]
@@ -292,18 +291,13 @@ def are_positions_valid(features: Features, block: Block) -> bool:
         starts_B = bundles.bundle_starts[index].astype(np.int32)
         lengths_B = bundles.bundle_lengths[index]
         table_V = table_M[find_features_of_values(block.multi_lengths_NM[rows])]
-        for position, table in (
-            (block.positions_NF[rows], table_F),
-            (block.multi_positions_V[values], table_V),
-        ):
-            if not _are_within(position, starts_B[table], lengths_B[table]):
+        multi_V = block.multi_positions_V[values]
+        for position, table in ((block.positions_NF[rows], table_F), (multi_V, table_V)):
+            # One comparison checks both bounds: before the start the unsigned difference is huge.
+            place = (position - starts_B[table]).view(np.uint32)
+            if not (place < lengths_B[table].astype(np.uint32)).all():
                 return False
     return True
-
-
-def _are_within(position: Int32, start: Int32, length: Int64) -> bool:
-    # One comparison checks both bounds: before the start the unsigned difference is huge.
-    return bool(((position - start).view(np.uint32) < length.astype(np.uint32)).all())
 
 
 def _list_slices(firsts: Int64) -> list[slice]:

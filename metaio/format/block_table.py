@@ -58,10 +58,8 @@ def read_block_table(
         raise make_content_error(f"{storage.name(path)} cannot be decoded: {error}") from error
     num_blocks, num_tables = table.num_rows, len(features.tables)
     # The checksum proves that the file is complete, not that a foreign writer filled it correctly.
-    if (len(flat["unique_lengths"]), len(flat["xxh3"])) != (
-        num_blocks * num_tables,
-        num_blocks * num_columns,
-    ):
+    due = num_blocks * num_tables, num_blocks * num_columns
+    if (len(flat["unique_lengths"]), len(flat["xxh3"])) != due:
         raise make_content_error(
             f"{storage.name(path)} must list {num_tables} unique lengths and {num_columns} "
             "checksums for each block"

@@ -163,9 +163,8 @@ class Dataset:
             columns[stream.name] = group.decode(in_place)
         place = f"{self.url}, split {split}, block {block}"
         try:
-            decoded = assemble_block(
-                self.manifest.features, columns, entry.blocks.unique_lengths_ZB[block], bundles
-            )
+            lengths_B = entry.blocks.unique_lengths_ZB[block]
+            decoded = assemble_block(self.manifest.features, columns, lengths_B, bundles)
         except ValueError as error:
             raise make_content_error(f"{place}: {error}") from error
         if verify:
@@ -186,12 +185,11 @@ class Dataset:
         metadata = self._shard_metadata(split, shard, paths, entries)
         # A row group's chunks lie side by side, so one range a file brings them all.
         ranges = [find_chunk_ranges(own, row_group) for own in metadata]
-        windows = self._storage.read_windows(
-            [
-                ByteRange(path, file.num_bytes, own[0][0], own[-1][1])
-                for path, file, own in zip(paths, entries, ranges, strict=True)
-            ]
-        )
+        wanted = [
+            ByteRange(path, file.num_bytes, own[0][0], own[-1][1])
+            for path, file, own in zip(paths, entries, ranges, strict=True)
+        ]
+        windows = self._storage.read_windows(wanted)
         return [
             RowGroup(self._storage.name(path), row_group, own, window, chunks)
             for path, own, window, chunks in zip(paths, metadata, windows, ranges, strict=True)

@@ -152,13 +152,10 @@ class SplitWriter:
         path = self._folder / self._split / BLOCK_TABLE_NAME
         path.parent.mkdir(parents=True, exist_ok=True)
         pq.write_table(table, path, write_statistics=False, store_schema=False)
-        num_episodes, num_rows, num_values = (
-            int(np.sum(table[name].to_numpy()))
-            for name in ("num_episodes", "num_rows", "num_values")
-        )
-        entry = SplitEntry(
-            num_episodes, num_rows, num_values, make_file_entry(map_file(path)), tuple(self._shards)
-        )
+        counted = "num_episodes", "num_rows", "num_values"
+        num_episodes, num_rows, num_values = (int(np.sum(table[n].to_numpy())) for n in counted)
+        file = make_file_entry(map_file(path))
+        entry = SplitEntry(num_episodes, num_rows, num_values, file, tuple(self._shards))
         return entry, table
 
     def abort(self) -> None:
@@ -211,9 +208,8 @@ def _check_rows(features: Features, rows: Rows) -> None:
             f"{features.row_id or 'no column of them'}. This is a fault of the recipe"
         )
     labels = rows.label_N.shape[1:] or (1,)
-    if labels != (features.num_labels,) or len(rows.weight_N) != (
-        len(rows.label_N) if features.weight else 0
-    ):
+    num_weights = len(rows.label_N) if features.weight else 0
+    if labels != (features.num_labels,) or len(rows.weight_N) != num_weights:
         raise DataError(
             f"{labels[0]} labels and {len(rows.weight_N):,} weights for {len(rows.label_N):,} rows"
             f", but the features have {features.num_labels} labels and "

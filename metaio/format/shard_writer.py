@@ -92,10 +92,8 @@ class ShardWriter:
 
     def write(self, block: Block) -> None:
         """Append one block as a row group of every file."""
-        if (
-            max(block.positions_NF.size, len(block.multi_positions_V), block.dense_NK.size)
-            >= 1 << 31
-        ):
+        sizes = block.positions_NF.size, len(block.multi_positions_V), block.dense_NK.size
+        if max(sizes) >= 1 << 31:
             raise DataError(
                 f"a block of {block.num_rows} rows holds 2^31 or more values. Set block_rows "
                 "lower, or max_rows so that no episode is that long"

@@ -151,9 +151,8 @@ class Job:
         bundle_tasks = self.bundle_tasks if is_train else 0
         index = bucket - self.plan.list_buckets(split).start
         with ShardWriter(folder, name, index, self.features, self.options.compact) as shard:
-            for first, stop in pairwise(
-                find_block_bounds(episodes.row_lengths_T, self.options.block_rows, bundle_tasks)
-            ):
+            lengths_T, block_rows = episodes.row_lengths_T, self.options.block_rows
+            for first, stop in pairwise(find_block_bounds(lengths_T, block_rows, bundle_tasks)):
                 block = build_block(self.features, episodes.gather(first, stop))
                 # Bundles serve shuffled training: other splits have none.
                 block = bundle_ids(block, bundle_tasks)
@@ -223,20 +222,16 @@ def infer_column_kind(column: IdColumn, kind: pa.DataType) -> Kind:
 def _list_counted_tables(job: Job) -> list[int]:
     """Return the hashed tables whose used rows are counted."""
     hashed = {column.table_name for column in job.schema.sparse if column.hash is not None}
-    return [
-        index
-        for index, table in enumerate(job.features.tables)
-        if table.name in hashed and table.num_rows <= MAX_COUNTED_ROWS
-    ]
+    tables = enumerate(job.features.tables)
+    return [i for i, t in tables if t.name in hashed and t.num_rows <= MAX_COUNTED_ROWS]
 
 
 class HashedShardUse:
     """The ids of one shard in each counted table: few, however large the tables are."""
 
     def __init__(self, job: Job) -> None:
-        self._ids: dict[int, list[Int64]] = {
-            i: [np.zeros(0, np.int64)] for i in _list_counted_tables(job)
-        }
+        counted = _list_counted_tables(job)
+        self._ids: dict[int, list[Int64]] = {i: [np.zeros(0, np.int64)] for i in counted}
 
     def add(self, block: Block) -> None:
         """Count a block's ids."""

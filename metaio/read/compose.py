@@ -105,9 +105,8 @@ def _split_into_parts(block: Block, episodes_E: Int64) -> Iterator[_Part]:
     begin = 0  # of the episodes that belong to no whole bundle
     if block.bundles is not None:
         bundle_starts, bundle_lengths = block.bundles.bundle_starts, block.bundles.bundle_lengths
-        for index, first, stop in _find_whole_bundles(
-            block.bundles, block.num_episodes, episodes_E
-        ):
+        whole = _find_whole_bundles(block.bundles, block.num_episodes, episodes_E)
+        for index, first, stop in whole:
             if begin < first:
                 yield _mark_positions(block, episodes_E[begin:first])
             place = _place(block, episodes_E[first:stop])
@@ -201,9 +200,8 @@ def _renumber(
     """Return the positions [N, F] and [V] in the batch, where each part's ids moved by `shifts`."""
     num_rows = sum(part.num_rows for part in parts)
     into_NF = memory.allocate("positions_NF", (num_rows, len(features.single)), np.int32)
-    into_V = memory.allocate(
-        "multi_positions_V", (sum(part.num_values for part in parts),), np.int32
-    )
+    num_values = sum(part.num_values for part in parts)
+    into_V = memory.allocate("multi_positions_V", (num_values,), np.int32)
     of_lists = sorted(set(features.table_of_multi.tolist()))
     shifts_of_single = shifts[:, features.table_of_single]
     shift_of_many = np.tile(shifts_of_single, _ROWS_AT_ONCE)

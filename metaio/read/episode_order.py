@@ -107,9 +107,8 @@ class EpisodeOrder:
     def step(self, step: int, rank: int = 0, world_size: int = 1) -> list[BlockEpisodes]:
         """Return the episodes that `rank` trains on at `step`, grouped by block; empty for none."""
         _check_step(step, self.num_steps)
-        size = min(
-            self.config.tasks_per_step, self.num_episodes - step * self.config.tasks_per_step
-        )
+        most = self.config.tasks_per_step
+        size = min(most, self.num_episodes - step * most)
         # Of this step's size: a short last step is also dealt to all ranks.
         first, stop = rank * size // world_size, (rank + 1) * size // world_size
         return self._group(self._slice(step, first, stop))
@@ -150,9 +149,8 @@ class EpisodeOrder:
         selected: Int64 = np.minimum(low * self._quotas, self._lane_totals)
         for lane in range(self.config.lanes):
             left = position - int(selected.sum())
-            selected[lane] += min(
-                left, int(self._quotas[lane]), int(self._lane_totals[lane] - selected[lane])
-            )
+            rest = int(self._lane_totals[lane] - selected[lane])
+            selected[lane] += min(left, int(self._quotas[lane]), rest)
         return selected
 
     def _lane_episodes(self, lane: int, start: int, stop: int) -> Int64:
@@ -212,9 +210,8 @@ class BlockOrder:
     def __init__(self, num_episodes_Z: npt.ArrayLike, config: OrderConfig, epoch: int = 0) -> None:
         self.config = config
         self._num_episodes_Z = np.asarray(num_episodes_Z)
-        self._blocks = _block_order(
-            len(self._num_episodes_Z), config.shuffle, _mix(config.seed, epoch)
-        )
+        key = _mix(config.seed, epoch)
+        self._blocks = _block_order(len(self._num_episodes_Z), config.shuffle, key)
 
     @property
     def num_steps(self) -> int:
@@ -228,9 +225,8 @@ class BlockOrder:
         first = step * self.config.blocks_per_step
         blocks = self._blocks[first : first + self.config.blocks_per_step]
         own = blocks[rank * len(blocks) // world_size : (rank + 1) * len(blocks) // world_size]
-        return [
-            BlockEpisodes(block, np.arange(self._num_episodes_Z[block])) for block in own.tolist()
-        ]
+        sizes = self._num_episodes_Z
+        return [BlockEpisodes(block, np.arange(sizes[block])) for block in own.tolist()]
 
 
 def make_order(

@@ -75,9 +75,8 @@ def assign_rows(
             f"{config.min_old} ratings or more: training movies and others are needed. Point PATH "
             "at the whole of ml-1m"
         )
-    parts: list[tuple[Int64, str, str | None, bool]] = [
-        (np.flatnonzero(old_N), "train", None, True)
-    ]
+    train = np.flatnonzero(old_N), "train", None, True
+    parts: list[tuple[Int64, str, str | None, bool]] = [train]
     parts += _make_stages("", new_N, place_N)
     if config.validation:
         # Drawn by the movie's number: the draw depends on no other movie.
@@ -125,9 +124,8 @@ def _table(
             f"user {missing[0]} has ratings but is not in users.dat. Download both files again"
         )
     # Words are counted over all movies: knowing them takes no rating.
-    words = dict(
-        zip(titles, keep_shared_words(title for title, _, _ in titles.values()), strict=True)
-    )
+    shared = keep_shared_words(title for title, _, _ in titles.values())
+    words = dict(zip(titles, shared, strict=True))
     unknown: tuple[str, str, list[str]] = ("", "", [])
     of_movie = [titles.get(movie, unknown) for movie in movies.tolist()]
     movie_columns = {

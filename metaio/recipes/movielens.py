@@ -83,10 +83,8 @@ def derive_states(ratings: Ratings, movies: Movies, config: MovieLensConfig) -> 
     order = order[np.argsort(ratings.user_N[order], kind="stable")]
     whole: State = {}
     for rows in np.split(order, np.flatnonzero(np.diff(ratings.user_N[order])) + 1):
-        whole[int(ratings.user_N[rows[0]])] = (
-            ratings.movie_N[rows],
-            ratings.rating_N[rows].astype(np.int64),
-        )
+        own_ratings = ratings.rating_N[rows].astype(np.int64)
+        whole[int(ratings.user_N[rows[0]])] = ratings.movie_N[rows], own_ratings
     return divide(
         whole, lambda user: user in cold, lambda movie: movies.year[movie] > config.last_warm_year
     )
@@ -190,16 +188,13 @@ class _Encoder:
         lengths_T = np.array([len(movies) for movies, _ in state.values()], dtype=np.int64)
         movie_N = _concat([movies for movies, _ in state.values()])
         distinct_A, movie_index_N = np.unique(movie_N, return_inverse=True)
-        user_ids = np.array([self._user_ids(user) for user in users], dtype=np.int64).reshape(
-            -1, len(_USER_COLUMNS)
-        )
+        user_ids = np.array([self._user_ids(user) for user in users], dtype=np.int64)
+        user_ids = user_ids.reshape(-1, len(_USER_COLUMNS))
         columns = [user_ids[:, index].repeat(lengths_T) for index in range(len(_USER_COLUMNS))]
         if self._movies.has_extra:
             rate = self.vocabulary["rate"]
-            rate_A = np.array(
-                [rate.get(self._movies.rate[movie], 0) for movie in distinct_A.tolist()],
-                dtype=np.int64,
-            )
+            rates = [rate.get(self._movies.rate[movie], 0) for movie in distinct_A.tolist()]
+            rate_A = np.array(rates, dtype=np.int64)
             columns.insert(0, rate_A[movie_index_N])
         item_A = np.array([item_ids.get(movie, 0) for movie in distinct_A.tolist()], dtype=np.int64)
         item_N = item_A[movie_index_N]
@@ -236,9 +231,8 @@ class _Encoder:
             for movie in distinct_A.tolist()
             for name in self.multi
         ]
-        lengths_AM = np.array([len(ids) for ids in lists], dtype=np.int64).reshape(
-            len(distinct_A), len(self.multi)
-        )
+        lengths_AM = np.array([len(ids) for ids in lists], dtype=np.int64)
+        lengths_AM = lengths_AM.reshape(len(distinct_A), len(self.multi))
         values = np.array([value for ids in lists for value in ids], dtype=np.int64)
         chosen = index_entries(offsets(lengths_AM.sum(axis=1)), movie_index_N)
         return values[chosen], lengths_AM[movie_index_N].astype(np.int32)
@@ -256,9 +250,8 @@ def _concat(arrays: list[Int64]) -> Int64:
 
 
 def _item_ids(train: State, min_count: int) -> dict[int, int]:
-    movies, counts = np.unique(
-        _concat([movies for movies, _ in train.values()]), return_counts=True
-    )
+    rated = _concat([movies for movies, _ in train.values()])
+    movies, counts = np.unique(rated, return_counts=True)
     return {movie: row for row, movie in enumerate(movies[counts >= min_count].tolist(), start=1)}
 
 

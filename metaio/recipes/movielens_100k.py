@@ -32,10 +32,8 @@ def prepare_movielens_100k(
         for index, name in enumerate(("user", "item", "rating", "time"))
     }
     items = _atomic_items(folder) if is_atomic else _items(folder)
-    for ids, known in (
-        ([line[0] for line in fields], _users(folder, is_atomic)),
-        ([line[1] for line in fields], items),
-    ):
+    for index, known in enumerate((_users(folder, is_atomic), items)):
+        ids = [line[index] for line in fields]
         unknown = next((one for one in ids if one not in known), None)
         if unknown is not None:
             raise DataError(

@@ -160,19 +160,17 @@ def read_melu_split(folder: Path) -> list[dict[int, tuple[Int64, Int64]]] | None
         movies, ratings = (
             _load_json(folder / "melu_split" / f"{name}{suffix}.json") for suffix in ("", "_y")
         )
-        if {user: len(v) for user, v in movies.items()} != {
-            user: len(v) for user, v in ratings.items()
-        }:
+        counts, others = ({user: len(v) for user, v in own.items()} for own in (movies, ratings))
+        if counts != others:
             raise DataError(
                 f"{folder / 'melu_split'}: {name}.json and {name}_y.json hold different users or "
                 "counts. Copy both from the same place"
             )
-        states.append(
-            {
-                int(u): (np.array(movies[u], dtype=np.int64), np.array(ratings[u], dtype=np.int64))
-                for u in movies
-            }
-        )
+        state = {
+            int(u): (np.array(movies[u], dtype=np.int64), np.array(ratings[u], dtype=np.int64))
+            for u in movies
+        }
+        states.append(state)
     return states
 
 

@@ -108,13 +108,11 @@ def make_world(config: SyntheticConfig) -> World:
     brand_A = rng.integers(0, _BRANDS, count)
     tag_lengths_A = rng.integers(0, _MAX_TAGS + 1, count)
     tags_AH = rng.integers(0, _TAGS, (count, _MAX_TAGS))
-    genre_latent, brand_latent, tag_latent = (
-        rng.standard_normal((n, _LATENT)) for n in (_GENRES, _BRANDS, _TAGS)
-    )
+    latents = (rng.standard_normal((n, _LATENT)) for n in (_GENRES, _BRANDS, _TAGS))
+    genre_latent, brand_latent, tag_latent = latents
     has_tag_AH = np.arange(_MAX_TAGS) < tag_lengths_A[:, None]
-    tag_part = (tag_latent[tags_AH] * has_tag_AH[..., None]).sum(axis=1) / np.sqrt(
-        np.maximum(tag_lengths_A, 1)
-    )[:, None]
+    tag_part = (tag_latent[tags_AH] * has_tag_AH[..., None]).sum(axis=1)
+    tag_part /= np.sqrt(np.maximum(tag_lengths_A, 1))[:, None]
     latent = 0.8 * genre_latent[genre_A] + 0.35 * brand_latent[brand_A] + 0.35 * tag_part
     latent += 0.3 * rng.standard_normal((count, _LATENT))
     return World(

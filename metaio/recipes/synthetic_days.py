@@ -218,16 +218,11 @@ def _users(config: DaysConfig, day: int) -> tuple[Int64, Int64]:
         return np.arange(config.users_per_day), np.zeros(config.users_per_day, np.int64)
     rng = np.random.default_rng([config.seed, 22, day])
     # Recent users come back most.
-    back = rng.choice(known, config.users_per_day - new, replace=False, p=_recency(known))
+    weights = np.linspace(0.5, 1.5, known)
+    back = rng.choice(known, config.users_per_day - new, replace=False, p=weights / weights.sum())
     user_T = np.concatenate([np.sort(back), known + np.arange(new)])
     born_T = np.maximum(user_T - config.users_per_day + new, 0) // new
     return user_T, born_T
-
-
-def _recency(known: int) -> Float:
-    weights: Float = np.linspace(0.5, 1.5, known)
-    weights /= weights.sum()
-    return weights
 
 
 def _tastes(

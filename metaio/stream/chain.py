@@ -203,10 +203,8 @@ def list_increment_numbers(url: str) -> list[int]:
     numbers = sorted(int(name) for name in names if _NUMBER.fullmatch(name))
     if numbers and not is_local(fs):
         # In a store a folder appears file by file, its manifest last.
-        newest = (
-            f"{root.rstrip('/')}/{INCREMENTS}/{name_increment_folder(numbers[-1])}/{MANIFEST_NAME}"
-        )
-        if not fs.exists(newest):
+        newest = f"{root.rstrip('/')}/{INCREMENTS}/{name_increment_folder(numbers[-1])}"
+        if not fs.exists(f"{newest}/{MANIFEST_NAME}"):
             numbers.pop()
     return numbers
 

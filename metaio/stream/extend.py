@@ -335,9 +335,8 @@ def _write(
             writer.report = {"dropped": lost, "hashed_tables": hashed, "stream": report}
             writer.report |= describe_transform(schema.transform)
             freed_rows = {table: change.num_freed for table, change in found.changes.items()}
-            writer.stream = StreamPlace(
-                description["stream"], number, before.parent, found.window, freed_rows
-            )
+            stream = description["stream"]
+            writer.stream = StreamPlace(stream, number, before.parent, found.window, freed_rows)
             windows = [*before.state.windows, summarise_window(found.summary)]
             windows = windows[-find_stream_rule(schema).recent :]
             inputs = append_inputs(before.state.inputs, found.files.recorded, number)

@@ -26,9 +26,8 @@ def publish_stream(stream: Path, url: str) -> list[int]:
     there = list_increment_numbers(url)
     newest = there[-1] if there else 0
     # Fingerprints chain: if the newest one there is ours, so are all before it.
-    if there and (
-        newest not in own.numbers or open_stream(url).record(newest) != own.record(newest)
-    ):
+    is_own = newest in own.numbers and open_stream(url).record(newest) == own.record(newest)
+    if there and not is_own:
         raise DataError(
             f"{url} has an increment {newest} that {stream} has not: it is of another stream, or "
             "was taken back here. Choose another URL, or remove it there"

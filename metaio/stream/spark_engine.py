@@ -95,13 +95,11 @@ class _SparkEngine:
         total, nulls = count_nulls(self._rows, context.schema.columns)
         check_counts(context.schema, self._names, total, nulls)
         report_progress("looking", 0, total)
-        rows = map_batches(
-            self._rows, context.schema.columns, _make_summariser(context, self._parts), KEYED
-        )
+        summarise = _make_summariser(context, self._parts)
+        rows = map_batches(self._rows, context.schema.columns, summarise, KEYED)
         # Occurrences of a value meet in one part, so that the driver gets each value once.
-        found = collect_objects(
-            repartition_by_bucket(rows, self._parts).mapInArrow(_make_merger(context), PAYLOAD)
-        )
+        parts = repartition_by_bucket(rows, self._parts)
+        found = collect_objects(parts.mapInArrow(_make_merger(context), PAYLOAD))
         # A table without a value in this window must be there, too.
         summary, no_times = WindowSummary(), np.zeros(0, np.int64)
         for table, least in context.admissions.items():
@@ -133,9 +131,8 @@ class _SparkEngine:
         # Buckets without rows of the window still carry earlier tasks, so none may be left out.
         all_buckets = self._make_range(num_buckets).mapInArrow(_make_empty_buckets(window), KEYED)
         rows = repartition_by_bucket(rows.union(all_buckets), num_buckets)
-        found = collect_objects(
-            rows.mapInArrow(_make_bucket_writer(window, writer.folder, parts), PAYLOAD)
-        )
+        write = _make_bucket_writer(window, writer.folder, parts)
+        found = collect_objects(rows.mapInArrow(write, PAYLOAD))
         written, use = dict(found), HashedTableUse(job)
 
         def buckets_of(split: str, buckets: range) -> Iterator[BucketResult]:
@@ -193,9 +190,8 @@ def _make_summariser(context: SummaryContext, num_parts: int) -> Callable[[_Batc
         yield make_keyed_batch([(_COUNTS, replace(found, occurrences={}))])
         for table, occurrences in found.occurrences.items():
             own = merge_occurrences(occurrences, context.admissions[table])
-            yield make_keyed_batch(
-                [(part, (table, values)) for part, values in own.deal(num_parts)]
-            )
+            dealt = own.deal(num_parts)
+            yield make_keyed_batch([(part, (table, values)) for part, values in dealt])
 
     return look
 
@@ -210,9 +206,8 @@ def _make_merger(context: SummaryContext) -> Callable[[_Batches], _Batches]:
                 own = each if bucket == _COUNTS else WindowSummary(occurrences={each[0]: [each[1]]})
                 found.add(own, context.admissions)
             for table, occurrences in found.occurrences.items():
-                found.occurrences[table] = [
-                    merge_occurrences(occurrences, context.admissions[table])
-                ]
+                admission = context.admissions[table]
+                found.occurrences[table] = [merge_occurrences(occurrences, admission)]
             yield make_payload_batch(found)
 
     return merge
@@ -234,18 +229,16 @@ def _make_encoder(
         job = window.job
         encoder = Encoder(job.schema, job.fitted, map_tables(state_folder, num_rows))
         for batch in batches:
-            yield make_keyed_batch(
-                split_by_bucket(job.plan, encode_window_rows(encoder, window.clock, batch))
-            )
+            rows = encode_window_rows(encoder, window.clock, batch)
+            yield make_keyed_batch(split_by_bucket(job.plan, rows))
 
     return encode
 
 
 def _make_empty_buckets(window: WindowJob) -> Callable[[_Batches], _Batches]:
     def give(batches: _Batches) -> _Batches:
-        yield make_keyed_batch(
-            [(bucket, concatenate_rows(window.job.schema, [])) for bucket in _iterate_ids(batches)]
-        )
+        no_rows = concatenate_rows(window.job.schema, [])
+        yield make_keyed_batch([(bucket, no_rows) for bucket in _iterate_ids(batches)])
 
     return give
 

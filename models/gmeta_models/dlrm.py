@@ -41,9 +41,8 @@ class DLRM(DecisionModel):
         top_width = num_vectors * width
         if options.interaction == "dot":
             # The pairs, and v_0 once more as it is.
-            top_width = num_vectors * (num_vectors - 1) // 2 + (
-                width if self.bottom is not None else 0
-            )
+            top_width = num_vectors * (num_vectors - 1) // 2
+            top_width += 0 if self.bottom is None else width
             self.dots = PairwiseDots(num_vectors)
         else:
             # Behind v_0, if there is one; with `dot` the features stand nowhere side by side.

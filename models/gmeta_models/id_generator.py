@@ -90,8 +90,7 @@ class IdGenerator(nn.Module):
             content += [pooled_NMD[:, column] for column in columns.multi]
         made_ND = self.scale * torch.tanh(self.generate(torch.cat(content, dim=1)))
         # The rows of its table hold their moves in inner steps: 0 before the first.
-        before, id_N1D, behind = single_NFD.split(
-            [columns.id_column, 1, single_NFD.shape[1] - columns.id_column - 1], dim=1
-        )
+        parts = [columns.id_column, 1, single_NFD.shape[1] - columns.id_column - 1]
+        before, id_N1D, behind = single_NFD.split(parts, dim=1)
         id_N1D = id_N1D + made_ND.to(id_N1D.dtype).unsqueeze(1)
         return replace(inputs, single_NFD=torch.cat([before, id_N1D, behind], dim=1))

@@ -92,9 +92,8 @@ class RowInputs:
         """Return a vector for each bag; repeated ids count repeatedly, an empty bag is zero."""
         num_rows, _, width = self.single_NFD.shape
         num_bags = num_rows * self.num_multi
-        bags = self.bag_values_VD.new_zeros(num_bags, width).index_add(
-            0, self.bag_index_V, self.bag_values_VD
-        )
+        bags = self.bag_values_VD.new_zeros(num_bags, width)
+        bags = bags.index_add(0, self.bag_index_V, self.bag_values_VD)
         if mode == "mean":
             # An empty bag is divided by one, and stays zero.
             # Not by bincount, whose length CUDA makes the host wait for.

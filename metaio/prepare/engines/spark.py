@@ -134,9 +134,8 @@ def _with_places(frame: "DataFrame", schema: Schema) -> tuple["DataFrame", list[
     origin = [functions.col("_metadata.file_path"), functions.col("_metadata.row_index")]
     try:
         files = [row[0] for row in collect_rows(frame.select(origin[0]).distinct())]
-        frame_with_places = frame.select(
-            *quote_columns(schema.columns), origin[0].alias(_FILE), origin[1].alias(_ROW)
-        )
+        places = origin[0].alias(_FILE), origin[1].alias(_ROW)
+        frame_with_places = frame.select(*quote_columns(schema.columns), *places)
     except AnalysisException as error:
         raise DataError(
             "the rows of a task are shuffled by their place in the input, but this DataFrame is no "

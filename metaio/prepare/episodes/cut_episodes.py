@@ -106,13 +106,10 @@ def make_episodes(
         )
     else:
         side_N = rows.side_NS[order_N, 0]
-        support_T, query_T = (
-            np.diff(offsets(side_N == side)[np.append(starts_T, rows.num_rows)])
-            for side in (SUPPORT, QUERY)
-        )
-        ranges, dropped = _cut_by_sides(
-            schema, cutting, _SidedTasks(starts_T, lengths_T, support_T, query_T), task_N
-        )
+        bounds_T1 = np.append(starts_T, rows.num_rows)
+        of_sides = (np.diff(offsets(side_N == side)[bounds_T1]) for side in (SUPPORT, QUERY))
+        tasks = _SidedTasks(starts_T, lengths_T, *of_sides)
+        ranges, dropped = _cut_by_sides(schema, cutting, tasks, task_N)
     # Dropped rows are left out here, so they are never copied.
     parts = np.stack([ranges.support_start_T, ranges.query_start_T], axis=1).ravel()
     lengths = np.stack([ranges.support_T, ranges.query_T], axis=1).ravel()

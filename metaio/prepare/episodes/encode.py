@@ -192,9 +192,8 @@ class Encoder:
         if rule is None:
             return np.zeros((batch.num_rows, 0), np.uint64)
         column = batch[rule.item]
-        return splitmix64(hash_values(column, infer_kind(rule.item, column.type, "negatives")))[
-            :, None
-        ]
+        kind = infer_kind(rule.item, column.type, "negatives")
+        return splitmix64(hash_values(column, kind))[:, None]
 
     def _encode_ids(self, rule: IdColumn, column: pa.Array) -> Int64:
         kind = infer_kind(rule.column, column.type, "sparse")

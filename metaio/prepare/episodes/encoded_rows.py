@@ -85,9 +85,8 @@ def select_rows(rows: EncodedRows, chosen: Int64) -> EncodedRows:
 
 def concatenate_rows(schema: Schema, parts: list[EncodedRows]) -> EncodedRows:
     """Return all rows of any number of parts, in order."""
-    found = allocate_rows(
-        schema, sum(part.num_rows for part in parts), sum(len(part.values_V) for part in parts)
-    )
+    num_values = sum(len(part.values_V) for part in parts)
+    found = allocate_rows(schema, sum(part.num_rows for part in parts), num_values)
     for name, array in vars(found).items():
         # Without parts np.concatenate would fail, hence the empty first one.
         np.concatenate([array[:0], *(getattr(part, name) for part in parts)], out=array)

@@ -188,9 +188,8 @@ class WindowSearch:
     """Finds where windows begin that hold given shares of the rows, exactly, in four passes."""
 
     def __init__(self, shares: Iterable[float]) -> None:
-        self._cumulated: npt.NDArray[np.float64] = np.cumsum(np.array(list(shares), np.float64))[
-            :-1
-        ]
+        cumulated: npt.NDArray[np.float64] = np.cumsum(np.array(list(shares), np.float64))
+        self._cumulated = cumulated[:-1]
         self._prefixes = np.zeros(len(self._cumulated), dtype=np.uint64)
         self._ranks: Int64 | None = None
         self._shift = 48

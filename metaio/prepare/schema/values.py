@@ -44,9 +44,8 @@ def to_float64(name: str, column: pa.Array, role: str) -> npt.NDArray[np.float64
             "another column"
         )
     # Unsafe: integers beyond 2^53 lose digits that float32 would not keep anyway.
-    numbers: npt.NDArray[np.float64] = column.cast(pa.float64(), safe=False).to_numpy(
-        zero_copy_only=False
-    )
+    column = column.cast(pa.float64(), safe=False)
+    numbers: npt.NDArray[np.float64] = column.to_numpy(zero_copy_only=False)
     return numbers
 
 

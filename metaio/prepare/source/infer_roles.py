@@ -213,9 +213,8 @@ def _find_column(
 
 
 def _matches_role(column: ColumnProfile, role: Role, pattern: str) -> bool:
-    if column.num_distinct < 2 or not re.fullmatch(
-        pattern, normalise_name(column.name), re.IGNORECASE
-    ):
+    name = normalise_name(column.name)
+    if column.num_distinct < 2 or not re.fullmatch(pattern, name, re.IGNORECASE):
         return False
     if role == "label":
         return column.is_number
@@ -238,12 +237,9 @@ def _find_item_columns(found: InferredRoles, rows: pa.Table) -> tuple[str, ...]:
     inputs = [column for column in found.inputs if column.name != found.item]
     names = [c.name for c in inputs if not pa.types.is_nested(c.type) and c.num_distinct > 1]
     values = rows.select([found.item, *names]).rename_columns(["", *map(str, range(len(names)))])
-    counts = values.group_by("").aggregate(
-        [(str(place), "count_distinct") for place in range(len(names))]
-    )
-    several = [
-        pc.sum(pc.greater(counts[f"{n}_count_distinct"], 1)).as_py() for n in range(len(names))
-    ]
+    wanted = [(str(place), "count_distinct") for place in range(len(names))]
+    counts = values.group_by("").aggregate(wanted)
+    several = [pc.sum(pc.greater(counts["_".join(key)], 1)).as_py() for key in wanted]
     most = MAX_CHANGED_ITEMS_SHARE * counts.num_rows
     return tuple(name for name, items in zip(names, several, strict=True) if (items or 0) <= most)
 

@@ -170,9 +170,8 @@ def _check_columns(
         check_json_objects(files.names[0], names)
     mark = next((mark for mark in DELIMITERS if mark in names[0]), "")
     if files.kind == "text" and len(names) == 1 and mark:
-        table = format_strict_csv(
-            files.names[0], format_text_options(text), mark, split_fields(names[0], mark)
-        )
+        options, fields = format_text_options(text), split_fields(names[0], mark)
+        table = format_strict_csv(files.names[0], options, mark, fields)
         connection.sql(f"SELECT count(*) FROM {table}").fetchall()
 
 
