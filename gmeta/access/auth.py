@@ -27,8 +27,7 @@ _RELOAD_EVERY_S = 1.0
 
 @final
 class Tokens:
-    """A folder of token files, one token a line, named after roles: `worker`, `operator`,
-    `viewer`. No token gives a role that has no file."""
+    """Files `worker`, `operator`, `viewer`, a token a line: no token gives a role without file."""
 
     def __init__(self, folder: Path) -> None:
         """Read the folder's files. Raise CredentialError."""

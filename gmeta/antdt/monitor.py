@@ -1,5 +1,4 @@
-"""Which workers are slow, since when and why: windows over each worker's own time per task. Pure:
-reports and the time come in, verdicts go out."""
+"""Which workers are slow, since when and why, by windows over their own time per task. Pure."""
 
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence

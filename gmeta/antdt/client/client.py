@@ -117,11 +117,10 @@ class ShardClient:
         return leases
 
     def shards(self, dataset: str, epoch: int = 0, prefetch_shards: int = 1) -> Iterator[Lease]:
-        """Yield every shard that this worker gets of the epoch; end at END.
+        """Yield every shard that this worker gets of the epoch, where each worker trains by itself.
 
-        For loops in which each worker trains by itself. A shard is completed when the loop asks for
-        the next one, so its units must be in the model by then. A speculative shard that is not
-        lost is completed by the loop itself, with `complete`."""
+        A shard is completed when the loop asks for the next one: its units must be in the model by
+        then. The loop itself completes a speculative shard that is not lost, with `complete`."""
         while not isinstance(answer := self.lease(dataset, epoch, prefetch_shards), EndOfEpoch):
             if isinstance(answer, WaitFor):
                 _log.info("waiting for shards of %s: %s", dataset, answer.reason)
@@ -217,8 +216,7 @@ class ShardClient:
         self._leases.drop(tokens)
 
     def fail(self, lease: Lease, failure_class: str, message: str) -> bool:
-        """Report that the shard cannot be processed; return whether it is quarantined now. Raise
-        LeaseLostError, also for another lease."""
+        """Report a shard as failed; return whether it is quarantined now. Raise LeaseLostError."""
         # Its units in the model are flushed first. A loss is raised only after this failure counts.
         lost = self._flush_held()
         response = self._session.call_numbered(

@@ -12,8 +12,7 @@ USUAL_RATIO = 1.25  # a window that is not slower than this is noise
 
 
 def decide(snapshot: Snapshot, config: ControllerConfig) -> Sequence[Decision]:
-    """Return restarts of persistent stragglers where they pay, else new shares, and backups where
-    the job is not synchronous."""
+    """Return restarts that pay, else new shares; backups where the job is not synchronous."""
     decisions = _restarts(snapshot, config)
     # Restarts beyond the hour's budget are reported but held back: their workers stay in the job,
     # and its batches must still be balanced around them.

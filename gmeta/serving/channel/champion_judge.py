@@ -76,10 +76,8 @@ def judge(
     margin: float | None = None,
     pool: int = 0,
 ) -> Verdict:
-    """Return the verdict on an exported model against another, on a split of `datasets(0)`.
-
-    Where its query rows are too few to tell a margin, those of `datasets(1)` and so on are added,
-    at most `pool`, until there is none. Without a champion there is nothing to compare with."""
+    """Return the verdict on an exported model against another (or none), on a split of
+    `datasets(0)`; query rows too few to tell a margin gain those of `datasets(1)` up to `pool`."""
     served = load(candidate)
     # Its checksums were checked by whoever found it: it serves.
     champion_model = None if champion is None else load(champion, verify=False)

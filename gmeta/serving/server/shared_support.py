@@ -1,6 +1,4 @@
-"""The support rows behind the task keys, for all processes of one server.
-
-A SQLite file in a folder of the server's own, which ends with it."""
+"""The support rows behind the task keys, for all processes of a server: SQLite in its folder."""
 
 import io
 import logging
