@@ -176,16 +176,10 @@ class ShardClient:
     def _flush(self, also_speculative: bool) -> None:
         with self._flushing:
             progress = self._leases.collect_progress()
-            partial = [
-                (x, done)
-                for x, done in progress
-                if x.units_reported < done < x.num_units and not x.speculative
-            ]
-            complete = [
-                (x, done)
-                for x, done in progress
-                if done == x.num_units and (also_speculative or not x.speculative)
-            ]
+            begun = [(x, done) for x, done in progress if x.units_reported < done < x.num_units]
+            partial = [(x, done) for x, done in begun if not x.speculative]
+            whole = [(x, done) for x, done in progress if done == x.num_units]
+            complete = [(x, done) for x, done in whole if also_speculative or not x.speculative]
             if partial:
                 items = [pb.ProgressItem(token=x.token, units_done=done) for x, done in partial]
                 outcomes = self._session.call("Progress", items=items).outcomes

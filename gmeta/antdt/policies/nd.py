@@ -28,11 +28,8 @@ def decide(snapshot: Snapshot, config: ControllerConfig) -> Sequence[Decision]:
 def _backups(snapshot: Snapshot, restarted: Set[str]) -> list[Decision]:
     """Return the backups, slowest worker first."""
     # Free of cost: the workers that do such a shard as well have nothing else to do.
-    slow = [
-        worker
-        for worker in snapshot.stragglers
-        if worker.to_back_up and worker.health.worker_id not in restarted
-    ]
+    candidates = (worker for worker in snapshot.stragglers if worker.to_back_up)
+    slow = [worker for worker in candidates if worker.health.worker_id not in restarted]
     return [
         Decision(
             "BACKUP_WORKERS",
