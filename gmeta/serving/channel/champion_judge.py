@@ -240,8 +240,5 @@ def _are_finite(predicted: list[GatePredictions]) -> bool:
 
 
 def _measure(value: float, interval: Interval) -> Measure:
-    return Measure(*map(_finite_or_none, (value, interval.low, interval.high)))
-
-
-def _finite_or_none(value: float) -> float | None:
-    return float(value) if np.isfinite(value) else None
+    numbers = (value, interval.low, interval.high)
+    return Measure(*(float(number) if np.isfinite(number) else None for number in numbers))
