@@ -27,7 +27,8 @@ _RELOAD_EVERY_S = 1.0
 
 @final
 class Tokens:
-    """Files `worker`, `operator`, `viewer`, a token a line: no token gives a role without file."""
+    """A folder of token files, one token a line, named after roles: `worker`, `operator`,
+    `viewer`. No token gives a role that has no file."""
 
     def __init__(self, folder: Path) -> None:
         """Read the folder's files. Raise CredentialError."""
