@@ -1,5 +1,4 @@
-"""AntDT: the stateful data-shard service, its client, and what deals with stragglers. See
-docs/antdt.md. Nothing here imports torch."""
+"""AntDT: the data-shard service, its client, and stragglers (docs/antdt.md). No torch here."""
 
 from gmeta.access.errors import AntdtError
 from gmeta.antdt.client.client import ShardClient

@@ -1,5 +1,4 @@
-"""The error tree of the data-shard service, its stores and its client. Every message has four
-parts: what is wrong, the value, what is allowed, what to do."""
+"""The service's error tree. A message: what is wrong, the value, what is allowed, what to do."""
 
 from typing import Any
 

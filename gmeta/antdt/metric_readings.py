@@ -1,5 +1,4 @@
-"""What a trainer measured of the model (loss, validation), for people who watch the job. Volatile:
-after a restart of the service the curves begin anew."""
+"""A trainer's loss and validation, for people who watch; a restarted service begins anew."""
 
 import math
 from collections.abc import Iterable, Mapping

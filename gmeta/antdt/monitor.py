@@ -1,5 +1,4 @@
-"""Which workers are slow, since when and why: windows over each worker's own time per task. Pure:
-reports and the time come in, verdicts go out."""
+"""Which workers are slow, since when and why, by windows over their own time per task. Pure."""
 
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
@@ -144,20 +143,14 @@ class Monitor:
         )
 
     def _windows(self, take: Callable[[_WorkerHistory], Report | None]) -> dict[str, WorkerWindow]:
-        deltas = {
-            name: delta
-            for name, worker in self._workers.items()
-            if (delta := take(worker)) is not None
-        }
+        reports = {name: take(worker) for name, worker in self._workers.items()}
+        deltas = {name: report for name, report in reports.items() if report is not None}
         idle: dict[str, Report] = {}
         if 2 * len(deltas) <= len(self._workers):
             # At the end of the data only slow ones are left: they are compared with what the others
             # did last. Two windows without news: a single one may lie between two long steps.
-            idle = {
-                name: worker.last
-                for name, worker in self._workers.items()
-                if worker.num_idle > 1 and worker.last is not None
-            }
+            last = {name: w.last for name, w in self._workers.items() if w.num_idle > 1}
+            idle = {name: report for name, report in last.items() if report is not None}
         windows = compare_windows({**idle, **deltas}, self.config)
         return {name: windows[name] for name in deltas}
 

@@ -1,8 +1,8 @@
-"""The guard against values that are not finite: in layers, adapted states and predictions.
+"""The guard against values that are not finite: in layers, adapted states and predictions; a row of
+the tables, which are mapped and not read, is looked at where one of these uses it.
 
-Tables are mapped, not read: a row of theirs is looked at where a state or a prediction uses it.
-
-Shape suffixes: T tasks, N rows"""
+Shape suffixes: T tasks, N rows, D embedding width, P task-row pairs, O outputs, J parts of a
+gate"""
 
 from collections.abc import Mapping
 from itertools import chain

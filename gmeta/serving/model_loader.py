@@ -33,10 +33,7 @@ from metaio.prepare.schema.schema import make_features
 @on_the_cpu
 def load(path: str | Path, verify: bool = True, device: str = "cpu") -> ServedModel:
     """Return the model in a folder that `gmeta export` wrote; its layers compute on `device` (cpu,
-    cuda or cuda:N), its tables stay on the host.
-
-    Tables are mapped, not read: only `verify`, which compares checksums, takes time by their
-    size."""
+    cuda or cuda:N), its tables stay on the host, mapped: only `verify` (checksums) reads them."""
     folder, computes_on = Path(path), parse_device(device)
     config, checksum = read_config(folder), checksum_in(folder)
     # Before anything is mapped: a file cut short under a map kills the process.

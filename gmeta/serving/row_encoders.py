@@ -38,8 +38,7 @@ class ColumnEncoder(Protocol):
         """Return the columns that `encode` reads, without the task column."""
 
     def encode(self, batch: pa.RecordBatch, with_label: bool) -> EncodedColumns:
-        """Return the rows; labels are 0 without `with_label`. Raise DataError for a wrong
-        column."""
+        """Return the rows; labels are 0 without `with_label`. Raise DataError: a wrong column."""
 
 
 class RawColumnEncoder:

@@ -1,6 +1,5 @@
-"""An exported model in memory: adapts to a task's support rows and predicts.
-
-The engine's own learner and inner loop compute, on any device; tables and results are the host's.
+"""An exported model in memory: adapts to a task's support rows and predicts with the engine's own
+learner and inner loop, on any device; tables and results are the host's.
 
 Shape suffixes: T tasks, N rows, F single-id or pooled features, M multi-id features, V values, K
 dense columns, B tables, U unique ids, D embedding width, P task-row pairs, O outputs, J parts of a
@@ -153,9 +152,8 @@ class ServedModel:
     def predict_tasks(
         self, support: object, query: object, allow_no_support: bool = False
     ) -> TaskPredictions:
-        """Adapt to every task of `query` by its rows of `support`, and predict its query rows.
-
-        Both need the task column. Raises UserError for a task without support rows unless that is
+        """Adapt to every task of `query` by its rows of `support`, and predict its query rows. Both
+        need the task column. Raises UserError for a task without support rows unless that is
         allowed, for one with more than the algorithm takes, and for task columns of two types."""
         support, query = as_table(support, "support"), as_table(query, "query")
         encoded = self.encode(support, "support", with_label=True, with_task=True)
@@ -259,8 +257,7 @@ class ServedModel:
     def predict_encoded(
         self, states: Sequence[TaskState], rows: EncodedColumns, lengths: Sequence[int]
     ) -> Tensor:
-        """Return predictions as `predict_adapted` does, each task in its own state. Raises
-        NotFiniteError: one of them is not finite."""
+        """Predict as `predict_adapted`, each task in its own state; may raise NotFiniteError."""
         found = self.predict_adapted(stack_tasks(states), rows, lengths)
         check_predictions(found)
         return found

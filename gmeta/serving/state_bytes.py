@@ -216,8 +216,7 @@ def _parse_tensor(name: str, array: npt.NDArray[Any], shape: tuple[int | None, .
 def _check_array(
     name: str, array: npt.NDArray[Any], dtype: type, shape: tuple[int | None, ...]
 ) -> None:
-    """Raise ValueError unless an array is finite and has this type and shape; None stands for any
-    length."""
+    """Raise ValueError unless an array is finite, of this type and shape (None: any length)."""
     is_shape = len(array.shape) == len(shape) and all(
         wanted in (None, size) for size, wanted in zip(array.shape, shape, strict=True)
     )

@@ -16,10 +16,8 @@ from gmeta.serving.encoded_rows import EncodedColumns
 
 @dataclass(frozen=True)
 class TaskState:
-    """One task's adaptation: the change of each layer that adapted, gates, and adapted rows by key.
-
-    Tensors have 1 as their first dimension. An unknown task has gates, and neither changes nor
-    rows."""
+    """One task's adaptation: each adapted layer's change, gates, adapted rows by key; tensors begin
+    with a dimension of 1. An unknown task has gates, and neither changes nor rows."""
 
     changes: Mapping[str, PlainUpdate]
     gates_1JO: Mapping[str, Tensor]

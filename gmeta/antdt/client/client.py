@@ -117,11 +117,10 @@ class ShardClient:
         return leases
 
     def shards(self, dataset: str, epoch: int = 0, prefetch_shards: int = 1) -> Iterator[Lease]:
-        """Yield every shard that this worker gets of the epoch; end at END.
+        """Yield every shard that this worker gets of the epoch, where each worker trains by itself.
 
-        For loops in which each worker trains by itself. A shard is completed when the loop asks for
-        the next one, so its units must be in the model by then. A speculative shard that is not
-        lost is completed by the loop itself, with `complete`."""
+        A shard is completed when the loop asks for the next one: its units must be in the model by
+        then. The loop itself completes a speculative shard that is not lost, with `complete`."""
         while not isinstance(answer := self.lease(dataset, epoch, prefetch_shards), EndOfEpoch):
             if isinstance(answer, WaitFor):
                 _log.info("waiting for shards of %s: %s", dataset, answer.reason)
@@ -177,16 +176,10 @@ class ShardClient:
     def _flush(self, also_speculative: bool) -> None:
         with self._flushing:
             progress = self._leases.collect_progress()
-            partial = [
-                (x, done)
-                for x, done in progress
-                if x.units_reported < done < x.num_units and not x.speculative
-            ]
-            complete = [
-                (x, done)
-                for x, done in progress
-                if done == x.num_units and (also_speculative or not x.speculative)
-            ]
+            begun = [(x, done) for x, done in progress if x.units_reported < done < x.num_units]
+            partial = [(x, done) for x, done in begun if not x.speculative]
+            whole = [(x, done) for x, done in progress if done == x.num_units]
+            complete = [(x, done) for x, done in whole if also_speculative or not x.speculative]
             if partial:
                 items = [pb.ProgressItem(token=x.token, units_done=done) for x, done in partial]
                 outcomes = self._session.call("Progress", items=items).outcomes
@@ -217,8 +210,7 @@ class ShardClient:
         self._leases.drop(tokens)
 
     def fail(self, lease: Lease, failure_class: str, message: str) -> bool:
-        """Report that the shard cannot be processed; return whether it is quarantined now. Raise
-        LeaseLostError, also for another lease."""
+        """Report a shard as failed; return whether it is quarantined now. Raise LeaseLostError."""
         # Its units in the model are flushed first. A loss is raised only after this failure counts.
         lost = self._flush_held()
         response = self._session.call_numbered(

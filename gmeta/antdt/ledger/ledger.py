@@ -204,12 +204,8 @@ class Ledger:
         live = [token for token in command.tokens if token in worker.tokens]
         self._renew(live, now_s)
         revoked = tuple(token for token in command.tokens if token not in worker.tokens)
-        actions = tuple(
-            mine
-            for action in self.state.actions.values()
-            if (mine := operate.action_for(action, worker.worker_id)) is not None
-        )
-        return cmd.HeartbeatReply(revoked, actions)
+        actions = (operate.action_for(x, worker.worker_id) for x in self.state.actions.values())
+        return cmd.HeartbeatReply(revoked, tuple(mine for mine in actions if mine is not None))
 
     def _progress(self, command: cmd.ReportProgress, now_s: float) -> cmd.Reply:
         worker = check_caller(self.state, command.caller)

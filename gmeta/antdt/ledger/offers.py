@@ -21,8 +21,7 @@ OPERATOR_RETRY_MS = 1000  # waiting for a person
 def refuse_grant(
     state: LedgerState, worker: Worker, table: ShardTable, epoch: int, seq: int
 ) -> cmd.Wait | cmd.End | None:
-    """Return WAIT or END where the epoch or a drain allows no grant, else None. Raise RefusedError
-    for an epoch that the dataset does not have."""
+    """Return WAIT, END or None (grant), by epoch and drain. Raise RefusedError: no such epoch."""
     spec = table.spec
     if epoch >= spec.num_epochs:
         raise argument_refusal(
@@ -68,8 +67,7 @@ def wait_for_others(table: ShardTable, seq: int) -> cmd.Wait:
 def next_grant(
     state: LedgerState, worker: Worker, table: ShardTable, command: cmd.LeaseShards, call_crc: int
 ) -> ev.LeasesGranted | ev.BackupGranted | None:
-    """Return a grant of shards that nobody holds, else of one that a slow worker holds, else None.
-    Raise RefusedError at the limits."""
+    """Return a grant of free shards, else of a slow worker's, else None. RefusedError at limits."""
     positions = table.next_ready(command.max_shards)
     if positions:
         return grant(state, worker, table, command, call_crc, positions)

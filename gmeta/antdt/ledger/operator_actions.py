@@ -76,10 +76,8 @@ def action_for(action: ev.ActionPosted, worker_id: str) -> cmd.PostAction | None
     if action.kind == _ADJUST_BS:
         if worker_id not in parameters:
             return None
-        parameters = {
-            "tasks": parameters[worker_id],
-            "micro_batches": parameters.get(f"micro:{worker_id}", 1.0),
-        }
+        micro_batches = parameters.get(f"micro:{worker_id}", 1.0)
+        parameters = {"tasks": parameters[worker_id], "micro_batches": micro_batches}
     return cmd.PostAction(
         worker_id, action.action_id, action.kind, action.apply_at_step, parameters
     )

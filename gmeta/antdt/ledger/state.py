@@ -230,11 +230,8 @@ class LedgerState:
     def _shards_skipped(self, event: ev.ShardsSkipped) -> None:
         table = self.tables[event.dataset]
         skipped = set(event.positions)
-        held_tokens = [
-            t
-            for t, lease in self.leases.items()
-            if lease.dataset == event.dataset and lease.position in skipped
-        ]
+        leases = [(t, x.position) for t, x in self.leases.items() if x.dataset == event.dataset]
+        held_tokens = [token for token, position in leases if position in skipped]
         # Not given back: that would make the shards READY, and count them as such.
         for token in held_tokens:
             self.drop_lease(token)
@@ -265,10 +262,8 @@ def restore_table(table: ShardTable, entry: DatasetManifest | None) -> None:
         return
     for start, end in entry.done:
         table.states[start:end] = bytes([ShardState.DONE]) * (end - start)
-    for state, items in (
-        (ShardState.SKIPPED, entry.skipped),
-        (ShardState.QUARANTINED, entry.quarantined),
-    ):
+    set_aside = ((ShardState.SKIPPED, entry.skipped), (ShardState.QUARANTINED, entry.quarantined))
+    for state, items in set_aside:
         for item in items:
             table.states[item.position] = state
     # Shards that were in flight are READY again, from their offset on.

@@ -1,5 +1,4 @@
-"""Which of the results that workers report count: units, whole shards, returns and failures.
-Nothing is changed here."""
+"""Which results of workers count: units, shards, returns, failures. Nothing is changed here."""
 
 from collections.abc import Iterable
 

@@ -12,8 +12,7 @@ USUAL_RATIO = 1.25  # a window that is not slower than this is noise
 
 
 def decide(snapshot: Snapshot, config: ControllerConfig) -> Sequence[Decision]:
-    """Return restarts of persistent stragglers where they pay, else new shares, and backups where
-    the job is not synchronous."""
+    """Return restarts that pay, else new shares; backups where the job is not synchronous."""
     decisions = _restarts(snapshot, config)
     # Restarts beyond the hour's budget are reported but held back: their workers stay in the job,
     # and its batches must still be balanced around them.
@@ -29,11 +28,8 @@ def decide(snapshot: Snapshot, config: ControllerConfig) -> Sequence[Decision]:
 def _backups(snapshot: Snapshot, restarted: Set[str]) -> list[Decision]:
     """Return the backups, slowest worker first."""
     # Free of cost: the workers that do such a shard as well have nothing else to do.
-    slow = [
-        worker
-        for worker in snapshot.stragglers
-        if worker.to_back_up and worker.health.worker_id not in restarted
-    ]
+    candidates = (worker for worker in snapshot.stragglers if worker.to_back_up)
+    slow = [worker for worker in candidates if worker.health.worker_id not in restarted]
     return [
         Decision(
             "BACKUP_WORKERS",

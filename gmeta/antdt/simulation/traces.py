@@ -1,6 +1,5 @@
-"""How slow each worker is at each time: made up from a seed, or read from a recording. A worker's
-time is its healthy time times three factors: of its hardware (for ever), of its node (until it is
-restarted elsewhere) and of the moment."""
+"""How slow each worker is when, from a seed or a recording: its healthy time times three factors,
+of its hardware (for ever), its node (until it is restarted elsewhere) and the moment."""
 
 import csv
 import json

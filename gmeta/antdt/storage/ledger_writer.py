@@ -1,6 +1,5 @@
-"""The one thread that owns the ledger, and the one that waits for the disk: the writer appends what
-has queued up as one group, the syncer makes all groups so far durable with one fsync and then hands
-their answers back. While the syncer waits, the writer goes on."""
+"""The thread that owns the ledger and appends what has queued up as one group, and the syncer: it
+makes all groups durable with one fsync, then hands back their answers, while the writer goes on."""
 
 import logging
 import threading

@@ -1,6 +1,5 @@
-"""Where the ledger survives: an append-only log of events, snapshots, and the service epoch. The
-contract of a store, and the store in memory, for tests and for jobs that rely on the manifest in
-the checkpoint. tests/antdt/storage/test_store.py holds every store to the contract."""
+"""Where the ledger survives: the contract of a store, which tests/antdt/storage/test_store.py holds
+all to, and the store in memory, for tests and jobs that rely on the manifest in the checkpoint."""
 
 import abc
 from dataclasses import replace
@@ -11,8 +10,7 @@ from gmeta.antdt.storage.store_records import RecordBatch, StoredSnapshot
 
 
 class Store(abc.ABC):
-    """The contract; one store has one writer. Every method takes effect as a whole, or raises
-    StoreError and changes nothing."""
+    """The contract: one writer; a method takes effect, or raises StoreError and changes nothing."""
 
     @abc.abstractmethod
     def claim(self) -> int:
@@ -24,10 +22,8 @@ class Store(abc.ABC):
 
     @abc.abstractmethod
     def append(self, batch: RecordBatch) -> None:
-        """Store one batch; it survives this process, but a power cut only after `sync`.
-
-        A power cut takes batches from the last one backwards, never one from the middle. Raise
-        StoreTakenError when another service claimed the store."""
+        """Store one batch; it survives this process, but a power cut only after `sync`: that takes
+        batches from the end. Raise StoreTakenError when another service claimed the store."""
 
     @abc.abstractmethod
     def sync(self) -> None:

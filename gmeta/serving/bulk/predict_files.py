@@ -53,9 +53,8 @@ def predict_files(
     advance: Advance,
     part_rows: int = PART_ROWS,
 ) -> PredictionSummary:
-    """Write the query's rows in their order, with the columns of schema_of, to `out`.
-
-    About `part_rows` rows, at least those of the longest task, are in memory."""
+    """Write the query's rows in their order, with the columns of schema_of, to `out`; about
+    `part_rows` rows, at least those of the longest task, are in memory."""
     for rows, what in ((support, "support"), (query, "query")):
         # A missing column is reported before anything is read.
         served.encode(rows.schema.empty_table(), what, with_label=rows is support, with_task=True)

@@ -1,3 +1,1 @@
-"""Delivery: versions of a model in a channel, how a new one is judged and how it is brought.
-
-No ranks, no TorchRec."""
+"""Delivery: a model's versions in a channel, judged and brought. No ranks, no TorchRec."""

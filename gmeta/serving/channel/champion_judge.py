@@ -76,10 +76,8 @@ def judge(
     margin: float | None = None,
     pool: int = 0,
 ) -> Verdict:
-    """Return the verdict on an exported model against another, on a split of `datasets(0)`.
-
-    Where its query rows are too few to tell a margin, those of `datasets(1)` and so on are added,
-    at most `pool`, until there is none. Without a champion there is nothing to compare with."""
+    """Return the verdict on an exported model against another (or none), on a split of
+    `datasets(0)`; query rows too few to tell a margin gain those of `datasets(1)` up to `pool`."""
     served = load(candidate)
     # Its checksums were checked by whoever found it: it serves.
     champion_model = None if champion is None else load(champion, verify=False)
@@ -242,8 +240,5 @@ def _are_finite(predicted: list[GatePredictions]) -> bool:
 
 
 def _measure(value: float, interval: Interval) -> Measure:
-    return Measure(*map(_finite_or_none, (value, interval.low, interval.high)))
-
-
-def _finite_or_none(value: float) -> float | None:
-    return float(value) if np.isfinite(value) else None
+    numbers = (value, interval.low, interval.high)
+    return Measure(*(float(number) if np.isfinite(number) else None for number in numbers))

@@ -1,7 +1,5 @@
-"""A channel: the versions of one model in a folder, which of them is served, and every verdict.
-
-versions/00000013/ is a full export or a delta, and never changes; current.json names the one that
-is served; promotions.jsonl says what happened."""
+"""A channel, one model's versions in a folder: versions/00000013/ is a full export or a delta and
+never changes, current.json names the one that is served, promotions.jsonl says what happened."""
 
 import json
 import shutil

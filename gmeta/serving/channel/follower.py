@@ -58,9 +58,8 @@ class Follower:
     The channel is a path, or a URL that `gmeta publish` writes; versions of a URL are held, and
     deltas made full, in `cache` (default: GMETA_CACHE, or gmeta's folder in the user's cache).
 
-    Take `model` once for each request: it stays the same while newer versions come. A version that
-    is damaged or cannot be loaded now is not served: the last one stays, `refused` and `age_s` say
-    so, the log does once, and it is tried again."""
+    Take `model` once for each request: it stays the same while newer versions come. In place of one
+    that does not load, the last stays: `refused`, `age_s` and the log say so; it is tried again."""
 
     def __init__(
         self,

@@ -15,10 +15,8 @@ from metaio.format.dataset import Dataset
 
 
 def score_model(model: Path, dataset: Dataset, splits: Sequence[str] = ()) -> dict[str, Any]:
-    """Return the scores of an exported model on `splits` of a dataset (none: all with tasks).
-
-    The form is that of the scores that `gmeta train` writes of the increment it is to train; an
-    undefined metric is None, as JSON has no NaN."""
+    """Return an exported model's scores on `splits` of a dataset (none: all with tasks), formed as
+    `gmeta train`'s of its next increment; an undefined metric is None: JSON has no NaN."""
     if is_delta(model):
         raise UserError(
             f"{model} is a delta, which predicts nothing alone. Score a version that is full, or "

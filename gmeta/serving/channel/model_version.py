@@ -1,6 +1,5 @@
-"""One version of a model as a folder: an exported model, or a delta over a parent version.
-
-Each delta's checksum covers its parent's, so the newest names its entire chain."""
+"""One version of a model as a folder: an exported model, or a delta, whose checksum covers its
+parent's, so that the newest names its entire chain."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields

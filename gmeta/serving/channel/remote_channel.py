@@ -1,7 +1,5 @@
-"""A channel at a URL: published there from a folder, and downloaded to where it serves.
-
-A version's description goes up last and current.json after all versions, so that a reader finds the
-version before or the new one, wherever a writer was stopped."""
+"""A channel at a URL, published from a folder and downloaded to serve. Descriptions go up last,
+current.json after all versions: a stopped writer leaves the version before or the new one."""
 
 import shutil
 from pathlib import Path

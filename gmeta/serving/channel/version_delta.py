@@ -1,6 +1,5 @@
-"""A delta: rows whose stored bytes differ from the parent version's, layers, changed values.
-
-A chain over its base is the full export again, and is checked against that export's checksums."""
+"""A delta: rows whose stored bytes differ from the parent version's, layers, changed values. A
+chain over its base is the full export again, and is checked against that export's checksums."""
 
 import shutil
 from collections.abc import Sequence

@@ -34,9 +34,8 @@ SUPPORT, QUERY, LABEL, WEIGHT = "support.", "query.", "label", "weight"
 
 @dataclass(frozen=True)
 class PaddedInputs(RowInputs):
-    """Rows whose lists are padded to one length; the ragged fields of RowInputs are empty.
-
-    A model that asks for its lists by `bags_NHD` and `pooled_NMD` computes the same from both."""
+    """Rows whose lists are padded to one length, RowInputs' ragged fields empty: a model that asks
+    for lists by `bags_NHD` and `pooled_NMD` computes the same from both."""
 
     values_NMHD: Tensor
     lengths_NM: Tensor
@@ -178,10 +177,8 @@ class UnadaptedForward(nn.Module):
         self._losses = learner.objectives.outer
 
     def forward(self, inputs: Mapping[str, Tensor]) -> Tensor:
-        """Return probabilities (bce) or ratings [N].
-
-        Inputs are `ids` [N, F], `dense` columns [N, K] and `lists` [N, M, H], of which the first
-        `list_lengths` [N, M] ids count."""
+        """Return probabilities (bce) or ratings [N] of `ids` [N, F], `dense` columns [N, K] and
+        `lists` [N, M, H], of which the first `list_lengths` [N, M] ids count."""
         key_NF, dense_NK, key_NMH, lengths_NM = self.columns(inputs)
         # Statistics of no support rows are 0.
         unknown_NK = dense_NK.new_zeros(dense_NK.shape[0], self._num_statistics)
@@ -249,9 +246,8 @@ class AdaptAndPredict(nn.Module):
         self._adapts_rows = learner.general_loop.plan.adapts_rows
 
     def forward(self, inputs: dict[str, Tensor]) -> Tensor:
-        """Return probabilities (bce) or ratings [N] of the query rows.
-
-        `inputs` are UnadaptedForward's for both sides, and the support's labels and weights."""
+        """Return probabilities (bce) or ratings [N] of the query rows, given UnadaptedForward's
+        `inputs` for both sides, and the support's labels and weights."""
         key_SF, dense_SK, key_SMH, lengths_SM = self.columns(inputs, SUPPORT)
         # A key that stands there several times has its one row where it stands first.
         key_P = torch.cat([key_SF.flatten(), key_SMH.flatten()]).sort()[0]

@@ -50,9 +50,8 @@ Shapes = dict[str, list[int | str]]
 
 
 def export_forward(served: ServedModel) -> ExportedProgram:
-    """Return the predictions without adaptation as a program of one dict of inputs.
-
-    Raises GMetaError: torch cannot export the model, or what it made predicts something else."""
+    """Return the predictions without adaptation as a program of one dict of inputs. Raises
+    GMetaError: torch cannot export the model, or what it made predicts something else."""
     what = "predictions without adaptation"
     example, _ = draw_rows(served, *_ALONE)
     with _translate_errors(what):
@@ -67,9 +66,8 @@ def export_forward(served: ServedModel) -> ExportedProgram:
 
 
 def export_adapted(served: ServedModel) -> ExportedProgram:
-    """Return adaptation to one task and the predictions of its query rows as a program.
-
-    Raises UserError for a model with statistics of support rows, and as export_forward does."""
+    """Return adaptation to one task and the predictions of its query rows as a program. Raises
+    UserError for a model with statistics of support rows, and as export_forward does."""
     if served.learner.statistics.width:
         raise UserError(
             "adaptation cannot become a program of torch: support_features are counted from the "

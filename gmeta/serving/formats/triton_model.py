@@ -1,7 +1,5 @@
-"""The model of a Triton repository, for its Python backend, which needs gmeta installed.
-
-`gmeta export --format triton` copies this file to NAME/1/model.py. A request is of one task: inputs
-named like columns are query rows, with `support.` in front support rows."""
+"""`gmeta export --format triton` copies this file to NAME/1/model.py: Triton's Python backend needs
+gmeta. A request is of one task: columns are query rows, with `support.` in front support rows."""
 
 from pathlib import Path
 from typing import Any

@@ -1,6 +1,5 @@
-"""`gmeta adapt`: the tasks of Parquet files of any size, to one Parquet file of their states.
-
-Rows are spooled by task, as for `gmeta predict`; chunks of entire tasks then go to processes.
+"""`gmeta adapt`: from Parquet files of any size to one file of their tasks' states. Rows are
+spooled by task, as for `gmeta predict`; chunks of entire tasks then go to processes.
 
 Shape suffix: N rows"""
 
@@ -63,10 +62,8 @@ def adapt_files(
     report_progress: Advance,
     part_rows: int = PART_ROWS,
 ) -> AdaptSummary:
-    """Write the states of all tasks in the Parquet files `inputs` to `out`.
-
-    About `part_rows` rows, at least those of the longest task, are in memory. Raises DataError: a
-    column holds what the model cannot take."""
+    """Write the states of all tasks in the Parquet files `inputs` to `out`, `part_rows` rows or the
+    longest task's in memory. Raises DataError: a column holds what the model cannot take."""
     # One thread of torch a process; and none that a forked process would miss.
     torch.set_num_threads(1)
     model, files = load(folder, verify), RowFiles(*inputs)

@@ -21,9 +21,7 @@ def adapt_tasks(model: ServedModel, support: pa.Table) -> pa.Table:
 
 
 def group_tasks(parts: Iterable[pa.Table], task: str, chunk_rows: int) -> Iterator[pa.Table]:
-    """Yield the rows in tables of `chunk_rows` rows or more, which never cut a task.
-
-    Rows of a task must stand together."""
+    """Yield tables of `chunk_rows` rows or more, of whole tasks: their rows must stand together."""
     held: list[pa.Table] = []
     num_rows = 0
     for part in parts:

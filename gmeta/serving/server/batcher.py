@@ -1,8 +1,6 @@
-"""Requests that wait, and the batches that answer all of them together.
-
-A batch is computed on the event loop unless it is long: two threads of one interpreter only wait
-for each other. Requests that arrive meanwhile wait in the sockets and go into the next batch, so
-that batches grow with the load."""
+"""Requests that wait, and the batches that answer all of them together: computed on the event loop,
+as two threads of one interpreter only wait for each other, unless long. Requests that arrive
+meanwhile wait in the sockets and go into the next batch, so that batches grow with the load."""
 
 import asyncio
 import math

@@ -1,6 +1,5 @@
-"""All requests that wait, answered together by one version: encoded, adapted, scored at once.
-
-A request that is wrong gets its own error and holds up nobody else's."""
+"""All requests that wait, answered together by one version: encoded, adapted, scored at once. A
+request that is wrong gets its own error and holds up nobody else's."""
 
 import time
 from collections.abc import Callable, Sequence

@@ -49,9 +49,8 @@ def inference_handler(service: InferenceService, certificates: bool) -> Any:
 
 
 class UnknownCalls(grpc.GenericRpcHandler):  # type: ignore[misc]
-    """Refuses in a line the calls that no handler before it knows: Triton's own, and typing errors.
-
-    gRPC's own answer says only that a method was not found."""
+    """Refuses in a line the calls that no handler before it knows: Triton's own, and typing errors,
+    of which gRPC's own answer says only that a method was not found."""
 
     def service(self, details: Any) -> Any:
         """Return a handler that refuses the call, whatever is sent."""

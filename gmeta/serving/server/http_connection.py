@@ -28,9 +28,8 @@ _LOOK_EVERY_S = 1.0  # at the files of the certificate
 
 
 class _Http11Parser(httptools.HttpRequestParser):
-    """httptools' parser, but a request to upgrade is read as one of HTTP/1.1.
-
-    httptools would drop its body, and Java's own client always asks for HTTP/2."""
+    """httptools' parser, but a request to upgrade, whose body httptools would drop, is read as one
+    of HTTP/1.1: Java's own client always asks for HTTP/2."""
 
     def __init__(self, connection: HttpConnection) -> None:
         super().__init__(connection)

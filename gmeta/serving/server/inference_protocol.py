@@ -1,6 +1,5 @@
-"""The Open Inference Protocol, version 2, over HTTP, to InferenceRequest and from InferenceAnswer.
-
-gRPC's messages become the same in grpc_service.py."""
+"""The Open Inference Protocol, version 2, over HTTP, to InferenceRequest and from InferenceAnswer;
+grpc_service.py does so for gRPC."""
 
 import json
 from collections.abc import Iterator, Mapping, Sequence

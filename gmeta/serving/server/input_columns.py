@@ -1,6 +1,5 @@
-"""The columns of a model as the inputs of a server, and rows made of tensors.
-
-Inputs named like the model's columns are query rows; with `support.` in front, support rows."""
+"""The columns of a model as the inputs of a server, and rows made of tensors: inputs named like the
+model's columns are query rows; with `support.` in front, support rows."""
 
 import difflib
 from collections.abc import Mapping, Sequence

@@ -1,6 +1,5 @@
-"""The support rows behind the task keys, for all processes of one server.
-
-A SQLite file in a folder of the server's own, which ends with it."""
+"""The support rows behind the task keys, for all processes of one server: a SQLite file in a folder
+of the server's own, which ends with it."""
 
 import io
 import logging

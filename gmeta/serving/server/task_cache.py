@@ -1,7 +1,5 @@
-"""Adapted tasks by their keys: the least recently used go first, and all go after their time.
-
-An entry keeps the support rows beside the state that a version of the model made of them: with a
-newer version the task adapts anew, and its callers notice nothing."""
+"""Adapted tasks by their keys: the least recently used go first, and all go after their time. An
+entry keeps the support rows too: with a newer version a task adapts anew, unseen by callers."""
 
 import threading
 import time

@@ -1,6 +1,5 @@
-"""Tensors of the Open Inference Protocol to Arrow arrays: from JSON, raw bytes and typed fields.
-
-Elements stand row by row. BYTES holds UTF-8 text: no model of ours reads anything else."""
+"""Tensors of the Open Inference Protocol to Arrow arrays, from JSON, raw bytes and typed fields,
+row by row. BYTES holds UTF-8 text: no model of ours reads anything else."""
 
 import math
 import struct
