@@ -59,8 +59,7 @@ class _NoAveraging(DataParallelWrapper):  # type: ignore[misc]
 def shard_learner(
     learner: "MetaLearner", features: Features, config: TrainConfig, ranks: Ranks
 ) -> DistributedLearner:
-    """Return the learner with its tables sharded by the config's plan, their optimizer fused into
-    backward, and its layers replicated."""
+    """Return the learner, layers replicated, tables sharded by plan and updated within backward."""
     outer = config.outer
     is_ours = config.sharding.exchange == "host"
     if not is_ours:

@@ -1,5 +1,4 @@
-"""From a config to its dataset and model, without ranks or TorchRec: a launcher checks a config
-before it starts any rank."""
+"""From a config to dataset and model, without ranks or TorchRec: a launcher checks it first."""
 
 from collections.abc import Mapping
 from dataclasses import replace
@@ -320,8 +319,7 @@ def build_learner(
 def _start_as_bias_model(
     model: nn.Module, num_dense: int, loss: str, statistics: SupportStatistics
 ) -> None:
-    """Set a fresh model's output to mean + item + task (support_features.bias_start). Raises
-    ValueError: it lacks these inputs."""
+    """Set a model's output to mean + item + task. Raises ValueError: it lacks these inputs."""
     item, kind, prior = statistics.expected_place, predicted_by(loss), statistics.prior
     is_of_clicks = kind == "probability"
     if item is None or not statistics.of_task or kind == "score":

@@ -89,8 +89,7 @@ class EpisodeRows:
         return self if view == STORED else self.reorder(*view.order_rows(*stored))
 
     def select_label(self, label: ScoredLabel, is_predicted: bool = False) -> "EpisodeRows":
-        """Return the rows with a known label (`is_predicted`: and all query rows), with it
-        alone."""
+        """Return the rows that know a label, with it alone; `is_predicted`: and all query rows."""
         label_N = label.label_N(self.label_N)
         known_N = ~np.isnan(label_N)
         kept_N = known_N | (~self.is_support_N & is_predicted)
