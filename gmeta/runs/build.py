@@ -94,21 +94,15 @@ def build(config: TrainConfig) -> tuple[Dataset, MetaLearner]:
     torch.manual_seed(config.run.seed)
     try:
         check_augment(config.augment, dataset.features)
+        settings, items, labels = config.support_features, config.item_features, config.labels
+        losses = config.outer.loss, config.outer.huber_delta
+        # A config may have the prior of an earlier run: then the inputs mean the same.
+        if settings.is_used and LabelPrior.from_config(settings) is None:
+            prior = estimate_label_prior(config.data.train_split, config.outer.loss, dataset)
+            settings = replace(settings, label_prior=prior)
+        statistics = build_statistics(settings, dataset.features, items)
         learner = build_learner(
-            dataset.features,
-            config.model,
-            config.algorithm,
-            config.outer.loss,
-            config.outer.huber_delta,
-            _resolve_statistics(
-                config.support_features,
-                config.item_features,
-                config.data.train_split,
-                config.outer.loss,
-                dataset,
-            ),
-            config.item_features,
-            config.labels,
+            dataset.features, config.model, config.algorithm, *losses, statistics, items, labels
         )
     except ValueError as error:
         raise ConfigError(str(error)) from error
@@ -230,19 +224,6 @@ def check_source(data: DataConfig) -> None:
             f'data.blocks_per_step = {data.blocks_per_step}, but data.source = "service" hands out '
             "whole shards, every episode once. Remove the key"
         )
-
-
-def _resolve_statistics(
-    settings: SupportFeaturesConfig,
-    items: ItemFeaturesConfig,
-    split: str,
-    loss: Loss,
-    dataset: Dataset,
-) -> SupportStatistics:
-    # A config may have the prior of an earlier run: then the inputs mean the same.
-    if settings.is_used and LabelPrior.from_config(settings) is None:
-        settings = replace(settings, label_prior=estimate_label_prior(split, loss, dataset))
-    return build_statistics(settings, dataset.features, items)
 
 
 def estimate_label_prior(split: str, loss: Loss, dataset: Dataset) -> LabelPrior:
