@@ -172,8 +172,7 @@ def _degrade(error: UnicodeError) -> tuple[str | bytes, int]:
 
 
 def _open_streams() -> None:
-    """Open /dev/null for each standard stream that the process was started without; let the others
-    carry what their encoding can."""
+    """Open /dev/null for each missing standard stream; let others carry what their encoding can."""
     codecs.register_error("gmeta", _degrade)
     for name in ("stdin", "stdout", "stderr"):
         # Else the next file that is opened would get the stream's number, and what a library prints

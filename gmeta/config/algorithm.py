@@ -76,10 +76,8 @@ class AlgorithmConfig:
         return bool(self.options.get("train_base", True))
 
     def with_options_of(self, kind: type | None) -> "AlgorithmConfig":
-        """Return the config with every option of `kind`, a dataclass, or with none.
-
-        Raises:
-            ConfigError: an option is unknown, of a wrong type, or outside its bounds."""
+        """Return the config with every option of `kind`, a dataclass, or with none. Raises
+        ConfigError: an option is unknown, of a wrong type, or outside its bounds."""
         owner = f"algorithm.name = {self.name!r}"
         options = parse_options(
             kind, self.options, ALGORITHM_OPTIONS, WORDING, "algorithm.options.", owner

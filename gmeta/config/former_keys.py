@@ -1,5 +1,4 @@
-"""Keys of configs that older releases wrote: where their values stand now, and what became of those
-that are gone."""
+"""Keys of configs that older releases wrote: where their values stand now, and which are gone."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -42,10 +41,7 @@ GONE: dict[str, tuple[Any, str]] = {
 def with_current_keys(raw: Mapping[str, Any], is_saved: bool = False) -> dict[str, Any]:
     """Return nested dicts of a config with today's keys. Where it `is_saved` by a run, an export or
     a checkpoint, keys that are gone are left out whatever they say: none of them tells what the
-    weights are.
-
-    Raises:
-        ConfigError: a key that is gone has a value that would change something."""
+    weights are. Raises ConfigError: a key that is gone has a value that would change something."""
     found = {name: dict(keys) if isinstance(keys, Mapping) else keys for name, keys in raw.items()}
     for key, where in MOVED.items():
         section, name = _keys_with(found, key)

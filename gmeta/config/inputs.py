@@ -1,5 +1,4 @@
-"""What can be chosen about training batches and the inputs made from them: the [augment],
-[support_features] and [item_features] sections of a training config."""
+"""The sections [augment], [support_features] and [item_features]: batches and inputs from them."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass

@@ -27,8 +27,7 @@ class LabelsConfig:
     judged: str = key("", "label of the headline metrics; empty: the first")
 
     def check(self, names: tuple[str, ...]) -> None:
-        """Raise ValueError for a label named here that is none of a dataset's `names`, or a value
-        that makes no sense."""
+        """Raise ValueError for a label not in a dataset's `names`, or a senseless value."""
         named = {
             item.name: getattr(self, item.name) for item in fields(self) if item.name != "judged"
         }

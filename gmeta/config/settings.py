@@ -1,5 +1,4 @@
-"""The config files of training and of the data-shard service: what their keys are, and what is said
-of a mistake in one."""
+"""Config files of training and the data-shard service: their keys, and what is said of mistakes."""
 
 import dataclasses
 import difflib
@@ -16,8 +15,7 @@ Settings = TypeVar("Settings")
 
 
 def describe_settings(kind: Any) -> list[tuple[str, str, str]]:
-    """Return (section.key, default as JSON, help) of every key of a dataclass of sections, in
-    order."""
+    """Return (section.key, default as JSON, help) of each key of a dataclass of sections."""
     return [
         line
         for section, fields in get_type_hints(kind).items()
@@ -44,8 +42,7 @@ def _default(item: dataclasses.Field[Any]) -> Any:
 
 
 def _with_allowed(key: Mapping[str, Any], hint: Any) -> str:
-    """Return the help of a key, with its bounds, and the values there are to choose from unless it
-    names all of them."""
+    """Return the help of a key, with its bounds, and the values allowed unless it names them."""
     text: str = key["help"]
     choices = get_args(hint) if get_origin(hint) is Literal else ()
     if not all(re.search(rf"\b{re.escape(choice)}\b", text) for choice in choices):

@@ -72,8 +72,7 @@ def placements_of_tables(config: ShardingConfig, tables: list[str]) -> dict[str,
 def _exceptions(
     key: str, what: str, entries: tuple[str, ...], known: tuple[str, ...], tables: list[str]
 ) -> dict[str, Any]:
-    """Return what the entries, each table=value, say of tables. Raise ConfigError for one that
-    names no table, or none of the known values."""
+    """Return what entries table=value say. Raise ConfigError: a table or a value is unknown."""
     found = {}
     for entry in entries:
         name, _, value = entry.rpartition("=")  # a table may have one in its name
@@ -92,8 +91,7 @@ def _exceptions(
 
 
 def check_sharding(config: ShardingConfig, tables: list[str], sparse_optimizer: str) -> None:
-    """Raise ConfigError for what fits neither the dataset nor the optimizer, before any rank
-    starts."""
+    """Raise ConfigError for what fits neither dataset nor optimizer, before any rank starts."""
     kinds = kinds_of_tables(config, tables)
     by_columns = [name for name, kind in kinds.items() if kind == "column_wise"]
     if by_columns and sparse_optimizer in ROW_OPTIMIZERS:

@@ -248,8 +248,7 @@ class TrainConfig:
     run: RunConfig = field(default_factory=RunConfig)
 
     def loss_of(self, label: str = "") -> Loss:
-        """Return the loss of a label, or of one given another (`buy|click`); "" stands for the
-        label of the headline metrics."""
+        """Return the loss of a label, or of one given another (`buy|click`); "": the headline's."""
         name = label.partition("|")[0] or self.labels.judged
         # A dataset's own names are checked where it is opened: labels.loss by LabelsConfig.check.
         return cast(Loss, self.labels.loss.get(name, self.outer.loss))
@@ -272,11 +271,8 @@ class TrainConfig:
 
 def load_config(path: str | Path, overrides: Sequence[str] = ()) -> TrainConfig:
     """Return the config at `path` (TOML) with `section.key=value` overrides, whose values are TOML
-    (bare words are text).
-
-    Raises:
-        ConfigError: no such file, no TOML, an unknown key, a bad value, a required key left empty.
-    """
+    (bare words are text). Raises ConfigError: no such file, no TOML, an unknown key, a bad value, a
+    required key left empty."""
     raw = with_current_keys(read_toml("config", Path(path), ConfigError, "run"))
     for override in overrides:
         _override(raw, override)
@@ -298,10 +294,8 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> TrainConfig:
 
 
 def overridden(config: TrainConfig, overrides: Sequence[str]) -> TrainConfig:
-    """Return the config with these `section.key=value` in place of its own values.
-
-    Raises:
-        ConfigError: an unknown key or a bad value."""
+    """Return the config with these `section.key=value` in place of its own values. Raises
+    ConfigError: an unknown key or a bad value."""
     raw = config.to_json()
     for override in overrides:
         _override(raw, override)
@@ -327,19 +321,15 @@ def digest_of(config: Mapping[str, Any]) -> str:
 
 def config_from_dict(raw: Mapping[str, Any], is_saved: bool = False) -> TrainConfig:
     """Return a config from nested dicts, as TOML or JSON gives them; `is_saved`: see
-    with_current_keys.
-
-    Raises:
-        ConfigError: an unknown key, a wrong type, or a value outside its bounds."""
+    with_current_keys. Raises ConfigError: an unknown key, a wrong type, or a value outside its
+    bounds."""
     return with_every_option(settings_from_dict(TrainConfig, with_current_keys(raw, is_saved)))
 
 
 def with_every_option(config: TrainConfig) -> TrainConfig:
     """Return the config with every option of its model and its algorithm, and those of no other;
-    where one is somebody's own, with those that are there.
-
-    Raises:
-        ConfigError: an option is unknown, of a wrong type, or outside its bounds."""
+    where one is somebody's own, with those that are there. Raises ConfigError: an option is
+    unknown, of a wrong type, or outside its bounds."""
     algorithm = config.algorithm
     if algorithm.name in ALGORITHM_OPTIONS:
         algorithm = algorithm.with_options_of(ALGORITHM_OPTIONS[algorithm.name])

@@ -12,8 +12,7 @@ from gmeta.platform.internals import call_after_backward
 
 
 class LayerAverage:
-    """Leaves the mean over the ranks in the layers' gradients after every backward. The layers
-    start as those of rank 0."""
+    """Averages the layers' gradients over ranks after every backward; layers start as rank 0's."""
 
     def __init__(self, layers: Iterable[nn.Parameter], ranks: Ranks) -> None:
         self._ranks = ranks

@@ -113,7 +113,9 @@ def lost_contact(error: BaseException) -> GMetaError | None:
     """Return the error to raise in place of a broken collective's; None: it is something else."""
     # gloo raises plain RuntimeErrors, NCCL and the store raise subclasses of DistError.
     message = str(error)
-    is_gloos = isinstance(error, RuntimeError) and _is_gloos(message)
+    # gloo's name one of its files, or say this after a late message.
+    names_gloo = "gloo" in message or "Application timeout caused pair closure" in message
+    is_gloos = isinstance(error, RuntimeError) and names_gloo
     if not isinstance(error, dist.DistError) and not is_gloos:
         return None
     # NCCL says where it stood first, and what was wrong in the end.
@@ -122,11 +124,6 @@ def lost_contact(error: BaseException) -> GMetaError | None:
         f"lost contact with the other ranks: {reason.splitlines()[0][:200].rstrip('.')}. "
         "See what the first rank that failed said; --resume goes on from the newest checkpoint"
     )
-
-
-def _is_gloos(message: str) -> bool:
-    # Its messages name one of gloo's files, or say this after a late message.
-    return "gloo" in message or "Application timeout caused pair closure" in message
 
 
 def stop_ranks() -> None:

@@ -37,8 +37,7 @@ class ComputeClock(Protocol):
 
 
 class ShardedLearner(nn.Module):
-    """The embedding tables in front of a MetaLearner: DistributedModelParallel shards the tables
-    and replicates the rest."""
+    """Tables before a MetaLearner: DistributedModelParallel shards those and copies the rest."""
 
     def __init__(
         self, tables: nn.Module, learner: "MetaLearner", precision: str = "float32"
@@ -95,8 +94,7 @@ class ShardedLearner(nn.Module):
         self._last_step = now, work, threads
 
     def fetch(self, episodes: Collated, gradient_unit: float = 1.0) -> tuple[Collated, Tensor]:
-        """Return the rows of `episodes.unique_ids_U` [U, D], from whichever rank holds them, and
-        the episodes that index them."""
+        """Return the rows [U, D] of `episodes.unique_ids_U`, and the episodes that index them."""
         # Training enqueues ahead of the step; predictions begin here.
         if episodes.fetch is None:
             episodes = self.exchange.enqueue(episodes)

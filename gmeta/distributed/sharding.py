@@ -59,8 +59,7 @@ class _NoAveraging(DataParallelWrapper):  # type: ignore[misc]
 def shard_learner(
     learner: "MetaLearner", features: Features, config: TrainConfig, ranks: Ranks
 ) -> DistributedLearner:
-    """Return the learner with its tables sharded by the config's plan, their optimizer fused into
-    backward, and its layers replicated."""
+    """Return the learner, layers replicated, tables sharded by plan and updated within backward."""
     outer = config.outer
     is_ours = config.sharding.exchange == "host"
     if not is_ours:
@@ -171,13 +170,10 @@ def _fill(
         # As many rows of the block as are needed, in sixteens: torch draws normal values sixteen at
         # a time, and only an incomplete sixteen at the end depends on how many are asked for.
         num_rows = -(-(end - start) // _BLOCKS_AT_ONCE) * _BLOCKS_AT_ONCE
-        generator = torch.Generator().manual_seed(_mixed_seed(seed, table_index, block))
+        mixed_seed = ((seed * 1_000_003 + table_index) * 1_000_003 + block) % 2**63
+        generator = torch.Generator().manual_seed(mixed_seed)
         values = torch.randn(num_rows, width, generator=generator) * std
         part[begin - first_row : end - first_row] = values[begin - start : end - start, columns]
-
-
-def _mixed_seed(seed: int, table: int, block: int) -> int:
-    return ((seed * 1_000_003 + table) * 1_000_003 + block) % 2**63
 
 
 def describe_sharding(sharded: DistributedLearner, ranks: Ranks) -> dict[str, Any]:

@@ -33,8 +33,7 @@ PASSES_OF_HOLDER, PASSES_OF_ASKER = 6, 4
 
 @dataclass(frozen=True)
 class StepWork:
-    """One rank's work in a step: its tasks and rows, the ids of each table, the operations of the
-    layers and the number of their weights."""
+    """One rank's tasks and rows in a step, each table's ids, the layers' operations and weights."""
 
     tasks: float
     rows: float
@@ -146,8 +145,7 @@ def estimate(
 
 
 def table_bytes(placement: str, rows: Any, columns: Any, outer: OuterConfig) -> tuple[Any, Any]:
-    """Return the bytes of a table, or of each rank's part, with its optimizer's state, in the GPU's
-    memory and in the host's."""
+    """Return the bytes of a table, or of each rank's part, with its state, on GPU and host."""
     # fbgemm keeps states of one number a row on the GPU in any case.
     of_values, of_rows = _count_states(outer)
     weights, row_states = FLOAT_BYTES * rows * columns, FLOAT_BYTES * of_rows * rows

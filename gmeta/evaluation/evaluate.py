@@ -101,9 +101,8 @@ def evaluate_run(
         is_few = has_tunable_rates(config.algorithm) and has_too_few_tasks(config.data, dataset)
     # A plain run is fine-tuned for the label in question; a meta-learned run adapts in one way,
     # whichever label that is.
-    tuning_context = EvalContext(
-        config if run_algorithm.name == PLAIN else own_config, dataset, sharded, ranks
-    )
+    tuning_config = config if run_algorithm.name == PLAIN else own_config
+    tuning_context = EvalContext(tuning_config, dataset, sharded, ranks)
     tunings = [choose_fine_tuning(tuning_context, each) for each in judging_splits]
     context = replace(tuning_context, config=config)
     tables, limited = predict_views(context, chosen, tunings, protocol, candidates, advance)

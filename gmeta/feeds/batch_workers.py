@@ -189,9 +189,8 @@ class BatchWorkers:
 
     def _receive(self, most: int) -> None:
         for _ in range(min(most, len(self._requested))):
-            self._coming.append(
-                self._receiver.submit(self._receive_batch, *self._requested.popleft())
-            )
+            worker, request = self._requested.popleft()
+            self._coming.append(self._receiver.submit(self._receive_batch, worker, request))
 
     def _receive_batch(
         self, worker: _BatchWorker, request: BatchRequest

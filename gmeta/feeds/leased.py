@@ -115,9 +115,8 @@ class LeasedBatchSource(BatchSource):
         # An error of the service that this rank alone met, until all can raise it.
         self._problem: AntdtError | None = None
         with ExitStack() as undo:
-            self._reader = undo.enter_context(
-                RangeReader(dataset, threads=data.threads, prefetch_batches=PREFETCH_BATCHES)
-            )
+            reader = RangeReader(dataset, threads=data.threads, prefetch_batches=PREFETCH_BATCHES)
+            self._reader = undo.enter_context(reader)
             address = ""
 
             def join() -> None:
@@ -170,9 +169,8 @@ class LeasedBatchSource(BatchSource):
 
         # The service knows where in the epoch the model stands: the step is not needed.
         def make_batches(groups: Iterator[list[UnitRange]], _: int) -> Generator[TaskBatch]:
-            return self._reader.batches(
-                [EpisodeRange(self._split, *part) for part in group] for group in groups
-            )
+            ranges = ([EpisodeRange(self._split, *part) for part in group] for group in groups)
+            return self._reader.batches(ranges)
 
         return self._iterate_epoch(make_batches, epoch, first_step)
 

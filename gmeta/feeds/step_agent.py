@@ -1,5 +1,4 @@
-"""Collates a rank's batches, in as many parts as the config or a controller says, and reports the
-steps to the controller (docs/stragglers.md)."""
+"""Collates a rank's batches in parts and reports its steps to a controller: docs/stragglers.md."""
 
 import abc
 import time

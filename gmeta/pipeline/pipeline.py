@@ -382,8 +382,7 @@ class Pipeline:
         log: Path | None = None,
         allowed: tuple[int, ...] = (0,),
     ) -> tuple[int, float]:
-        """Run a stage on `what` (default: increment `number`); return its exit code and its
-        seconds."""
+        """Run a stage on `what` (default: increment `number`); return exit code and seconds."""
         stage = arguments[0]
         log = log or self.folder(number) / f"{stage}.log"
         began_s = time.monotonic()

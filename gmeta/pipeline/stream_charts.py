@@ -44,8 +44,7 @@ def stream_chart(days: Sequence[Day]) -> Chart:
 
 
 def _forecast_panels(days: Sequence[Day]) -> list[Panel | None]:
-    """Return the panels of forecasts by the model that goes on, the frozen one, and the best
-    possible."""
+    """Return the panels of forecasts: the model that goes on, the frozen one, the best possible."""
     panels = []
     for info, name in _metric_infos(name for day in days for name in day.forecast):
         lines: list[Line] = [

@@ -113,7 +113,6 @@ def _format_time(seconds: float) -> str:
 
 @cache
 def _template() -> Template:
-    environment = Environment(
-        loader=PackageLoader("gmeta.pipeline", "."), autoescape=True, undefined=StrictUndefined
-    )
+    loader = PackageLoader("gmeta.pipeline", ".")
+    environment = Environment(loader=loader, autoescape=True, undefined=StrictUndefined)
     return environment.get_template("stream.html")

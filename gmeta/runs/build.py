@@ -1,5 +1,4 @@
-"""From a config to its dataset and model, without ranks or TorchRec: a launcher checks a config
-before it starts any rank."""
+"""From a config to dataset and model, without ranks or TorchRec: a launcher checks it first."""
 
 from collections.abc import Mapping
 from dataclasses import replace
@@ -95,21 +94,15 @@ def build(config: TrainConfig) -> tuple[Dataset, MetaLearner]:
     torch.manual_seed(config.run.seed)
     try:
         check_augment(config.augment, dataset.features)
+        settings, items, labels = config.support_features, config.item_features, config.labels
+        losses = config.outer.loss, config.outer.huber_delta
+        # A config may have the prior of an earlier run: then the inputs mean the same.
+        if settings.is_used and LabelPrior.from_config(settings) is None:
+            prior = estimate_label_prior(config.data.train_split, config.outer.loss, dataset)
+            settings = replace(settings, label_prior=prior)
+        statistics = build_statistics(settings, dataset.features, items)
         learner = build_learner(
-            dataset.features,
-            config.model,
-            config.algorithm,
-            config.outer.loss,
-            config.outer.huber_delta,
-            _resolve_statistics(
-                config.support_features,
-                config.item_features,
-                config.data.train_split,
-                config.outer.loss,
-                dataset,
-            ),
-            config.item_features,
-            config.labels,
+            dataset.features, config.model, config.algorithm, *losses, statistics, items, labels
         )
     except ValueError as error:
         raise ConfigError(str(error)) from error
@@ -233,19 +226,6 @@ def check_source(data: DataConfig) -> None:
         )
 
 
-def _resolve_statistics(
-    settings: SupportFeaturesConfig,
-    items: ItemFeaturesConfig,
-    split: str,
-    loss: Loss,
-    dataset: Dataset,
-) -> SupportStatistics:
-    # A config may have the prior of an earlier run: then the inputs mean the same.
-    if settings.is_used and LabelPrior.from_config(settings) is None:
-        settings = replace(settings, label_prior=estimate_label_prior(split, loss, dataset))
-    return build_statistics(settings, dataset.features, items)
-
-
 def estimate_label_prior(split: str, loss: Loss, dataset: Dataset) -> LabelPrior:
     """Return mean and deviation of the labels of the training split's first block."""
     label_N = dataset.read_block(split, 0).label_N
@@ -320,8 +300,7 @@ def build_learner(
 def _start_as_bias_model(
     model: nn.Module, num_dense: int, loss: str, statistics: SupportStatistics
 ) -> None:
-    """Set a fresh model's output to mean + item + task (support_features.bias_start). Raises
-    ValueError: it lacks these inputs."""
+    """Set a model's output to mean + item + task. Raises ValueError: it lacks these inputs."""
     item, kind, prior = statistics.expected_place, predicted_by(loss), statistics.prior
     is_of_clicks = kind == "probability"
     if item is None or not statistics.of_task or kind == "score":

@@ -30,8 +30,7 @@ def package_versions() -> Mapping[str, str]:
 def describe_environment(
     world_size: int, fingerprint: str, plugins: Mapping[str, dict[str, str]] = MappingProxyType({})
 ) -> dict[str, Any]:
-    """Return machine, data and versions for a run folder, with the dataset's fingerprint and the
-    plugins' packages by config key."""
+    """Return machine, versions, the dataset's fingerprint and plugins' packages by config key."""
     return {
         "world_size": world_size,
         "dataset_fingerprint": fingerprint,

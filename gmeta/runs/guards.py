@@ -72,9 +72,8 @@ class StepGuard:
         # One check for all: a sum is as finite as its terms.
         total = torch.stack([loss.detach(), rows_sum, *norms]).sum()
         bad = ~total.isfinite()
-        now = _PendingStep(
-            before, episodes, loss.detach(), rows_sum, start_any_rank(bad, self._ranks)
-        )
+        any_bad = start_any_rank(bad, self._ranks)
+        now = _PendingStep(before, episodes, loss.detach(), rows_sum, any_bad)
         self.check()
         self._watched = now
 

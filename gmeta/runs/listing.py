@@ -42,7 +42,8 @@ def find_runs(root: Path) -> Iterator[RunFolder]:
 
 
 def _iterate_below(root: Path, depth: int) -> Iterator[RunFolder]:
-    if _is_run(root):
+    # An exported model has a config.json, too.
+    if (root / CONFIG_FILE).is_file() and (root / ENVIRONMENT_FILE).is_file():
         yield RunFolder(root)
     elif depth:
         with os.scandir(root) as entries:
@@ -50,11 +51,6 @@ def _iterate_below(root: Path, depth: int) -> Iterator[RunFolder]:
             folders = sorted(entry.path for entry in entries if entry.is_dir())
         for folder in folders:
             yield from _iterate_below(Path(folder), depth - 1)
-
-
-def _is_run(folder: Path) -> bool:
-    # An exported model has a config.json, too.
-    return (folder / CONFIG_FILE).is_file() and (folder / ENVIRONMENT_FILE).is_file()
 
 
 def summarise_run(folder: RunFolder) -> RunSummary:

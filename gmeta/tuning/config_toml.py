@@ -13,8 +13,7 @@ _BARE = re.compile("[A-Za-z0-9_-]+")
 def format_config(
     config: TrainConfig, header: str, tuned_keys: Collection[str] = (), every: bool = False
 ) -> str:
-    """Return the config as TOML under a comment: what is not a default, `tuned_keys`, or `every`
-    value."""
+    """Return the config as TOML with a comment: no defaults but `tuned_keys`, or `every` value."""
     lines = [f"# {line}".rstrip() for line in header.splitlines()]
     names = {part: {"name": getattr(config, part).name} for part in ("model", "algorithm")}
     defaults = {**config_from_dict(names).by_key(), **TrainConfig().by_key()}

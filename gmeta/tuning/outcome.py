@@ -66,9 +66,7 @@ def describe_counts(study: Study) -> str:
 
 def describe_edges(space: Space, best: Trial) -> list[str]:
     """Return a line for each range at whose end the best value lies."""
-    edges = [
-        (dimension.key, dimension.find_edge(best.values[dimension.key])) for dimension in space
-    ]
+    edges = [(each.key, each.find_edge(best.values[each.key])) for each in space]
     return [
         # A better value may lie beyond the end.
         f"{key} = {best.values[key]:g} is at the {edge} end of its range: widen it with --space"

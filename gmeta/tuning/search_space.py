@@ -274,9 +274,8 @@ def make_default_space(config: TrainConfig, labels: tuple[str, ...] = ()) -> Spa
             # docs/results.md.
             low, high = min(0.003, algorithm.inner_lr / 3), max(1.0, algorithm.inner_lr * 3)
             space.append(_make_log_range("algorithm.inner_lr", low, high))
-        space.append(
-            SearchRange("algorithm.inner_steps", 1, max(5, algorithm.inner_steps), False, True)
-        )
+        most_steps = max(5, algorithm.inner_steps)
+        space.append(SearchRange("algorithm.inner_steps", 1, most_steps, False, True))
         priors = {0.0, 3.0, 10.0, algorithm.support_prior}
         space.append(SearchChoices("algorithm.support_prior", tuple(sorted(priors))))
     if algorithm.name in ("maml", "fomaml", "metasgd", "ridge"):

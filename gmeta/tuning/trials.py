@@ -63,8 +63,7 @@ class TrialRunner:
         self._running: dict[int, _RunningTrial] = {}
 
     def run(self, num_trials: int, parallel: int) -> Iterator[Trial]:
-        """Run trials until the study has tried `num_trials`, `parallel` at a time; yield each as it
-        ends."""
+        """Run trials, `parallel` at a time, until `num_trials` are tried; yield each as it ends."""
         try:
             while True:
                 while len(self._running) < parallel and self._study.count_tried() < num_trials:

@@ -17,10 +17,8 @@ def parse_options(
 ) -> Any:
     """Return `given` as the dataclass `kind`; None where `owner` has none. Options of the others
     that are `known` are checked alike and have no effect, so that a config can be tried under
-    another name.
-
-    Raises:
-        wording.error: an option is unknown, of a wrong type, or outside its bounds."""
+    another name. Raises wording.error: an option is unknown, of a wrong type, or outside its
+    bounds."""
     given = dict(given)
     for other in filter(None, known.values()):
         for name in (names_of(other) - names_of(kind)) & given.keys():

@@ -28,9 +28,8 @@ def antdt_replay(
     if policy:
         controller = replace(controller, policy=policy)
     function = find_policy(controller.policy)
-    lines = [
-        line for line in log.read_text(encoding="utf-8", errors="replace").splitlines() if line
-    ]
+    text = log.read_text(encoding="utf-8", errors="replace")
+    lines = [line for line in text.splitlines() if line]
     if not lines:
         raise UserError(f"{log} is empty: the service decided nothing yet. Nothing to replay")
     num_different = 0

@@ -244,9 +244,8 @@ def _print_results(
     write_atomically(folder / RESULTS_FILE, outcome.format_results(study, decides).encode())
     best = outcome.check_any_complete(study, folder)
     splits, path = " + ".join(plan.base.data.valid_splits), folder / BEST_FILE
-    write_atomically(
-        path, outcome.format_best_config(study, best, splits, decides.metric, path).encode()
-    )
+    text = outcome.format_best_config(study, best, splits, decides.metric, path)
+    write_atomically(path, text.encode())
     show_table(make_console(), _trials_table(study, plan.space, decides))
     lines = [
         *outcome.describe_edges(plan.space, best),

@@ -1,5 +1,4 @@
-"""The interface of what brings a step's rows to the ranks that need them: wire.py is ours,
-torchrec.py TorchRec's."""
+"""The interface of an exchange of a step's rows: wire.py is ours, torchrec.py TorchRec's."""
 
 from abc import ABC, abstractmethod
 from typing import TYPE_CHECKING

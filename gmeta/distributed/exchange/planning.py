@@ -180,8 +180,7 @@ class WirePlanner:
         self._is_alone = world_size == 1
 
     def plan(self, episodes: "Collated") -> RowPlan:
-        """Return the ids sorted by the rank that holds their rows; on a single rank also the rows
-        that it sends to itself."""
+        """Return the ids sorted by the rank that holds them; alone, also rows sent to itself."""
         routes = self._routes
         request = routes.make_request(episodes.unique_ids_U, episodes.unique_lengths_B)
         to_send = None

@@ -58,9 +58,8 @@ class RowSwap:
             for rows, count in zip(to_send_G, counts_WG[-1], strict=True)
         ]
         if num_remote:
-            self._look_up(
-                [remote_N for remote_N, _ in rows_of_group], self.sizes_WG[:-1], send_buffer
-            )
+            remote_rows = [remote_N for remote_N, _ in rows_of_group]
+            self._look_up(remote_rows, self.sizes_WG[:-1], send_buffer)
         self.message = self.send(send_buffer, self.num_sent, num_requested, self.remote_values)
         # This rank's own rows are looked up while those of the others travel.
         self._look_up([own_N for _, own_N in rows_of_group], self.sizes_WG[-1:], own)

@@ -113,9 +113,8 @@ class _WireFetch(RowFetch):
         self._sent = True
         for counts_Y, received in zip(self._counts_WY[:-1], self._swap.parts(), strict=True):
             counts_Y[:] = received.numpy()
-        self._swap = self._exchange.ranks.transport.swap(
-            self._remote_ids, self._known.ids_W[:-1], self._counts_WY[:-1].sum(axis=1).tolist()
-        )
+        transport, counts_W = self._exchange.ranks.transport, self._counts_WY[:-1].sum(axis=1)
+        self._swap = transport.swap(self._remote_ids, self._known.ids_W[:-1], counts_W.tolist())
 
     def look_up(self) -> None:
         exchange = self._exchange

@@ -119,8 +119,7 @@ class GradientClipping:
             self._groups.append(held)
 
     def apply(self) -> None:
-        """Scale the step's gradient down to the norm allowed, and update the tables with it.
-        Collective: between backward and the layers' step."""
+        """Clip the gradient, update the tables. Collective: between backward and layers' step."""
         grads = [layer.grad for layer in self._layers if layer.grad is not None]
         # Averaged over ranks already, by hooks inside backward.
         of_layers = torch.nn.utils.get_total_norm(grads)

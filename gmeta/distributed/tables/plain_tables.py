@@ -86,8 +86,7 @@ class PlainTables(nn.Module):
         return self._split_tables(self.values_RD)
 
     def get_optimizer_state(self) -> list[dict[str, Tensor]]:
-        """Return views of each table's optimizer state by name: [rows, columns], or [rows] of one
-        number a row; none for SGD."""
+        """Return views of each table's state by name: [rows, columns] or [rows]; none for SGD."""
         if not self.state:
             return []
         of_rows = STATES[self.optimizer].of_rows

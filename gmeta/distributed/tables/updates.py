@@ -71,15 +71,13 @@ class _HostRowStore(_RowStore):
 
 
 def _sgd(group: "FastGroup", row_U: Tensor, grad_UD: Tensor) -> None:
-    group.rows.write(
-        row_U, group.rows.copy_rows(row_U).sub_(grad_UD, alpha=group.tables.learning_rate)
-    )
+    moved_UD = group.rows.copy_rows(row_U).sub_(grad_UD, alpha=group.tables.learning_rate)
+    group.rows.write(row_U, moved_UD)
 
 
 def _adagrad(group: "FastGroup", row_U: Tensor, grad_UD: Tensor) -> None:
-    _adagrad_step(
-        group, row_U, grad_UD, group.state["sum"].copy_rows(row_U).addcmul_(grad_UD, grad_UD)
-    )
+    squares_UD = group.state["sum"].copy_rows(row_U).addcmul_(grad_UD, grad_UD)
+    _adagrad_step(group, row_U, grad_UD, squares_UD)
 
 
 def _rowwise_adagrad(group: "FastGroup", row_U: Tensor, grad_UD: Tensor) -> None:
@@ -91,9 +89,8 @@ def _adagrad_step(group: "FastGroup", row_U: Tensor, grad_UD: Tensor, squares: T
     group.state["sum"].write(row_U, squares)
     # In place from here on: the sums are stored already.
     root = squares.sqrt_().add_(group.tables.epsilon)
-    moved_UD = group.rows.copy_rows(row_U).addcdiv_(
-        grad_UD, root, value=-group.tables.learning_rate
-    )
+    rate = group.tables.learning_rate
+    moved_UD = group.rows.copy_rows(row_U).addcdiv_(grad_UD, root, value=-rate)
     group.rows.write(row_U, moved_UD)
 
 

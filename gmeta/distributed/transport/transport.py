@@ -38,8 +38,7 @@ class Swap:
 
 @final
 class Transport:
-    """Swaps and sums between all ranks of the job; nothing with a single rank. `rows` carries the
-    swaps and `control` the sums."""
+    """Swaps (by `rows`) and sums (by `control`) between all ranks; nothing with a single rank."""
 
     def __init__(self, rows: dist.ProcessGroup, control: dist.ProcessGroup) -> None:
         self._rows = rows

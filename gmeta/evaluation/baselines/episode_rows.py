@@ -89,8 +89,7 @@ class EpisodeRows:
         return self if view == STORED else self.reorder(*view.order_rows(*stored))
 
     def select_label(self, label: ScoredLabel, is_predicted: bool = False) -> "EpisodeRows":
-        """Return the rows with a known label (`is_predicted`: and all query rows), with it
-        alone."""
+        """Return the rows with a known label, with it alone; `is_predicted`: and all query rows."""
         label_N = label.label_N(self.label_N)
         known_N = ~np.isnan(label_N)
         kept_N = known_N | (~self.is_support_N & is_predicted)
@@ -150,16 +149,14 @@ def sample_share(rows: EpisodeRows, share: float, seed: int) -> EpisodeRows:
         return rows
     # By a hash of the task's id: all episodes of a task are drawn together, in whatever block they
     # are.
-    return rows.select_episodes(
-        np.flatnonzero(hash_uniform(rows.task_T, SAMPLE_STREAM, seed) < share)
-    )
+    is_chosen_T = hash_uniform(rows.task_T, SAMPLE_STREAM, seed) < share
+    return rows.select_episodes(np.flatnonzero(is_chosen_T))
 
 
 def sample_about(rows: EpisodeRows, max_rows: int, seed: int) -> EpisodeRows:
     """Return a sample of tasks with about `max_rows` rows, or all if they have no more."""
-    return sample_until_some(
-        lambda share: sample_share(rows, share, seed), max_rows / max(rows.num_rows, 1)
-    )
+    first_share = max_rows / max(rows.num_rows, 1)
+    return sample_until_some(lambda share: sample_share(rows, share, seed), first_share)
 
 
 def sample_until_some(sample: Callable[[float], EpisodeRows], share: float) -> EpisodeRows:

@@ -131,16 +131,14 @@ def _predict_views(
         return predict(rows.select_label(request.label, is_predicted=True))
 
     def predict_view(view: SupportView) -> pa.Table:
-        return with_raw_ids(
-            _predict_view(request, view, predict_known), request.dataset, request.trained_dataset
-        )
+        predicted = _predict_view(request, view, predict_known)
+        return with_raw_ids(predicted, request.dataset, request.trained_dataset)
 
     limited = {
         most: predict_view(SupportView(max_support=most)) for most in request.protocol.support_sizes
     }
-    return pa.concat_tables(
-        [predict_view(SupportView(draw)) for draw in range(request.protocol.draws)]
-    ), limited
+    draws = [predict_view(SupportView(draw)) for draw in range(request.protocol.draws)]
+    return pa.concat_tables(draws), limited
 
 
 def _predict_view(

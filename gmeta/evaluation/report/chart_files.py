@@ -172,9 +172,8 @@ def _apply_theme(svg: str, prefix: str, description: str) -> str:
     # dark.
     for name, (color, _) in PALETTE.items():
         svg = svg.replace(color, f"var(--{name})")
-    svg = re.sub(
-        r"<metadata>.*?</metadata>|<defs>\s*<style.*?</style>\s*</defs>", "", svg, flags=re.DOTALL
-    )
+    unneeded = r"<metadata>.*?</metadata>|<defs>\s*<style.*?</style>\s*</defs>"
+    svg = re.sub(unneeded, "", svg, flags=re.DOTALL)
     svg = svg.replace("font-family: 'DejaVu Sans'; ", "")
     # The page holds many drawings: equal ids would refer to the first of them.
     svg = re.sub(r'\bid="', f'id="{prefix}-', svg)

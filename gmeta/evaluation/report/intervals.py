@@ -48,9 +48,8 @@ def bootstrap(terms: Sequence[Terms], resamples: int = 1000, seed: int = 0) -> F
     if not terms or sizes == {0}:
         return np.full((len(terms), resamples), np.nan)
     # A metric is a ratio of sums over tasks: all resamples together are one matrix product.
-    sums = _pool_tasks(
-        np.stack([column for one in terms for column in (one.num_T, one.den_T)], axis=1), seed
-    )
+    columns = [column for one in terms for column in (one.num_T, one.den_T)]
+    sums = _pool_tasks(np.stack(columns, axis=1), seed)
     counts = _draw_counts(sums.shape[0], resamples, seed)
     chunks = np.array_split(counts, max(1, counts.size // CHUNK))
     drawn = np.concatenate([chunk.astype(np.float64) @ sums for chunk in chunks])

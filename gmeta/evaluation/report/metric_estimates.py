@@ -101,9 +101,8 @@ def compare(one: MeasuredMetric, other: MeasuredMetric, info: MetricInfo) -> Dif
     differences = np.round(one.resampled - other.resampled, 12)
     interval = percentile_interval(differences, min(one.num_tasks, other.num_tasks))
     value = one.value - other.value
-    return Difference(
-        value, interval.low, interval.high, _decide_verdict(interval, info), interval.reason
-    )
+    verdict = _decide_verdict(interval, info)
+    return Difference(value, interval.low, interval.high, verdict, interval.reason)
 
 
 def _decide_verdict(interval: Interval, info: MetricInfo) -> Verdict:

@@ -62,9 +62,8 @@ def _write_files(
     chart_folder = folder / "charts"
     pictures = {chart_folder / f"{chart.name}.png": render_png(chart) for chart in charts}
     json_path, html_path = folder / "evaluation.json", folder / "report.html"
-    text = json.dumps(
-        evaluation_to_json(evaluation), indent=1, ensure_ascii=False, allow_nan=False, default=str
-    )
+    values = evaluation_to_json(evaluation)
+    text = json.dumps(values, indent=1, ensure_ascii=False, allow_nan=False, default=str)
     html = render_page(evaluation, charts)
     rows = _serialise_predictions(runs, baselines)
     # All files are rendered before the first is written: an error leaves the old report.

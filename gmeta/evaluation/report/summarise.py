@@ -197,10 +197,9 @@ class _GroupSummariser:
         if run == minus_run or minus_run in self._comparable:
             reason = ""
         differences = {}
+        own_of, other_of = self._measured[run, stage], self._measured[minus_run, minus_stage]
         for name, info in self._infos.items():
-            own, other = (
-                self._measured[pair][name] for pair in ((run, stage), (minus_run, minus_stage))
-            )
+            own, other = own_of[name], other_of[name]
             why = reason or own.reason or other.reason
             differences[name] = (
                 schema.Difference(*UNKNOWN, why) if why else compare(own, other, info)
@@ -301,9 +300,8 @@ def calibrate(run: str, rows: SplitRows, stage: schema.Stage) -> schema.Calibrat
     probability_N = rows.prediction_N(stage).astype(np.float64)
     if not np.isfinite(probability_N).all():
         return schema.Calibration(run, stage, math.nan, ())
-    inner_edges = np.unique(
-        np.quantile(probability_N, np.linspace(0, 1, CALIBRATION_BINS + 1)[1:-1])
-    )
+    inner_shares = np.linspace(0, 1, CALIBRATION_BINS + 1)[1:-1]
+    inner_edges = np.unique(np.quantile(probability_N, inner_shares))
     # A value on an edge goes below it, so that equal predictions share a bin.
     bin_N = np.searchsorted(inner_edges, probability_N, side="left")
     code_N = np.unique(rows.task_N, return_inverse=True)[1]
@@ -320,9 +318,8 @@ def calibrate(run: str, rows: SplitRows, stage: schema.Stage) -> schema.Calibrat
         for index, one, values in zip(filled, terms, resampled, strict=True)
     ]
     positives = float(rows.label_N.sum())
-    return schema.Calibration(
-        run, stage, float(probability_N.sum()) / positives if positives else math.nan, tuple(bins)
-    )
+    ratio = float(probability_N.sum()) / positives if positives else math.nan
+    return schema.Calibration(run, stage, ratio, tuple(bins))
 
 
 def _make_share_terms(label_N: Array, code_N: Ints, in_bin_N: Array) -> Terms:

@@ -1,5 +1,4 @@
-"""What a run begins with: its own newest checkpoint, the weights of another run, the run on the
-increment before, or nothing."""
+"""What a run begins with: its own checkpoint, another run's, weights of another, or nothing."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -27,8 +26,7 @@ from metaio.stream.chain import read_reset_rows
 
 @dataclass(frozen=True)
 class Beginning:
-    """The checkpoint that a run begins with, if any, how, and the increments that its model is
-    trained on, the run's included."""
+    """The checkpoint, if any, that a run begins with, how, and the lineage, the run included."""
 
     how: Literal["fresh", "resumed", "weights", "continued"]
     checkpoint: Path | None

@@ -1,5 +1,4 @@
-"""What a checkpoint holds, and whether it is whole: from its index and the sizes of its files,
-without reading a tensor unless checksums are to be verified."""
+"""What a checkpoint holds, and if it is whole: by index and sizes, by tensors only to verify."""
 
 from dataclasses import dataclass
 from math import prod

@@ -168,9 +168,8 @@ class CheckpointWriter:
             # another rank's, even where the run is on the CPU.
             writer = FileSystemWriter(temporary, per_thread_copy_ahead=0)
             save_shards(state, storage_writer=writer, process_group=self._ranks.control)
-            file_entries = (
-                gather_values(_describe_files(temporary, self._ranks.rank), self._ranks) or []
-            )
+            own_entries = _describe_files(temporary, self._ranks.rank)
+            file_entries = gather_values(own_entries, self._ranks) or []
             run_on_first(
                 lambda: self._commit(temporary, final, progress, files, file_entries), self._ranks
             )

@@ -43,7 +43,12 @@ def find_continued_checkpoint(
     # The run folder is named, not one of its checkpoints.
     if folder.root == Path(named):
         _check_finished(folder, before.run, make_early_stop(before))
-    _check_same_training(folder, before.outer, config.outer)
+    # Another optimizer cannot use the state, and new rows would begin unlike old ones.
+    changed = find_changed_optimizer_keys(before.outer, config.outer)
+    for key in ("loss", *changed, "embedding_init_std"):
+        was, requested = getattr(before.outer, key), getattr(config.outer, key)
+        if was != requested:
+            raise _differs(folder, f"outer.{key}", was, requested)
     if before.run.seed != config.run.seed:
         raise _differs(folder, "run.seed", before.run.seed, config.run.seed)
     return checkpoint, lineage, skipped
@@ -144,14 +149,6 @@ def _check_finished(folder: RunFolder, run: RunConfig, early_stop: EarlyStop) ->
             f"{progress.step}, in epoch {progress.epoch + 1} of {run.epochs}. Let it end, with "
             "--resume if it was stopped, or name one of its checkpoints"
         )
-
-
-def _check_same_training(folder: RunFolder, before: OuterConfig, now: OuterConfig) -> None:
-    # Another optimizer cannot use the state, and new rows would begin unlike old ones.
-    for key in ("loss", *find_changed_optimizer_keys(before, now), "embedding_init_std"):
-        was, requested = getattr(before, key), getattr(now, key)
-        if was != requested:
-            raise _differs(folder, f"outer.{key}", was, requested)
 
 
 def _differs(folder: RunFolder, key: str, previous: Any, requested: Any) -> UserError:

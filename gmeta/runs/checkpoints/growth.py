@@ -1,5 +1,4 @@
-"""Loads a checkpoint into tables that have grown: old rows and their optimizer state as they were,
-new rows as if they had always been there."""
+"""Loads a checkpoint into grown tables: old rows as they were, new rows as if always there."""
 
 from collections.abc import Iterator, Mapping
 from pathlib import Path

@@ -1,5 +1,4 @@
-"""Whether the files of a checkpoint are what was written: torch.distributed.checkpoint's format,
-with their checksums in progress.json."""
+"""Whether a checkpoint's files, in torch's format, are as written: sums in progress.json."""
 
 import pickle
 from collections.abc import Iterator, Mapping
@@ -79,8 +78,7 @@ def find_file_problems(
     *,
     contents: bool = True,
 ) -> Iterator[str]:
-    """Yield one line for each file, of one part of all, that is not what was written; without
-    `contents` by sizes alone."""
+    """Yield a line for each file of a part that is not as written; without `contents` by size."""
     # Sorted: every rank cuts the same list into the same parts.
     files = dict(sorted(read_file_entries(about).items())[part::num_parts])
     if "files" in about:

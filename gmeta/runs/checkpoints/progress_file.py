@@ -1,5 +1,4 @@
-"""progress.json of a checkpoint: progress, model, algorithm and loss, and the checksums of all
-other files and its own."""
+"""progress.json: progress, model, algorithm and loss, and checksums of all files and its own."""
 
 import json
 from collections.abc import Mapping

@@ -50,8 +50,7 @@ def named_checkpoint(key: str, named: str) -> tuple[RunFolder, Path]:
 
 
 def best_not_kept(run: RunFolder) -> str:
-    """Return the line that says that the newest checkpoint stands for a run instead of its best,
-    which was not kept; "" if it was, or there is none."""
+    """Return the line that says that the newest stands for a best that was not kept; else ""."""
     config, checkpoints = run.read_config(), list_checkpoints(run.checkpoints)
     if not (config.run.early_stop_patience and checkpoints):
         return ""

@@ -81,9 +81,8 @@ def _train(config: TrainConfig, says: Connection) -> None:
             split: score_predictions(rows, split, config, dataset).scores
             for split, rows in of_split.items()
         }
-        says.send(
-            TrialReport(average_scores(scores)[make_early_stop(config).metric], run.adapts_with)
-        )
+        score = average_scores(scores)[make_early_stop(config).metric]
+        says.send(TrialReport(score, run.adapts_with))
 
     run = config.run
     run_as_rank(run.device, run.collective_timeout_s, {}, work)
