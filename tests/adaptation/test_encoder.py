@@ -20,6 +20,7 @@ from gmeta_models import InputSizes, ModelConfig, build_model
 from gmeta_models.support_encoder import SupportEncoder, SupportRows
 from metaio.format.features import Features
 from tests.support import reference
+from tests.support.refusals import catch_message
 
 Weights = dict[str, Tensor]
 Tables = dict[str, Tensor]
@@ -345,9 +346,7 @@ def test_bf16_products_leave_the_loss_close_and_gradients_finite(pooling: Any) -
 def refusal(config: AlgorithmConfig, told: bool = True) -> str:
     tables = TableSizes(1, 4, ("s0",), InputSizes(1, 0, 0)) if told else TableSizes(1, 4)
     model = build_model(MODEL, InputSizes(1, 0, 0))
-    with pytest.raises(ValueError) as caught:
-        MetaLearner(model, config, "bce", tables)
-    return str(caught.value)
+    return catch_message(ValueError, MetaLearner, model, config, "bce", tables)
 
 
 def test_what_an_encoder_cannot_be_made_of_is_refused() -> None:

@@ -141,9 +141,7 @@ def test_support_rows_of_doubt_shrink_the_inner_step() -> None:
 def refusal(algorithm: AlgorithmConfig) -> str:
     """What a MeLU with two layers answers to this algorithm."""
     model = build_model(ModelConfig(name="melu", embedding_dim=4, hidden=(5,)), InputSizes(1, 0, 0))
-    with pytest.raises(ValueError) as caught:
-        MetaLearner(model, algorithm, "bce")
-    return str(caught.value)
+    return catch_message(ValueError, MetaLearner, model, algorithm, "bce")
 
 
 def test_a_pattern_that_matches_no_layer_is_refused_with_the_layers_there_are() -> None:

@@ -123,10 +123,9 @@ def test_a_number_is_held_as_the_choices_have_it() -> None:
     ],
 )
 def test_a_wrong_file_is_refused_in_one_line(tmp_path: Path, text: str, message: str) -> None:
-    with pytest.raises(UserError) as raised:
-        space_of(tmp_path / "space.toml", text)
-    assert message in str(raised.value)
-    assert "\n" not in str(raised.value)
+    refusal = catch_message(UserError, space_of, tmp_path / "space.toml", text)
+    assert message in refusal
+    assert "\n" not in refusal
 
 
 @pytest.mark.parametrize(

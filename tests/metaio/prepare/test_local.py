@@ -394,10 +394,9 @@ def test_collisions_of_hashed_columns_are_reported(tmp_path: Path) -> None:
 
 
 def refused(tmp_path: Path, table: pa.Table, schema: Schema) -> str:
-    with pytest.raises(DataError) as caught:
-        prepared(tmp_path, table, schema)
+    message = catch_message(DataError, prepared, tmp_path, table, schema)
     assert [path.name for path in tmp_path.iterdir()] == ["raw.parquet"]
-    return str(caught.value)
+    return message
 
 
 def with_column(name: str, values: Any) -> pa.Table:

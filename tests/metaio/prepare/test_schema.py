@@ -18,9 +18,7 @@ GOOD: dict[str, Any] = {
 
 
 def refusal(**parts: Any) -> str:
-    with pytest.raises(SchemaError) as caught:
-        parse_schema({**GOOD, **parts})
-    return str(caught.value)
+    return catch_message(SchemaError, parse_schema, {**GOOD, **parts})
 
 
 def test_a_whole_schema_survives_json() -> None:

@@ -40,9 +40,7 @@ def prepared(tmp_path: Path, texts: list[str], **parts: Any) -> Dataset:
 
 
 def refused(tmp_path: Path, texts: list[str], **parts: Any) -> str:
-    with pytest.raises(DataError) as caught:
-        prepared(tmp_path, texts, **parts)
-    return str(caught.value)
+    return catch_message(DataError, prepared, tmp_path, texts, **parts)
 
 
 def test_decimals_behind_integers_stay_decimals(tmp_path: Path) -> None:
