@@ -220,19 +220,14 @@ def test_predictions_are_those_of_no_support_and_of_the_tasks_own(name: str) -> 
     shown = learner.predict(fetched(batch, tables), learner.collate_to_predict(batch))
     for index, task in enumerate(tasks):
         query = range(task.num_support, len(task.label))
-        for known, predicted in (
-            (replace(task, num_support=0), shown.before_N),
-            (task, shown.after_N),
-        ):
+        for known, found in ((replace(task, num_support=0), shown.before_N), (task, shown.after_N)):
             weights = start_of(learner, tables, features, known, config, "bce")
             own = dict(tables)
             if name == "encoder_maml" and known.num_support:
                 weights, own = stepped(learner, weights, tables, features, task, config)
             inputs = reference.rows_inputs(task, features, own, query)
             output = functional_call(learner.model, weights, (inputs,))
-            torch.testing.assert_close(
-                predicted.split(3)[index], output.detach(), rtol=0, atol=1e-10
-            )
+            torch.testing.assert_close(found.split(3)[index], output.detach(), rtol=0, atol=1e-10)
 
 
 def stepped(

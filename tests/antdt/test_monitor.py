@@ -260,9 +260,7 @@ def test_ten_thousand_healthy_windows_give_at_most_ten_false_verdicts() -> None:
         return (noise.lognormvariate(0.0, 0.15) * spike, 0.1, 0.1)
 
     cluster = Cluster({f"w{i}": noisy for i in range(8)})
-    false = sum(
-        found.verdict in STRAGGLERS for _ in range(1250) for found in cluster.run(1).values()
-    )
+    false = sum(one.verdict in STRAGGLERS for _ in range(1250) for one in cluster.run(1).values())
     assert false <= 10  # 0.1 % of 8 x 1,250
 
 

@@ -138,8 +138,7 @@ def arranged_run(in_buckets: bool) -> list[Episodes]:
     learner = build_learner(reference.some_features(3, 2, 2), SMALL, algorithm, "bce")
     learner.in_buckets = in_buckets
     return [
-        learner.collate(batch_of(learner, sizes(step, 24 if step % 10 else 7)))
-        for step in range(40)
+        learner.collate(batch_of(learner, sizes(at, 24 if at % 10 else 7))) for at in range(40)
     ]
 
 

@@ -30,9 +30,7 @@ def test_objects_of_two_jobs_have_nothing_in_common(components: str, tmp_path: P
     assert _renamed(jobs["first"], "first", "second") == jobs["second"]
     for each in jobs["first"]:
         text = yaml.safe_dump(_without_texts(each))
-        left = [
-            line for line in text.splitlines() if "gmeta-" in line and "first-gmeta-" not in line
-        ]
+        left = [one for one in text.splitlines() if "gmeta-" in one and "first-gmeta-" not in one]
         assert [line for line in left if not _is_shared(line)] == []
 
 

@@ -99,11 +99,9 @@ def test_draws_sizes_and_ids_are_the_same_on_one_rank_and_two(run: Path) -> None
         values = [np.array(part[name], np.float64)[mine] for part in (one, two)]
         assert values[0] == pytest.approx(values[1], rel=1e-5)
     assert list(evaluation["metrics"]) == ["mae", "hr@2"]
-    (group,), (group_of_two,) = evaluation["groups"], on_two["groups"]
+    (group,), (of_two,) = evaluation["groups"], on_two["groups"]
     assert [limit["max_support_rows"] for limit in group["by_support_limit"]] == [0, 3]
-    for limit, other in zip(
-        group["by_support_limit"], group_of_two["by_support_limit"], strict=True
-    ):
+    for limit, other in zip(group["by_support_limit"], of_two["by_support_limit"], strict=True):
         assert [result["run"] for result in limit["results"]] == ["run", "bias model"]
         for here, there in zip(limit["results"], other["results"], strict=True):
             found = here["metrics"]["mae"]["value"]

@@ -191,9 +191,7 @@ def test_refused_candidates_leave_the_champion_and_are_set_aside_after_a_few(
     assert not [one for train in trains for one in train if "continue_from" in one]
     assert loop.step() is None  # no third increment yet
     assert loop.refused_before(3) == [1, 2]
-    shutil.copytree(
-        tmp_path / "stream" / "increments" / "000002", tmp_path / "stream/increments/000003"
-    )
+    shutil.copytree(tmp_path / "stream/increments/000002", tmp_path / "stream/increments/000003")
     message = catch_message(GMetaError, loop.step)
     assert message.startswith(
         "increments 1, 2 are set aside: 2 candidates were refused in a row, the last because "

@@ -186,9 +186,7 @@ def assert_served_as_evaluated(run: Path, model: Path, click_logs: Path) -> None
     assert found.support_rows_N.tolist() == expected["support_rows"].to_pylist()
     assert difference(served.predict(query), expected["before"]) < 1e-6
     for task in set(query["user"].to_pylist()):
-        mine, yours = (
-            table.filter(pa.compute.equal(table["user"], task)) for table in (support, query)
-        )
+        mine, yours = (one.filter(pa.compute.equal(one["user"], task)) for one in (support, query))
         wanted = expected.filter(pa.compute.equal(expected["task"], task))["after"]
         assert difference(served.adapt(mine).predict(yours), wanted) < 1e-6
 

@@ -187,9 +187,7 @@ def test_the_default_holds_the_configs_own_values_and_treats_the_baseline_alike(
 
 def test_the_default_has_what_labels_losses_and_a_number_of_epochs_allow() -> None:
     def choices_of(key: str, *labels: str, **raw: Any) -> tuple[Any, ...]:
-        found = [
-            each for each in make_default_space(config_from_dict(raw), labels) if each.key == key
-        ]
+        found = [one for one in make_default_space(config_from_dict(raw), labels) if one.key == key]
         return found[0].values if found and isinstance(found[0], SearchChoices) else ()
 
     name, plain = "algorithm.name", "algorithm.plain_epochs"

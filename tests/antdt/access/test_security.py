@@ -592,9 +592,7 @@ def test_no_secret_is_logged(
     (tokens / "worker").write_text("short\n")
     status(server, pki.ca, token=tokens / "viewer")
     logger.removeHandler(caplog.handler)
-    lines = [
-        json.dumps(getattr(record, "fields", {})) + record.getMessage() for record in caplog.records
-    ]
+    lines = [json.dumps(getattr(one, "fields", {})) + one.getMessage() for one in caplog.records]
     written = "\n".join(lines) + "".join(capfd.readouterr())
     assert "serving" in written
     assert not any(token in written for token in [*TOKENS.values(), "short\n", "PRIVATE KEY"])

@@ -39,11 +39,9 @@ def smaller(conf: str) -> str:
 def manifests() -> list[Manifest]:
     """The overlay without its training and its shard service."""
     rendered = render(ROOT / "deploy/k8s/overlays/gpu-multi-node-spark")
-    left_out = ("gmeta-train", "gmeta-train-start", "gmeta-shard-service")
+    gone = ("gmeta-train", "gmeta-train-start", "gmeta-shard-service")
     workloads = ("Job", "StatefulSet")
-    kept = [
-        m for m in rendered if m["kind"] not in workloads or m["metadata"]["name"] not in left_out
-    ]
+    kept = [m for m in rendered if m["kind"] not in workloads or m["metadata"]["name"] not in gone]
     data = one(kept, "ConfigMap", "gmeta-spark")["data"]
     data["spark-defaults.conf"] = smaller(data["spark-defaults.conf"])
     data["schema.toml"] = SCHEMA

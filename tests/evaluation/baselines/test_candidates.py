@@ -198,9 +198,7 @@ def test_metrics_are_those_of_a_loop_over_lists(name: str) -> None:
         others = rng.integers(0, 4, 5).astype(float).tolist()
         score_N += others
         is_sampled_N += [True] * 5
-        above, tied = (
-            sum(test) for test in ([o > own for o in others], [o == own for o in others])
-        )
+        above, tied = (sum(one) for one in ([o > own for o in others], [o == own for o in others]))
         ranks = range(above + 1, above + tied + 2)
         worth = {
             "mrr": lambda rank: 1 / rank,

@@ -47,10 +47,8 @@ def no_input(rng: random.Random, request: dict[str, Any]) -> Body:
 
 
 def another_name(rng: random.Random, request: dict[str, Any]) -> Body:
-    each = rng.choice(request["inputs"])
-    each["name"] = rng.choice(
-        [each["name"] + "x", None, 3, "", ["item"], "support." + each["name"]]
-    )
+    one = rng.choice(request["inputs"])
+    one["name"] = rng.choice([one["name"] + "x", None, 3, "", ["item"], "support." + one["name"]])
     return json_body(request)
 
 

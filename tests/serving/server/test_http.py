@@ -137,9 +137,7 @@ def test_binary_parts_stand_behind_the_json(service: InferenceService, model: Se
         }
         for name, array in columns.items()
     ]
-    lists = [
-        each for each in request_of(QUERY)["inputs"] if each["name"].startswith(("tags", "seen"))
-    ]
+    lists = [one for one in request_of(QUERY)["inputs"] if one["name"].startswith(("tags", "seen"))]
     head = {"inputs": [*inputs, *lists], "parameters": {"binary_data_output": True}}
     text = json.dumps(head).encode()
     body = text + b"".join(part.tobytes() for part in parts)
