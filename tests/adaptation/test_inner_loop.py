@@ -72,15 +72,12 @@ def test_any_shape_gives_the_loss_and_gradients_of_the_loop(
     )  # fmt: skip
     one_table = ("shared" if shared_table and model != "din" else "s0",)
     algorithm = AlgorithmConfig(
-        name=name,
-        inner_steps=steps,
-        inner_lr=0.05,
-        support_prior=prior,
+        name=name, inner_steps=steps, inner_lr=0.05, support_prior=prior,
         adapt_embeddings=one_table if embeddings == "one table" else bool(embeddings),
         options={"learned_rates": rates},
         layer_paths=("*=" + ("auto" if rates == "weight" else path),),
         bias_rate=1.0 if name == "reptile" else bias_rate,
-    )
+    )  # fmt: skip
     assert_equals_loop(sizes, columns, config, algorithm, loss, seed, shared_table)
 
 

@@ -37,15 +37,12 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 @pytest.mark.parametrize(
     ("mark", "described"),
     [
-        (STUDY_FILE, "a study of gmeta tune: "),
-        (STREAM_FILE, "a stream of datasets: "),
-        (MANIFEST_NAME, "a prepared dataset: "),
-        (CURRENT_FILE, "a channel: "),
-        (LAYERS_FILE, "an exported model: "),
-        (PROGRESS_FILE, "a checkpoint: "),
+        (STUDY_FILE, "a study of gmeta tune: "), (STREAM_FILE, "a stream of datasets: "),
+        (MANIFEST_NAME, "a prepared dataset: "), (CURRENT_FILE, "a channel: "),
+        (LAYERS_FILE, "an exported model: "), (PROGRESS_FILE, "a checkpoint: "),
         (CONFIG_FILE, "a run folder: "),
     ],
-)
+)  # fmt: skip
 def test_a_folder_is_known_by_the_file_that_its_owner_writes(
     place: Path, mark: str, described: str
 ) -> None:

@@ -137,9 +137,7 @@ def arranged_run(in_buckets: bool) -> list[Episodes]:
     algorithm = AlgorithmConfig(name="maml", adapt_embeddings=True)
     learner = build_learner(reference.some_features(3, 2, 2), SMALL, algorithm, "bce")
     learner.in_buckets = in_buckets
-    return [
-        learner.collate(batch_of(learner, sizes(at, 24 if at % 10 else 7))) for at in range(40)
-    ]
+    return [learner.collate(batch_of(learner, sizes(at, 24 if at % 10 else 7))) for at in range(40)]
 
 
 def test_a_ragged_run_has_at_most_a_dozen_shapes() -> None:

@@ -78,12 +78,9 @@ def statistics_of_row(
 
 @given(
     sizes=st.lists(st.tuples(st.integers(0, 9), st.integers(0, 5)), min_size=1, max_size=9),
-    columns=st.tuples(st.integers(0, 2), st.integers(0, 2)),
-    shared_table=st.booleans(),
-    shrinkage=st.sampled_from([0.0, 0.5, 3.0]),
-    log_odds=st.booleans(),
-    seed=st.integers(0, 10**6),
-)
+    columns=st.tuples(st.integers(0, 2), st.integers(0, 2)), shared_table=st.booleans(),
+    shrinkage=st.sampled_from([0.0, 0.5, 3.0]), log_odds=st.booleans(), seed=st.integers(0, 10**6),
+)  # fmt: skip
 def test_every_row_has_the_statistics_of_a_loop(
     sizes: list[tuple[int, int]], columns: tuple[int, int], shared_table: bool, shrinkage: float,
     log_odds: bool, seed: int,

@@ -45,18 +45,15 @@ def raw_table(num_rows: int = 800, seed: int = 0) -> pa.Table:
     cities = [f"c{c}" for c in rng.integers(0, 7, num_rows)]
     return pa.table(
         {
-            "user": rng.integers(0, 40, num_rows),
-            "item": rng.integers(0, 300, num_rows),
-            "shop": rng.integers(-5, 99, num_rows),
-            "city": cities,
+            "user": rng.integers(0, 40, num_rows), "item": rng.integers(0, 300, num_rows),
+            "shop": rng.integers(-5, 99, num_rows), "city": cities,
             "tags": [tag if rng.random() < 0.9 else None for tag in tags],
             "price": rng.random(num_rows).round(3),
             "age": [int(a) if rng.random() < 0.9 else None for a in rng.integers(1, 99, num_rows)],
-            "ts": rng.permutation(num_rows),
-            "clicked": rng.integers(0, 2, num_rows),
+            "ts": rng.permutation(num_rows), "clicked": rng.integers(0, 2, num_rows),
             "part": rng.choice(["train", "later"], num_rows),
         }
-    )
+    )  # fmt: skip
 
 
 def prepared(tmp_path: Path, table: pa.Table, schema: Schema, **options: Any) -> Dataset:
