@@ -381,14 +381,12 @@ def test_the_last_bias_has_a_rate_of_its_own_only_where_it_adapts() -> None:
     "algorithm",
     [
         AlgorithmConfig(name="maml", support_prior=2.0, bias_rate=3.0),
-        AlgorithmConfig(name="maml", adapt_embeddings=("s1",)),
-        AlgorithmConfig(name="anil"),
-        AlgorithmConfig(name="ridge"),
-        AlgorithmConfig(name="encoder_maml"),
+        AlgorithmConfig(name="maml", adapt_embeddings=("s1",)), AlgorithmConfig(name="anil"),
+        AlgorithmConfig(name="ridge"), AlgorithmConfig(name="encoder_maml"),
         AlgorithmConfig(name="none"),
     ],
     ids=lambda config: config.name,
-)
+)  # fmt: skip
 def test_predictions_on_the_way_are_of_as_few_steps(model: str, algorithm: AlgorithmConfig) -> None:
     rng = random.Random(7)
     features = reference.some_features(2, 1, 2)

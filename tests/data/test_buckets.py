@@ -40,12 +40,10 @@ SMALL = ModelConfig(name="melu", embedding_dim=4, hidden=(6, 5), options={"botto
 @given(
     size=st.integers(1, 10**9),
     series=st.builds(
-        SizeSeries,
-        st.sampled_from([1, 8, 4096]),
-        st.sampled_from([1, 2, 4]),
+        SizeSeries, st.sampled_from([1, 8, 4096]), st.sampled_from([1, 2, 4]),
         st.sampled_from([16, 1 << 62]),
     ),
-)
+)  # fmt: skip
 def test_a_size_goes_up_to_the_next_of_a_geometric_series(size: int, series: SizeSeries) -> None:
     rounded = series.round_up(size)
     assert size <= rounded == series.round_up(rounded)

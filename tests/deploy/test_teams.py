@@ -66,11 +66,9 @@ def test_a_jobset_is_its_jobs_in_order(tmp_path: Path) -> None:
     made = {name_of(each): each for each in render(folder)}
     assert manifest_problems(list(made.values())) == []
     assert plain.keys() - made.keys() == {
-        "Job/ctr-gmeta-prepare",
-        "Job/ctr-gmeta-train",
-        "Service/ctr-gmeta-train",
+        "Job/ctr-gmeta-prepare", "Job/ctr-gmeta-train", "Service/ctr-gmeta-train",
         *(f"{kind}/ctr-gmeta-train-start" for kind in KINDS_OF_START),
-    }
+    }  # fmt: skip
     jobset = made["JobSet/ctr-gmeta-train"]
     assert jobset["metadata"]["labels"]["kueue.x-k8s.io/queue-name"] == "gmeta"
     assert jobset["spec"]["network"]["subdomain"] == "ctr-gmeta-train"

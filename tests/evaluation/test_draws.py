@@ -15,14 +15,12 @@ from metaio.prepare.schema.schema_file import parse_schema
 from tests.support.commands import SMALL_MODEL, evaluate, gmeta, succeed, write_config
 
 SCHEMA: dict[str, Any] = {
-    "task": {"column": "user"},
-    "label": {"column": "clicked"},
-    "row_id": {"column": "row"},
+    "task": {"column": "user"}, "label": {"column": "clicked"}, "row_id": {"column": "row"},
     "item": {"column": "item"},
     "single": [{"column": "item", "hash": 60}, {"column": "user", "hash": 60}],
     "episodes": {"by": "random", "query_rows": 4, "min_rows": 6},
     "splits": {"shares": {"train": 0.5, "cold": 0.5}},
-}
+}  # fmt: skip
 
 
 def raw_table() -> pa.Table:
@@ -31,14 +29,12 @@ def raw_table() -> pa.Table:
     user_N = np.repeat(np.arange(40), rng.integers(6, 21, 40))
     return pa.table(
         {
-            "row": rng.permutation(user_N.size) + 10_000,
-            "user": user_N,
-            "item": rng.integers(0, 50, user_N.size),
-            "clicked": rng.integers(0, 2, user_N.size),
+            "row": rng.permutation(user_N.size) + 10_000, "user": user_N,
+            "item": rng.integers(0, 50, user_N.size), "clicked": rng.integers(0, 2, user_N.size),
             "ts": np.arange(user_N.size),
             "side": np.where(np.arange(user_N.size) % 3, "support", "query"),
         }
-    )
+    )  # fmt: skip
 
 
 def prepared(folder: Path, **parts: Any) -> Path:

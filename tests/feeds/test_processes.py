@@ -73,12 +73,10 @@ EVERYTHING = [
     "algorithm.plain_epochs=1", "run.shape_buckets=on",
 ]  # fmt: skip
 KINDS = {
-    "fast loop": [],
-    "everything": EVERYTHING,
-    "general loop": ["algorithm.name=encoder"],
+    "fast loop": [], "everything": EVERYTHING, "general loop": ["algorithm.name=encoder"],
     "rows that adapt": ["algorithm.adapt_embeddings=true", "algorithm.name=reptile"],
     "plain": ["algorithm.name=none", "data.threads=2"],
-}
+}  # fmt: skip
 
 
 @pytest.fixture(scope="module")

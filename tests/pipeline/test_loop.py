@@ -57,10 +57,8 @@ def outcome(root: Path) -> tuple[object, ...]:
     return (
         [record.fingerprint for record in stream.records],
         lineage(root / "runs" / "000002" / "run"),
-        [entry["number"] for entry in channel.promotions()],
-        channel.numbers(),
-        tables,
-    )
+        [entry["number"] for entry in channel.promotions()], channel.numbers(), tables,
+    )  # fmt: skip
 
 
 @pytest.mark.distributed

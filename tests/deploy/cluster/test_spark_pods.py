@@ -20,12 +20,10 @@ from tests.support.waiting import PATIENCE_S
 
 # What this machine has room for; the rest of the settings is the overlay's.
 LESS = {
-    "spark.executor.instances": "2",
-    "spark.executor.cores": "1",
-    "spark.kubernetes.executor.limit.cores": "1",
-    "spark.executor.memory": "600m",
+    "spark.executor.instances": "2", "spark.executor.cores": "1",
+    "spark.kubernetes.executor.limit.cores": "1", "spark.executor.memory": "600m",
     "spark.driver.memory": "600m",
-}
+}  # fmt: skip
 
 
 def smaller(conf: str) -> str:

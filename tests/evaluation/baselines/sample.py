@@ -86,13 +86,11 @@ def plain(rows: EpisodeRows) -> list[PlainRow]:
         tags = rows.multi[0].ids_V[rows.multi[0].offsets_N1[n] : rows.multi[0].offsets_N1[n + 1]]
         found.append(
             PlainRow(
-                episode,
-                int(rows.task_T[episode]),
-                bool(rows.is_support_N[n]),
+                episode, int(rows.task_T[episode]), bool(rows.is_support_N[n]),
                 float(rows.label_N[n]),
                 (*((int(one),) for one in rows.ids_NF[n]), tuple(tags.tolist())),
             )
-        )
+        )  # fmt: skip
     return found
 
 

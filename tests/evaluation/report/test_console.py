@@ -115,12 +115,10 @@ MINUS = "\N{MINUS SIGN}"
 @pytest.mark.parametrize(
     ("value", "plain", "with_sign"),
     [
-        (0.78512, "0.7851", "+0.7851"),
-        (-0.00126, f"{MINUS}0.0013", f"{MINUS}0.0013"),
-        (-0.00001, f"{MINUS}0.0000", "0.0000"),
-        (math.nan, "\N{EM DASH}", "\N{EM DASH}"),
+        (0.78512, "0.7851", "+0.7851"), (-0.00126, f"{MINUS}0.0013", f"{MINUS}0.0013"),
+        (-0.00001, f"{MINUS}0.0000", "0.0000"), (math.nan, "\N{EM DASH}", "\N{EM DASH}"),
     ],
-)
+)  # fmt: skip
 def test_numbers_have_4_decimals_and_a_true_minus(value: float, plain: str, with_sign: str) -> None:
     assert format_number(value) == plain
     assert format_signed(value) == with_sign

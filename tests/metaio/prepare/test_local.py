@@ -274,13 +274,11 @@ def test_a_long_task_becomes_equal_episodes_in_time(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("rows", "limits", "episodes", "truncated"),
     [
-        (14, (13, 13), [(3, 10)], 1),
-        (27, (13, 13), [(3, 10)] * 2, 1),
-        (30, (13, 20), [(5, 10)] * 2, 0),
-        (20, (13, 20), [(10, 10)], 0),
+        (14, (13, 13), [(3, 10)], 1), (27, (13, 13), [(3, 10)] * 2, 1),
+        (30, (13, 20), [(5, 10)] * 2, 0), (20, (13, 20), [(10, 10)], 0),
         (21, (13, 20), [(10, 10)], 1),
     ],
-)
+)  # fmt: skip
 def test_no_part_of_a_long_task_falls_below_min_rows(
     tmp_path: Path, rows: int, limits: tuple[int, int], episodes: list[tuple[int, int]],
     truncated: int,

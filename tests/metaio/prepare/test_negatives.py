@@ -182,12 +182,10 @@ def test_a_task_with_nearly_all_items_gets_what_is_left_or_is_refused(tmp_path: 
     num_rows = 40
     table = pa.table(
         {
-            "user": [0] * 30 + [1] * 10,
-            "item": [*range(30), *range(25, 35)],
-            "ts": range(num_rows),
-            "click": [1] * num_rows,
+            "user": [0] * 30 + [1] * 10, "item": [*range(30), *range(25, 35)],
+            "ts": range(num_rows), "click": [1] * num_rows,
         }
-    )
+    )  # fmt: skip
     parts = {
         "single": [{"column": "item", "vocabulary": 1}], "multi": [], "dense": [], "splits": {},
     }  # fmt: skip

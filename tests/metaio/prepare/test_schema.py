@@ -10,11 +10,9 @@ from metaio.prepare.schema.schema_file import load_schema, parse_schema
 from tests.support.refusals import catch_message
 
 GOOD: dict[str, Any] = {
-    "task": {"column": "user"},
-    "label": {"column": "click"},
-    "single": [{"column": "item", "hash": 100}],
-    "episodes": {"query_rows": 5, "min_rows": 6},
-}
+    "task": {"column": "user"}, "label": {"column": "click"},
+    "single": [{"column": "item", "hash": 100}], "episodes": {"query_rows": 5, "min_rows": 6},
+}  # fmt: skip
 
 
 def refusal(**parts: Any) -> str:

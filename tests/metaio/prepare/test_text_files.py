@@ -31,11 +31,9 @@ def prepared(tmp_path: Path, files: dict[str, str | bytes], **schema: Any) -> Da
         (folder / name).write_bytes(content.encode() if isinstance(content, str) else content)
     out = str(tmp_path / f"out{len(list(tmp_path.iterdir()))}")
     body = {
-        "task": {"column": "user"},
-        "label": {"column": "y"},
-        "single": [{"column": "item", "hash": 99}],
-        "episodes": {"query_rows": 1},
-    } | schema
+        "task": {"column": "user"}, "label": {"column": "y"},
+        "single": [{"column": "item", "hash": 99}], "episodes": {"query_rows": 1},
+    } | schema  # fmt: skip
     options = PrepareOptions(threads=2, memory_bytes=1 << 29)
     prepare([str(folder)], out, parse_schema(body), options)
     return open_dataset(out)

@@ -18,11 +18,9 @@ from tests.support.refusals import catch_message
 GUESSED_FROM = 30_000  # more rows than DuckDB looks at
 
 SCHEMA: dict[str, Any] = {
-    "task": {"column": "user"},
-    "label": {"column": "y"},
-    "single": [{"column": "item", "vocabulary": 1}],
-    "episodes": {"by": "last", "query_rows": 1},
-}
+    "task": {"column": "user"}, "label": {"column": "y"},
+    "single": [{"column": "item", "vocabulary": 1}], "episodes": {"by": "last", "query_rows": 1},
+}  # fmt: skip
 
 INTEGERS = ", but its first rows look like integers"
 AS_TEXT = (
