@@ -90,9 +90,7 @@ def test_limits_of_a_server_are_those_of_the_page() -> None:
         r"^\| `(--[\w-]+)` \| ([\d,]+)( MiB)?", (ROOT / "docs/serving.md").read_text(), re.MULTILINE
     )
     told = {(name, int(n.replace(",", "")) << (20 if unit else 0)) for name, n, unit in table}
-    options = {
-        option: param.default for param in load_command("serve").params for option in param.opts
-    }
+    options = {option: one.default for one in load_command("serve").params for option in one.opts}
     assert len(told) >= 6
     assert told == {(name, options[name]) for name, _ in told}
 
@@ -109,8 +107,6 @@ def test_metrics_and_variables_that_a_page_names_exist(page: Path) -> None:
     named = set(re.findall(r"\b((?:antdt|gmeta_follow|gmeta_serve)_[a-z_]+)\b", code_of(page)))
     variables = set(re.findall(r"\bGMETA_[A-Z_]*[A-Z]\b", code_of(page)))
     # Their prefixes, and Prometheus' endings, are put before and behind in one place.
-    metrics = {
-        re.sub("^(antdt|gmeta_follow|gmeta_serve)_|_total$", "", name): name for name in named
-    }
+    metrics = {re.sub("^(antdt|gmeta_follow|gmeta_serve)_|_total$", "", one): one for one in named}
     assert {name for name in variables if name not in source()} == set()
     assert {metrics[core] for core in metrics if core not in source()} == set()

@@ -87,13 +87,11 @@ with service_of(Path(sys.argv[1])) as service:
 """
 
 
-def ran(at: Path, program: str, *arguments: str | Path, code: int = 0) -> str:
+def ran(at: Path, program: str, *words: str | Path, code: int = 0) -> str:
     """The output of `python -m PROGRAM` in the folder `at`, whose packages are installed."""
     roots = [str(at), str(ROOT), str(ROOT / "models"), str(ROOT / "protos")]
     env = {**environment(), "PYTHONPATH": os.pathsep.join(roots)}
-    done = run_forked(
-        program, *arguments, env=env, cwd=at, anew=("shoprec",), first=without_pictures
-    )
+    done = run_forked(program, *words, env=env, cwd=at, anew=("shoprec",), first=without_pictures)
     assert done.returncode == code, done.stdout + done.stderr
     return done.stderr if code else done.stdout
 

@@ -9,6 +9,7 @@ from torch import nn
 from gmeta_keys.plugins import Registry
 from gmeta_models import InputSizes, ModelConfig, build_model
 from gmeta_models.registry import MODELS, NAMED_MODELS, check_outputs
+from tests.support.refusals import catch_message
 
 SIZES = InputSizes(2, 0, 0)
 
@@ -25,9 +26,7 @@ def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def refusal(name: str, **options: object) -> str:
-    with pytest.raises(ValueError) as caught:
-        build_model(ModelConfig(name=name, options=options), SIZES)
-    return str(caught.value)
+    return catch_message(ValueError, build_model, ModelConfig(name=name, options=options), SIZES)
 
 
 def test_each_mistake_gets_a_line_of_its_own(package: Path) -> None:
@@ -122,10 +121,9 @@ def test_a_model_that_makes_something_else_than_an_output_a_row_is_refused(packa
         "Complex": "has complex weights, filter; real ones are needed. Keep pairs of real numbers, "
         "and take torch.view_as_complex of them in its forward",
     }.items():
-        with pytest.raises(ValueError) as caught:
-            checked(name)
+        message = catch_message(ValueError, checked, name)
         gap = "" if told.startswith(":") else " "
-        assert str(caught.value) == f"model.name = 'mine_1.models:{name}'{gap}{told}"
+        assert message == f"model.name = 'mine_1.models:{name}'{gap}{told}"
 
 
 def test_options_are_those_of_the_model(package: Path) -> None:

@@ -208,6 +208,4 @@ def test_the_citation_is_of_this_version_and_names_both_papers() -> None:
     assert cited["license"] == project["license"]
     papers = [paper["identifiers"][0]["value"] for paper in cited["references"]]
     assert papers == ["arXiv:2401.04338", "arXiv:2404.09679"]
-    assert all(
-        paper["title"] and paper["authors"] and paper["type"] for paper in cited["references"]
-    )
+    assert all(one["title"] and one["authors"] and one["type"] for one in cited["references"])

@@ -18,11 +18,9 @@ from tests.support import reference
 
 # What ANIL adapts in models of two hidden layers.
 HEADS = {
-    "dlrm": "top.4",
-    **dict.fromkeys(("melu", "cbml", "din"), "decision.4"),
-    **dict.fromkeys(("deepfm", "dcnv2"), "deep.4"),
-    **dict.fromkeys(("mmoe", "ple"), "towers.*.4"),
-}
+    "dlrm": "top.4", **dict.fromkeys(("melu", "cbml", "din"), "decision.4"),
+    **dict.fromkeys(("deepfm", "dcnv2"), "deep.4"), **dict.fromkeys(("mmoe", "ple"), "towers.*.4"),
+}  # fmt: skip
 Labelled = Callable[
     [Features, list[reference.Task], random.Random], tuple[Features, list[reference.Task]]
 ]

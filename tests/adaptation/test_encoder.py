@@ -20,6 +20,7 @@ from gmeta_models import InputSizes, ModelConfig, build_model
 from gmeta_models.support_encoder import SupportEncoder, SupportRows
 from metaio.format.features import Features
 from tests.support import reference
+from tests.support.refusals import catch_message
 
 Weights = dict[str, Tensor]
 Tables = dict[str, Tensor]
@@ -219,19 +220,14 @@ def test_predictions_are_those_of_no_support_and_of_the_tasks_own(name: str) -> 
     shown = learner.predict(fetched(batch, tables), learner.collate_to_predict(batch))
     for index, task in enumerate(tasks):
         query = range(task.num_support, len(task.label))
-        for known, predicted in (
-            (replace(task, num_support=0), shown.before_N),
-            (task, shown.after_N),
-        ):
+        for known, found in ((replace(task, num_support=0), shown.before_N), (task, shown.after_N)):
             weights = start_of(learner, tables, features, known, config, "bce")
             own = dict(tables)
             if name == "encoder_maml" and known.num_support:
                 weights, own = stepped(learner, weights, tables, features, task, config)
             inputs = reference.rows_inputs(task, features, own, query)
             output = functional_call(learner.model, weights, (inputs,))
-            torch.testing.assert_close(
-                predicted.split(3)[index], output.detach(), rtol=0, atol=1e-10
-            )
+            torch.testing.assert_close(found.split(3)[index], output.detach(), rtol=0, atol=1e-10)
 
 
 def stepped(
@@ -345,9 +341,7 @@ def test_bf16_products_leave_the_loss_close_and_gradients_finite(pooling: Any) -
 def refusal(config: AlgorithmConfig, told: bool = True) -> str:
     tables = TableSizes(1, 4, ("s0",), InputSizes(1, 0, 0)) if told else TableSizes(1, 4)
     model = build_model(MODEL, InputSizes(1, 0, 0))
-    with pytest.raises(ValueError) as caught:
-        MetaLearner(model, config, "bce", tables)
-    return str(caught.value)
+    return catch_message(ValueError, MetaLearner, model, config, "bce", tables)
 
 
 def test_what_an_encoder_cannot_be_made_of_is_refused() -> None:

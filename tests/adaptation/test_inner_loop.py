@@ -72,15 +72,12 @@ def test_any_shape_gives_the_loss_and_gradients_of_the_loop(
     )  # fmt: skip
     one_table = ("shared" if shared_table and model != "din" else "s0",)
     algorithm = AlgorithmConfig(
-        name=name,
-        inner_steps=steps,
-        inner_lr=0.05,
-        support_prior=prior,
+        name=name, inner_steps=steps, inner_lr=0.05, support_prior=prior,
         adapt_embeddings=one_table if embeddings == "one table" else bool(embeddings),
         options={"learned_rates": rates},
         layer_paths=("*=" + ("auto" if rates == "weight" else path),),
         bias_rate=1.0 if name == "reptile" else bias_rate,
-    )
+    )  # fmt: skip
     assert_equals_loop(sizes, columns, config, algorithm, loss, seed, shared_table)
 
 
@@ -141,9 +138,7 @@ def test_support_rows_of_doubt_shrink_the_inner_step() -> None:
 def refusal(algorithm: AlgorithmConfig) -> str:
     """What a MeLU with two layers answers to this algorithm."""
     model = build_model(ModelConfig(name="melu", embedding_dim=4, hidden=(5,)), InputSizes(1, 0, 0))
-    with pytest.raises(ValueError) as caught:
-        MetaLearner(model, algorithm, "bce")
-    return str(caught.value)
+    return catch_message(ValueError, MetaLearner, model, algorithm, "bce")
 
 
 def test_a_pattern_that_matches_no_layer_is_refused_with_the_layers_there_are() -> None:
@@ -386,14 +381,12 @@ def test_the_last_bias_has_a_rate_of_its_own_only_where_it_adapts() -> None:
     "algorithm",
     [
         AlgorithmConfig(name="maml", support_prior=2.0, bias_rate=3.0),
-        AlgorithmConfig(name="maml", adapt_embeddings=("s1",)),
-        AlgorithmConfig(name="anil"),
-        AlgorithmConfig(name="ridge"),
-        AlgorithmConfig(name="encoder_maml"),
+        AlgorithmConfig(name="maml", adapt_embeddings=("s1",)), AlgorithmConfig(name="anil"),
+        AlgorithmConfig(name="ridge"), AlgorithmConfig(name="encoder_maml"),
         AlgorithmConfig(name="none"),
     ],
     ids=lambda config: config.name,
-)
+)  # fmt: skip
 def test_predictions_on_the_way_are_of_as_few_steps(model: str, algorithm: AlgorithmConfig) -> None:
     rng = random.Random(7)
     features = reference.some_features(2, 1, 2)

@@ -82,12 +82,9 @@ def test_a_tiny_rate_is_a_gradient_step_and_a_huge_one_fits_the_support_rows() -
     # Query rows that are the support rows.
     again = [*range(3), *range(3)]
     task = replace(
-        task,
-        single=[task.single[row] for row in again],
-        multi=[task.multi[row] for row in again],
-        dense=[task.dense[row] for row in again],
-        label=[task.label[row] for row in again],
-    )
+        task, single=[task.single[row] for row in again], multi=[task.multi[row] for row in again],
+        dense=[task.dense[row] for row in again], label=[task.label[row] for row in again],
+    )  # fmt: skip
     batch = reference.batch_of([task], features)
     rows_UD = torch.randn(batch.unique_ids_U.numel(), 3, dtype=torch.float64)
 

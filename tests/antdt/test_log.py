@@ -22,11 +22,8 @@ def test_an_event_is_one_line_with_its_time_level_and_fields() -> None:
     assert "\n" not in line
     assert "grün" in line  # people read it too
     assert json.loads(line) == {
-        "time": "1970-01-02T00:00:00.250Z",
-        "level": "warning",
-        "event": "lease_expired",
-        **fields,
-    }
+        "time": "1970-01-02T00:00:00.250Z", "level": "warning", "event": "lease_expired", **fields,
+    }  # fmt: skip
 
 
 def test_an_error_brings_its_traceback_on_the_same_line() -> None:

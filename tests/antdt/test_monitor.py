@@ -102,12 +102,10 @@ def test_slow_from_the_start_but_unsteady_is_persistent() -> None:
 @pytest.mark.parametrize(
     ("times_ms", "cause"),
     [
-        ((4.0, 0.1, 0.1), "compute"),
-        ((1.0, 4.0, 0.1), "reader"),
-        ((1.0, 0.1, 4.0), "network"),
+        ((4.0, 0.1, 0.1), "compute"), ((1.0, 4.0, 0.1), "reader"), ((1.0, 0.1, 4.0), "network"),
         ((1.2, 3.0, 0.5), "reader"),
     ],
-)
+)  # fmt: skip
 def test_the_verdict_names_what_is_slow(times_ms: tuple[float, float, float], cause: str) -> None:
     found = Cluster({**healthy(), "slow": steady(*times_ms)}).run(4)["slow"]
     assert found.cause == cause
@@ -260,9 +258,7 @@ def test_ten_thousand_healthy_windows_give_at_most_ten_false_verdicts() -> None:
         return (noise.lognormvariate(0.0, 0.15) * spike, 0.1, 0.1)
 
     cluster = Cluster({f"w{i}": noisy for i in range(8)})
-    false = sum(
-        found.verdict in STRAGGLERS for _ in range(1250) for found in cluster.run(1).values()
-    )
+    false = sum(one.verdict in STRAGGLERS for _ in range(1250) for one in cluster.run(1).values())
     assert false <= 10  # 0.1 % of 8 x 1,250
 
 

@@ -65,9 +65,7 @@ def test_gmeta_gives_the_plain_loops_gradients_and_losses(
     without_packages: subprocess.CompletedProcess[str],
 ) -> None:
     # The script stops with status 1 at the first peer that does not.
-    agreed = [
-        line.split(";")[0] for line in without_packages.stdout.splitlines() if "agree" in line
-    ]
+    agreed = [one.split(";")[0] for one in without_packages.stdout.splitlines() if "agree" in one]
     assert agreed == ["movielens: 3 peers agree", "large: 3 peers agree"]
 
 

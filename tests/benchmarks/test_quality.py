@@ -56,14 +56,12 @@ def two_seeds(folder: Path) -> list[Path]:
             folder / f"{seed}.json",
             0.7 + 0.02 * seed,
             {
-                ("adapted", "before"): 0.1,
-                ("plain", "before"): plain,
-                ("plain", "after"): tuned,
+                ("adapted", "before"): 0.1, ("plain", "before"): plain, ("plain", "after"): tuned,
                 ("bias model", "after"): bias,
             },
         )
         for seed, (plain, tuned, bias) in enumerate(leads)
-    ]
+    ]  # fmt: skip
 
 
 def test_the_error_of_seeds_shrinks_with_their_number_and_that_of_tasks_does_not() -> None:

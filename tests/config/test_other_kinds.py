@@ -18,6 +18,7 @@ from metaio.errors import SchemaError
 from metaio.format.layout import MANIFEST_NAME
 from metaio.prepare.schema.schema_file import load_schema
 from metaio.stream.chain import STREAM_FILE
+from tests.support.refusals import catch_message
 
 SCHEMA = "a schema: gmeta prepare --schema schema.toml takes it, and gmeta train a config as gmeta "
 SCHEMA += "init writes it"
@@ -36,15 +37,12 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 @pytest.mark.parametrize(
     ("mark", "described"),
     [
-        (STUDY_FILE, "a study of gmeta tune: "),
-        (STREAM_FILE, "a stream of datasets: "),
-        (MANIFEST_NAME, "a prepared dataset: "),
-        (CURRENT_FILE, "a channel: "),
-        (LAYERS_FILE, "an exported model: "),
-        (PROGRESS_FILE, "a checkpoint: "),
+        (STUDY_FILE, "a study of gmeta tune: "), (STREAM_FILE, "a stream of datasets: "),
+        (MANIFEST_NAME, "a prepared dataset: "), (CURRENT_FILE, "a channel: "),
+        (LAYERS_FILE, "an exported model: "), (PROGRESS_FILE, "a checkpoint: "),
         (CONFIG_FILE, "a run folder: "),
     ],
-)
+)  # fmt: skip
 def test_a_folder_is_known_by_the_file_that_its_owner_writes(
     place: Path, mark: str, described: str
 ) -> None:
@@ -87,15 +85,11 @@ def test_a_toml_file_of_another_kind_is_named(
 def test_a_mistyped_path_is_told_with_the_one_that_is_there(place: Path) -> None:
     (place / "train.toml").touch()
     for wrong in ("place/trian.toml", "plaec/train.toml", "plcae/tran.toml"):
-        with pytest.raises(ConfigError) as caught:
-            load_config(wrong)
-        assert str(caught.value) == (
+        assert catch_message(ConfigError, load_config, wrong) == (
             f"config {wrong!r} cannot be read: No such file or directory. Give a TOML file. "
             "Did you mean 'place/train.toml'?"
         )
-    with pytest.raises(UserError) as caught_run:
-        RunFolder(Path("palce")).read_config()
-    assert str(caught_run.value) == (
+    assert catch_message(UserError, RunFolder(Path("palce")).read_config) == (
         "palce is no run folder: config.json is missing or broken. Give the run.dir of a training "
         "run. Did you mean 'place'?"
     )

@@ -194,17 +194,13 @@ def test_an_episode_sees_every_id_at_one_position(shared_table: bool, rate: floa
 def test_an_id_that_the_batch_fetches_twice_is_dropped_twice() -> None:
     # Two blocks joined: id 2 of the only table stands at positions 0 and 2, one for each episode.
     batch = TaskBatch(
-        task_T=torch.tensor([0, 1]),
-        row_offsets_T1=torch.tensor([0, 1, 2]),
-        support_lengths_T=torch.tensor([0, 0]),
-        label_N=torch.zeros(2),
-        dense_NK=torch.zeros(2, 0),
-        unique_ids_U=torch.tensor([2, 0, 2]),
-        unique_lengths_B=torch.tensor([3]),
+        task_T=torch.tensor([0, 1]), row_offsets_T1=torch.tensor([0, 1, 2]),
+        support_lengths_T=torch.tensor([0, 0]), label_N=torch.zeros(2), dense_NK=torch.zeros(2, 0),
+        unique_ids_U=torch.tensor([2, 0, 2]), unique_lengths_B=torch.tensor([3]),
         positions_NF=torch.tensor([[0, 1], [2, 1]], dtype=torch.int32),
         multi_positions_V=torch.zeros(0, dtype=torch.int32),
         multi_lengths_NM=torch.zeros(2, 0, dtype=torch.int32),
-    )
+    )  # fmt: skip
     changed = drop_ids(batch, 1.0, np.array([True]), key=0)
     assert changed.unique_ids_U.tolist() == [OOV_ROW]
     assert changed.positions_NF.tolist() == [[0, 0], [0, 0]]

@@ -56,9 +56,7 @@ def filled(fresh: MetaLearner, batch: TaskBatch) -> MetaLearner:
 
 def some_batch() -> TaskBatch:
     rng = random.Random(2)
-    return batch_of(
-        [random_task(FEATURES, *sizes, rng) for sizes in ((6, 4), (3, 3), (9, 2))], FEATURES
-    )
+    return batch_of([random_task(FEATURES, *of, rng) for of in ((6, 4), (3, 3), (9, 2))], FEATURES)
 
 
 def outputs(learner: MetaLearner, batch: TaskBatch) -> tuple[np.ndarray, np.ndarray]:

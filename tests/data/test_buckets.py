@@ -40,12 +40,10 @@ SMALL = ModelConfig(name="melu", embedding_dim=4, hidden=(6, 5), options={"botto
 @given(
     size=st.integers(1, 10**9),
     series=st.builds(
-        SizeSeries,
-        st.sampled_from([1, 8, 4096]),
-        st.sampled_from([1, 2, 4]),
+        SizeSeries, st.sampled_from([1, 8, 4096]), st.sampled_from([1, 2, 4]),
         st.sampled_from([16, 1 << 62]),
     ),
-)
+)  # fmt: skip
 def test_a_size_goes_up_to_the_next_of_a_geometric_series(size: int, series: SizeSeries) -> None:
     rounded = series.round_up(size)
     assert size <= rounded == series.round_up(rounded)
@@ -137,10 +135,7 @@ def arranged_run(in_buckets: bool) -> list[Episodes]:
     algorithm = AlgorithmConfig(name="maml", adapt_embeddings=True)
     learner = build_learner(reference.some_features(3, 2, 2), SMALL, algorithm, "bce")
     learner.in_buckets = in_buckets
-    return [
-        learner.collate(batch_of(learner, sizes(step, 24 if step % 10 else 7)))
-        for step in range(40)
-    ]
+    return [learner.collate(batch_of(learner, sizes(at, 24 if at % 10 else 7))) for at in range(40)]
 
 
 def test_a_ragged_run_has_at_most_a_dozen_shapes() -> None:

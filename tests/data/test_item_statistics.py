@@ -70,9 +70,7 @@ def statistics_of_row(
     for of_value, ids in zip(told.of_value, values, strict=True):
         means = [sum(of_value[one]) / max(len(of_value[one]) + shrinkage, 1e-12) for one in ids]
         if log_odds:
-            means = [
-                logit(told.mean + above * told.deviation) - logit(told.mean) for above in means
-            ]
+            means = [logit(told.mean + far * told.deviation) - logit(told.mean) for far in means]
         counts = [math.log(1 + len(of_value[one])) / math.log(101) for one in ids]
         found += [sum(each) / max(len(each), 1) for each in (means, counts)]
     return found
@@ -80,12 +78,9 @@ def statistics_of_row(
 
 @given(
     sizes=st.lists(st.tuples(st.integers(0, 9), st.integers(0, 5)), min_size=1, max_size=9),
-    columns=st.tuples(st.integers(0, 2), st.integers(0, 2)),
-    shared_table=st.booleans(),
-    shrinkage=st.sampled_from([0.0, 0.5, 3.0]),
-    log_odds=st.booleans(),
-    seed=st.integers(0, 10**6),
-)
+    columns=st.tuples(st.integers(0, 2), st.integers(0, 2)), shared_table=st.booleans(),
+    shrinkage=st.sampled_from([0.0, 0.5, 3.0]), log_odds=st.booleans(), seed=st.integers(0, 10**6),
+)  # fmt: skip
 def test_every_row_has_the_statistics_of_a_loop(
     sizes: list[tuple[int, int]], columns: tuple[int, int], shared_table: bool, shrinkage: float,
     log_odds: bool, seed: int,
@@ -103,9 +98,7 @@ def test_every_row_has_the_statistics_of_a_loop(
     for part in (batch.tasks(0, half), batch.tasks(half, len(tasks))):
         items.add(sums, part)
     items.set_from_sums(sums)
-    every = [
-        (index, task, row) for index, task in enumerate(tasks) for row in range(len(task.label))
-    ]
+    every = [(at, task, row) for at, task in enumerate(tasks) for row in range(len(task.label))]
     for to_train in (True, False):
         told_by = items.fold_statistics() if to_train else items
         found = told_by.with_features(batch).dense_NK[:, 1:].numpy()
@@ -167,9 +160,7 @@ def test_rows_that_are_predicted_tell_nothing() -> None:
     before_NK = items.with_features(unseen).dense_NK
     unknown = replace(unseen, label_N=torch.full_like(unseen.label_N, math.nan))
     assert torch.equal(items.with_features(unknown).dense_NK, before_NK)
-    alone = torch.cat(
-        [items.with_features(unseen.tasks(task, task + 1)).dense_NK for task in range(7)]
-    )
+    alone = torch.cat([items.with_features(unseen.tasks(at, at + 1)).dense_NK for at in range(7)])
     assert torch.equal(alone, before_NK)
 
 

@@ -77,17 +77,15 @@ def tree_of(values: Tensor, number: int = 9, name: str = "name", shares: bool = 
 @pytest.mark.parametrize(
     ("tree", "is_alike"),
     [
-        (tree_of(torch.zeros(2)), True),
-        (tree_of(torch.zeros(3)), False),
-        (tree_of(torch.zeros(2, 1)), False),
-        (tree_of(torch.zeros(2, dtype=torch.int32)), False),
+        (tree_of(torch.zeros(2)), True), (tree_of(torch.zeros(3)), False),
+        (tree_of(torch.zeros(2, 1)), False), (tree_of(torch.zeros(2, dtype=torch.int32)), False),
         (tree_of(torch.zeros(2), number=10), False),
         (tree_of(torch.zeros(2), name="another"), False),
         (tree_of(torch.zeros(2), shares=False), False),
         (replace(tree_of(torch.zeros(2)), nothing=torch.ones(1)), False),
         (replace(tree_of(torch.zeros(2)), parts=()), False),
     ],
-)
+)  # fmt: skip
 def test_a_layout_is_that_of_all_trees_of_other_values(tree: Tree, is_alike: bool) -> None:
     mine, _ = lay_out(some_tree())
     (there,) = pickle.loads(pickle.dumps(pack([tree], pin_memory=False)))

@@ -196,9 +196,7 @@ def caller_problems(manifests: list[Manifest]) -> list[str]:
                     )
                 ]
                 let_out = {port["port"] for each in out for port in each.get("ports", [])}
-                if not any("ports" not in each for each in out) and not (
-                    ports and ports <= let_out
-                ):
+                if not any("ports" not in one for one in out) and not (ports and ports <= let_out):
                     problems.append(
                         f"{name_of(policy)}: lets in {caller}, which no policy lets out to it"
                     )

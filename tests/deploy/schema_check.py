@@ -72,11 +72,9 @@ def _by_inference_service(manifest: Manifest) -> list[str]:
     predictor = manifest["spec"]["predictor"]
     own = json.loads((_SCHEMAS / "inferenceservice.json").read_text())["$defs"]["own"]["properties"]
     pod = {
-        "apiVersion": "v1",
-        "kind": "Pod",
-        "metadata": {"name": manifest["metadata"]["name"]},
+        "apiVersion": "v1", "kind": "Pod", "metadata": {"name": manifest["metadata"]["name"]},
         "spec": {name: value for name, value in predictor.items() if name not in own},
-    }
+    }  # fmt: skip
     return [found for version in VERSIONS for found in _by_kubernetes(pod, version)]
 
 

@@ -66,11 +66,9 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def options(folder: Path, holder: str) -> dict[str, Path]:
     own = folder / holder
     return {
-        "tls_ca": own / "ca.crt",
-        "tls_cert": own / "tls.crt",
-        "tls_key": own / "tls.key",
+        "tls_ca": own / "ca.crt", "tls_cert": own / "tls.crt", "tls_key": own / "tls.key",
         "token_file": own / "token",
-    }
+    }  # fmt: skip
 
 
 def test_a_service_with_them_lets_each_role_do_its_work(made: Path) -> None:

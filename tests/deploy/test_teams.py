@@ -30,9 +30,7 @@ def test_objects_of_two_jobs_have_nothing_in_common(components: str, tmp_path: P
     assert _renamed(jobs["first"], "first", "second") == jobs["second"]
     for each in jobs["first"]:
         text = yaml.safe_dump(_without_texts(each))
-        left = [
-            line for line in text.splitlines() if "gmeta-" in line and "first-gmeta-" not in line
-        ]
+        left = [one for one in text.splitlines() if "gmeta-" in one and "first-gmeta-" not in one]
         assert [line for line in left if not _is_shared(line)] == []
 
 
@@ -68,11 +66,9 @@ def test_a_jobset_is_its_jobs_in_order(tmp_path: Path) -> None:
     made = {name_of(each): each for each in render(folder)}
     assert manifest_problems(list(made.values())) == []
     assert plain.keys() - made.keys() == {
-        "Job/ctr-gmeta-prepare",
-        "Job/ctr-gmeta-train",
-        "Service/ctr-gmeta-train",
+        "Job/ctr-gmeta-prepare", "Job/ctr-gmeta-train", "Service/ctr-gmeta-train",
         *(f"{kind}/ctr-gmeta-train-start" for kind in KINDS_OF_START),
-    }
+    }  # fmt: skip
     jobset = made["JobSet/ctr-gmeta-train"]
     assert jobset["metadata"]["labels"]["kueue.x-k8s.io/queue-name"] == "gmeta"
     assert jobset["spec"]["network"]["subdomain"] == "ctr-gmeta-train"

@@ -110,12 +110,9 @@ class Cluster:
     ) -> "subprocess.Popen[str]":
         with (self.folder / f"{name}.log").open("a") as log:
             return subprocess.Popen(
-                host.command(*command),
-                env={**environment(), "PYTHONPATH": str(ROOT), **variables},
-                stdout=log,
-                stderr=log,
-                text=True,
-            )
+                host.command(*command), env={**environment(), "PYTHONPATH": str(ROOT), **variables},
+                stdout=log, stderr=log, text=True,
+            )  # fmt: skip
 
     def said(self) -> str:
         logs = [*self.folder.glob("*.log"), *self.folder.glob("node*/std*")]

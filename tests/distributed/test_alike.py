@@ -58,12 +58,10 @@ def by_hand(folder: Path, *commands: list[str]) -> list[tuple[int, str]]:
 @pytest.mark.parametrize(
     ("key", "values"),
     [
-        ("run.seed", ("0", "1")),
-        ("data.source", ("static", "service")),
-        ("model.embedding_dim", ("4", "8")),
-        ("run.dir", ("here", "there")),
+        ("run.seed", ("0", "1")), ("data.source", ("static", "service")),
+        ("model.embedding_dim", ("4", "8")), ("run.dir", ("here", "there")),
     ],
-)
+)  # fmt: skip
 def test_ranks_with_other_configs_end_before_anything_is_made(
     tmp_path: Path, click_logs: Path, key: str, values: tuple[str, str]
 ) -> None:

@@ -265,9 +265,7 @@ def save_and_load_little(ranks: Ranks, folder: Path) -> list[tuple[int, int, lis
         found_last = path.with_name(f"step-0000000{7 - ranks.rank}")
         loaded = load_checkpoint(found_last, sharded, optimizer, ranks)
         held = sum(len(table.local_shards()) for table in table_shards(sharded).values())
-        found.append(
-            (loaded.step, held, [one for state in kept for one in state.flatten().tolist()])
-        )
+        found.append((loaded.step, held, [one for each in kept for one in each.flatten().tolist()]))
     return found
 
 

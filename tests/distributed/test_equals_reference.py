@@ -313,9 +313,7 @@ def test_ranks_train_the_model_of_a_plain_loop(world_size: int) -> None:
                 torch.testing.assert_close(
                     result["layers"][name].double(), value.detach(), rtol=0, atol=1e-5
                 )
-        mean_losses = torch.tensor([result["losses"] for result in mine], dtype=torch.float64).mean(
-            dim=0
-        )
+        mean_losses = torch.tensor([one["losses"] for one in mine], dtype=torch.float64).mean(dim=0)
         torch.testing.assert_close(
             mean_losses, torch.tensor(losses, dtype=torch.float64), rtol=0, atol=1e-5
         )

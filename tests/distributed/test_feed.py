@@ -86,9 +86,7 @@ def test_each_task_is_trained_once_an_epoch_and_all_ranks_stop_at_one_step(
     click_logs: Path, world_size: int, even: bool
 ) -> None:
     server = ShardServer(ServiceConfig("127.0.0.1:0"))
-    results: list[Any] = on_ranks(
-        world_size, work_on_rank, leased(click_logs, server.address), even
-    )
+    results = on_ranks(world_size, work_on_rank, leased(click_logs, server.address), even)
     server.stop(0.0)
     for epoch in range(2):
         ranks = [result[epoch] for result in results]

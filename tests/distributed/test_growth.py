@@ -163,9 +163,7 @@ def go_on(ranks: Ranks, folder: Path) -> list[str]:
             found.append(trained.tensors())
         grown, large = found
         assert grown.keys() == large.keys()
-        differing += [
-            f"{index} {name}" for name in grown if not torch.equal(grown[name], large[name])
-        ]
+        differing += [f"{index} {one}" for one in grown if not torch.equal(grown[one], large[one])]
     return differing
 
 

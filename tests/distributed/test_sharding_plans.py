@@ -180,9 +180,7 @@ def test_each_plan_trains_the_same_model_at_any_size_from_any_checkpoint(tmp_pat
 
 
 def refused(config: ShardingConfig, sparse_optimizer: str = "adagrad") -> str:
-    with pytest.raises(ConfigError) as caught:
-        check_sharding(config, ["user", "item"], sparse_optimizer)
-    return str(caught.value)
+    return catch_message(ConfigError, check_sharding, config, ["user", "item"], sparse_optimizer)
 
 
 def test_a_plan_for_a_table_that_does_not_exist_is_refused() -> None:

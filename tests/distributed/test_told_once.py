@@ -44,11 +44,9 @@ def test_ranks_with_reasons_of_their_own_tell_them() -> None:
     damaged = FormatError("block 7 is damaged. Copy it again")
     reasons = {0: damaged, 1: damaged, 2: GMetaError("disk 2 is full. Free some")}
     assert on_ranks(4, refuse, reasons, 0.5) == [
-        ("error on rank 0: block 7 is damaged. Copy it again\n", 1),
-        ("", 1),
-        ("error on rank 2: disk 2 is full. Free some\n", 1),
-        ("", None),
-    ]
+        ("error on rank 0: block 7 is damaged. Copy it again\n", 1), ("", 1),
+        ("error on rank 2: disk 2 is full. Free some\n", 1), ("", None),
+    ]  # fmt: skip
 
 
 @pytest.mark.distributed

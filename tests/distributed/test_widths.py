@@ -26,6 +26,7 @@ from tests.distributed.test_sharding_plans import (
     Run,
     batches_of_rank,
 )
+from tests.support.refusals import catch_message
 
 WIDTHS = {"s0": 16, "s1": 8, "m0": 16, "m1": 4}
 
@@ -122,9 +123,7 @@ def test_a_row_travels_and_is_held_in_its_own_width() -> None:
 def refusal_of_torchrecs_exchange(ranks: Ranks) -> str:
     config = TrainConfig(model=NARROW, sharding=ShardingConfig(exchange="torchrec"))
     learner = build_learner(FEATURES, NARROW, ALGORITHM, "bce")
-    with pytest.raises(ConfigError) as caught:
-        shard_learner(learner, FEATURES, config, ranks)
-    return str(caught.value)
+    return catch_message(ConfigError, shard_learner, learner, FEATURES, config, ranks)
 
 
 @pytest.mark.distributed

@@ -15,14 +15,12 @@ from metaio.prepare.schema.schema_file import parse_schema
 from tests.support.commands import SMALL_MODEL, evaluate, gmeta, succeed, write_config
 
 SCHEMA: dict[str, Any] = {
-    "task": {"column": "user"},
-    "label": {"column": "clicked"},
-    "row_id": {"column": "row"},
+    "task": {"column": "user"}, "label": {"column": "clicked"}, "row_id": {"column": "row"},
     "item": {"column": "item"},
     "single": [{"column": "item", "hash": 60}, {"column": "user", "hash": 60}],
     "episodes": {"by": "random", "query_rows": 4, "min_rows": 6},
     "splits": {"shares": {"train": 0.5, "cold": 0.5}},
-}
+}  # fmt: skip
 
 
 def raw_table() -> pa.Table:
@@ -31,14 +29,12 @@ def raw_table() -> pa.Table:
     user_N = np.repeat(np.arange(40), rng.integers(6, 21, 40))
     return pa.table(
         {
-            "row": rng.permutation(user_N.size) + 10_000,
-            "user": user_N,
-            "item": rng.integers(0, 50, user_N.size),
-            "clicked": rng.integers(0, 2, user_N.size),
+            "row": rng.permutation(user_N.size) + 10_000, "user": user_N,
+            "item": rng.integers(0, 50, user_N.size), "clicked": rng.integers(0, 2, user_N.size),
             "ts": np.arange(user_N.size),
             "side": np.where(np.arange(user_N.size) % 3, "support", "query"),
         }
-    )
+    )  # fmt: skip
 
 
 def prepared(folder: Path, **parts: Any) -> Path:
@@ -99,11 +95,9 @@ def test_draws_sizes_and_ids_are_the_same_on_one_rank_and_two(run: Path) -> None
         values = [np.array(part[name], np.float64)[mine] for part in (one, two)]
         assert values[0] == pytest.approx(values[1], rel=1e-5)
     assert list(evaluation["metrics"]) == ["mae", "hr@2"]
-    (group,), (group_of_two,) = evaluation["groups"], on_two["groups"]
+    (group,), (of_two,) = evaluation["groups"], on_two["groups"]
     assert [limit["max_support_rows"] for limit in group["by_support_limit"]] == [0, 3]
-    for limit, other in zip(
-        group["by_support_limit"], group_of_two["by_support_limit"], strict=True
-    ):
+    for limit, other in zip(group["by_support_limit"], of_two["by_support_limit"], strict=True):
         assert [result["run"] for result in limit["results"]] == ["run", "bias model"]
         for here, there in zip(limit["results"], other["results"], strict=True):
             found = here["metrics"]["mae"]["value"]

@@ -133,15 +133,11 @@ def test_the_fast_loop_of_many_labels_is_the_loop(config: str, name: str, embedd
 
 @settings(max_examples=60, deadline=None, derandomize=True)
 @given(
-    model=st.sampled_from(sorted(MODELS)),
-    name=st.sampled_from(ALGORITHMS),
-    config=st.sampled_from(sorted(CONFIGS)),
-    unknown=st.sampled_from([0.0, 0.5]),
-    weighted=st.booleans(),
-    steps=st.integers(1, 2),
-    embeddings=st.booleans(),
+    model=st.sampled_from(sorted(MODELS)), name=st.sampled_from(ALGORITHMS),
+    config=st.sampled_from(sorted(CONFIGS)), unknown=st.sampled_from([0.0, 0.5]),
+    weighted=st.booleans(), steps=st.integers(1, 2), embeddings=st.booleans(),
     seed=st.integers(0, 1_000),
-)
+)  # fmt: skip
 def test_every_model_and_algorithm_learns_several_labels_as_the_loop_does(
     model: str, name: str, config: str, unknown: float, weighted: bool, steps: int,
     embeddings: bool, seed: int,

@@ -111,13 +111,10 @@ def test_the_fast_loop_ranks_a_label_as_the_loop(loss: str, name: str, embedding
 @given(
     model=st.sampled_from(sorted(MODELS)),
     name=st.sampled_from(("maml", "fomaml", "anil", "reptile", "metasgd", "none")),
-    config=st.sampled_from(sorted(CONFIGS)),
-    unknown=st.sampled_from([0.0, 0.5]),
-    weighted=st.booleans(),
-    steps=st.integers(1, 2),
-    embeddings=st.booleans(),
+    config=st.sampled_from(sorted(CONFIGS)), unknown=st.sampled_from([0.0, 0.5]),
+    weighted=st.booleans(), steps=st.integers(1, 2), embeddings=st.booleans(),
     seed=st.integers(0, 1_000),
-)
+)  # fmt: skip
 def test_every_model_and_algorithm_ranks_several_labels_as_the_loop_does(
     model: str, name: str, config: str, unknown: float, weighted: bool, steps: int,
     embeddings: bool, seed: int,

@@ -94,10 +94,8 @@ def test_a_model_compared_with_itself_differs_by_nothing() -> None:
 def test_fewer_tasks_than_groups_are_left_out_one_by_one() -> None:
     name = f"{HERE}:MEAN_ERROR"
     terms = split_terms(*rows(12, 3), scoring_of("mae", name))
-    exact, guessed = (
-        percentile_interval(values_B, 12) for values_B in bootstrap([*terms.values()])
-    )
-    assert guessed.high - guessed.low == pytest.approx(exact.high - exact.low, rel=0.3)
+    exact, rough = (percentile_interval(values_B, 12) for values_B in bootstrap([*terms.values()]))
+    assert rough.high - rough.low == pytest.approx(exact.high - exact.low, rel=0.3)
 
 
 @pytest.mark.parametrize("num_tasks", [0, 1, 2])

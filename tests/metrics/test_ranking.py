@@ -36,11 +36,9 @@ def test_rank_metrics_are_the_mean_over_all_orders_of_equal_scores(seed: int) ->
 
 
 def ndcg_at_3(labels: list[float]) -> float:
-    discounts = 1 / np.log2(np.arange(2, 5))
+    weights = 1 / np.log2(np.arange(2, 5))
     ideal = sorted(labels, reverse=True)[:3]
-    return float(
-        np.dot(labels[:3], discounts[: len(labels)]) / np.dot(ideal, discounts[: len(ideal)])
-    )
+    return float(np.dot(labels[:3], weights[: len(labels)]) / np.dot(ideal, weights[: len(ideal)]))
 
 
 @given(size=st.integers(2, 400), positives=st.integers(1, 400), k=st.integers(1, 400))

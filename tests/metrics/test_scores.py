@@ -281,11 +281,9 @@ def test_the_chosen_metrics_are_reported_in_their_order_and_their_unit() -> None
     config = EvaluationConfig(metrics=names, positive_rating=3.5, unit="stars")
     infos = metric_infos(Scoring("huber", config))
     assert [(name, one.label, one.unit) for name, one in infos.items()] == [
-        ("ndcg@5", "nDCG@5", ""),
-        ("hr@10", "HR@10 (≥ 3.5)", ""),
-        ("mae", "MAE", "stars"),
+        ("ndcg@5", "nDCG@5", ""), ("hr@10", "HR@10 (≥ 3.5)", ""), ("mae", "MAE", "stars"),
         ("gauc", "GAUC (rating ≥ 3.5)", ""),
-    ]
+    ]  # fmt: skip
     clicks_info = metric_infos(Scoring("bce", EvaluationConfig(metrics=names)))
     assert [one.label for one in clicks_info.values()] == ["nDCG@5", "HR@10", "MAE", "GAUC"]
     assert clicks_info["mae"].unit == ""

@@ -8,12 +8,10 @@ from gmeta_models import InputSizes, RowInputs, SparseColumn
 def named_sizes(num_single: int, num_multi: int, num_dense: int) -> InputSizes:
     """Columns s0, s1, ... and m0, m1, ...; m0 indexes the table of s0, every other one its own."""
     return InputSizes(
-        num_single,
-        num_multi,
-        num_dense,
+        num_single, num_multi, num_dense,
         tuple(SparseColumn(f"s{i}", f"s{i}") for i in range(num_single)),
         tuple(SparseColumn(f"m{i}", f"m{i}" if i else "s0") for i in range(num_multi)),
-    )
+    )  # fmt: skip
 
 
 def some_inputs(num_rows: int, sizes: InputSizes, width: int) -> RowInputs:

@@ -56,11 +56,9 @@ def test_a_candidate_of_two_labels_is_promoted_followed_and_served(tmp_path: Pat
         assert (np.abs(after_NL - before_NL).max(axis=0) > 0).all()
         # The probability of a purchase is that of a click times that of one among clicks.
         assert (after_NL[:, 1] < after_NL[:, 0]).all()
-        answer = post(
-            service, request_of(query.drop_columns(["buy", "at"]), support, outputs=NAMES)
-        )
-        assert answer.status_code == 200, answer.text
-        told_NL = np.column_stack([one["data"] for one in answer.json()["outputs"]])
+        found = post(service, request_of(query.drop_columns(["buy", "at"]), support, outputs=NAMES))
+        assert found.status_code == 200, found.text
+        told_NL = np.column_stack([one["data"] for one in found.json()["outputs"]])
         np.testing.assert_allclose(told_NL, after_NL, rtol=0, atol=1e-6)
     titles = re.findall("<figcaption>(.*?)</figcaption>", render_stream(loop, read_status(loop)))
     assert "AUC before training on it (prequential)" in titles

@@ -57,10 +57,8 @@ def outcome(root: Path) -> tuple[object, ...]:
     return (
         [record.fingerprint for record in stream.records],
         lineage(root / "runs" / "000002" / "run"),
-        [entry["number"] for entry in channel.promotions()],
-        channel.numbers(),
-        tables,
-    )
+        [entry["number"] for entry in channel.promotions()], channel.numbers(), tables,
+    )  # fmt: skip
 
 
 @pytest.mark.distributed
@@ -191,16 +189,13 @@ def test_refused_candidates_leave_the_champion_and_are_set_aside_after_a_few(
     assert not [one for train in trains for one in train if "continue_from" in one]
     assert loop.step() is None  # no third increment yet
     assert loop.refused_before(3) == [1, 2]
-    shutil.copytree(
-        tmp_path / "stream" / "increments" / "000002", tmp_path / "stream/increments/000003"
-    )
-    with pytest.raises(GMetaError) as caught:
-        loop.step()
-    assert str(caught.value).startswith(
+    shutil.copytree(tmp_path / "stream/increments/000002", tmp_path / "stream/increments/000003")
+    message = catch_message(GMetaError, loop.step)
+    assert message.startswith(
         "increments 1, 2 are set aside: 2 candidates were refused in a row, the last because "
         "worse. None serves yet. Raise judge.max_refused, or promote by hand: "
     )
-    assert str(caught.value).endswith("verdict.json --force")
+    assert message.endswith("verdict.json --force")
 
 
 def test_a_candidate_is_judged_again_where_another_champion_serves_by_now(
@@ -475,11 +470,10 @@ def test_a_failed_stage_says_what_it_said(tmp_path: Path) -> None:
         log.write_text("reading\nerror: it is full\n")
         return 2
 
-    with pytest.raises(UserError) as caught:
-        loop_of(config, stage).step()
+    message = catch_message(UserError, loop_of(config, stage).step)
     log = tmp_path / "runs" / "logs" / "prepare-day=000.log"
     expected = f"prepare of {tmp_path}/logs/day=000 ended with 2: it is full (see {log})"
-    assert str(caught.value) == expected
+    assert message == expected
 
 
 def test_a_killed_stage_says_by_what(tmp_path: Path) -> None:

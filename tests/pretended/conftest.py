@@ -33,28 +33,20 @@ RUNS = {
     "graphs": ["run.cuda_graphs=on"],
     "graphs, processes": ["run.cuda_graphs=on", "data.processes=1"],
     "graphs of parts": [
-        "run.cuda_graphs=on",
-        "outer.accumulate_steps=2",
-        "outer.clip_norm=0.1",
-        "model.name=dcnv2",
+        "run.cuda_graphs=on", "outer.accumulate_steps=2", "outer.clip_norm=0.1", "model.name=dcnv2",
     ],
     "labels": ["model.name=ple", "labels.loss.stars=mse", "data.tasks_per_step=8"],
     "labels, mixed": [
-        "model.name=mmoe",
-        "labels.entire_space.buy=click",
-        "labels.loss.stars=mse",
+        "model.name=mmoe", "labels.entire_space.buy=click", "labels.loss.stars=mse",
         "data.tasks_per_step=8",
     ],
-}
+}  # fmt: skip
 # The second step of an epoch has one task: rank 1 has none. The second epoch's are graphs.
 UNEVEN = {
     "uneven": [
-        "data.tasks_per_step=199",
-        "run.epochs=2",
-        "run.valid_every_steps=0",
-        "run.cuda_graphs=on",
+        "data.tasks_per_step=199", "run.epochs=2", "run.valid_every_steps=0", "run.cuda_graphs=on",
     ]
-}
+}  # fmt: skip
 MUTANT = "collectives swapped on a rank"
 Reading = dict[str, Any]
 

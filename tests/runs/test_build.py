@@ -19,11 +19,9 @@ def data(tmp_path: Path) -> Path:
     rows = "".join(f"{i % 3},{i % 5},{(0, 1, 3)[i % 3]}\n" for i in range(12))
     (tmp_path / "raw.csv").write_text(f"user,item,y\n{rows}")
     schema = {
-        "task": {"column": "user"},
-        "label": {"column": "y"},
-        "single": [{"column": "item", "hash": 9}],
-        "episodes": {"by": "random", "query_rows": 1},
-    }
+        "task": {"column": "user"}, "label": {"column": "y"},
+        "single": [{"column": "item", "hash": 9}], "episodes": {"by": "random", "query_rows": 1},
+    }  # fmt: skip
     prepare([str(tmp_path / "raw.csv")], str(tmp_path / "data"), parse_schema(schema))
     return tmp_path / "data"
 
@@ -31,12 +29,10 @@ def data(tmp_path: Path) -> Path:
 def informed(data: Path, loss: str = "mse", **keys: Any) -> TrainConfig:
     return config_from_dict(
         {
-            "data": {"path": str(data), "valid_split": ""},
-            "model": {"name": "melu"},
-            "outer": {"loss": loss},
-            "support_features": keys,
+            "data": {"path": str(data), "valid_split": ""}, "model": {"name": "melu"},
+            "outer": {"loss": loss}, "support_features": keys,
         }
-    )
+    )  # fmt: skip
 
 
 def test_statistics_of_support_rows_count_labels_from_the_training_split(data: Path) -> None:

@@ -186,9 +186,7 @@ def assert_served_as_evaluated(run: Path, model: Path, click_logs: Path) -> None
     assert found.support_rows_N.tolist() == expected["support_rows"].to_pylist()
     assert difference(served.predict(query), expected["before"]) < 1e-6
     for task in set(query["user"].to_pylist()):
-        mine, yours = (
-            table.filter(pa.compute.equal(table["user"], task)) for table in (support, query)
-        )
+        mine, yours = (one.filter(pa.compute.equal(one["user"], task)) for one in (support, query))
         wanted = expected.filter(pa.compute.equal(expected["task"], task))["after"]
         assert difference(served.adapt(mine).predict(yours), wanted) < 1e-6
 
@@ -249,9 +247,8 @@ def test_any_step_kept_can_be_exported_and_replaces_a_model_only_when_told(
     assert (config.source["step"], config.positive_rating) == (4, 3.5)
     with monkeypatch.context() as patched:
         patched.setattr(export, "CheckpointReader", None)  # told before it is read
-        with pytest.raises(UserError) as caught:
-            export_run(run, out)
-    assert str(caught.value) == (
+        message = catch_message(UserError, export_run, run, out)
+    assert message == (
         f"{out} holds an exported model already. "
         "Choose another folder, or pass --overwrite to replace it"
     )
@@ -322,9 +319,7 @@ def test_a_damaged_checkpoint_is_told_in_one_line_and_leaves_nothing(
     copy = Path(shutil.copytree(run, tmp_path / "run"))
     newest = list_checkpoints(copy / "checkpoints")[-1]
     damage(newest)
-    with pytest.raises(GMetaError) as caught:
-        export_run(copy, tmp_path / "model")
-    told = str(caught.value)
+    told = catch_message(GMetaError, export_run, copy, tmp_path / "model")
     assert told.startswith(f"checkpoint {newest} cannot be read: ")  # then torch's reason
     assert told.endswith(
         ". Export an earlier one with --step, or remove it and train on from the one before"
@@ -366,10 +361,9 @@ def test_a_run_is_exported_only_with_its_own_dataset(run: Path, tmp_path: Path) 
     config = json.loads((copy / "config.json").read_text())
     config["data"]["path"] = str(tmp_path / "gone")
     (copy / "config.json").write_text(json.dumps(config))
-    with pytest.raises(GMetaError) as caught:
-        export_run(copy, tmp_path / "model")
+    message = catch_message(GMetaError, export_run, copy, tmp_path / "model")
     told = f"run {copy} cannot be exported without its data: {tmp_path}/gone holds no dataset: "
-    assert str(caught.value).startswith(told)
+    assert message.startswith(told)
     shutil.rmtree(copy / "checkpoints")
     assert catch_message(UserError, export_run, copy, tmp_path / "model") == (
         f"run {copy} has 0 checkpoints: there is nothing to export yet. Let it reach its first one"
@@ -450,9 +444,7 @@ def test_a_file_that_only_reading_shows_to_be_damaged_is_told_in_one_line(
     export_run(raw_run, tmp_path / "model")
     file = tmp_path / "model" / name
     file.write_bytes(bytes(file.stat().st_size))
-    with pytest.raises(GMetaError) as caught:
-        gmeta.load(tmp_path / "model", verify=False)
-    told = str(caught.value)
+    told = catch_message(GMetaError, gmeta.load, tmp_path / "model", verify=False)
     assert told.startswith(f"{file} cannot be read: ")  # then pyarrow's or safetensors' reason
     assert told.lower().endswith("export the run again")
     assert len(told.splitlines()) == 1

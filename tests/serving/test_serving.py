@@ -379,10 +379,9 @@ def test_wrong_rows_are_refused_in_one_line(served: ServedModel, fault: str) -> 
 
 def test_tasks_without_support_rows_are_told_unless_allowed(served: ServedModel) -> None:
     support, query = of_task(random_rows(50, num_tasks=3), 1), random_rows(50, num_tasks=3)
-    with pytest.raises(UserError) as caught:
-        served.predict_tasks(support, query)
+    message = catch_message(UserError, served.predict_tasks, support, query)
     row = next(row for row, user in enumerate(query["user"].to_pylist()) if user != 1)
-    assert str(caught.value) == (
+    assert message == (
         f"2 of the 3 query tasks have 0 support rows, the first of them in query row {row}: "
         "they cannot adapt. Add their support rows, or allow them to be predicted without "
         "adaptation (--allow-no-support)"

@@ -120,12 +120,10 @@ def random_state(generator: torch.Generator, kind: str, num_rows: int, keys: int
 @pytest.mark.parametrize(
     "kinds",
     [
-        ("low_rank", "low_rank", "none"),
-        ("matrix", "none", "matrix"),
-        ("low_rank", "matrix", "none", "low_rank"),
-        ("none", "none"),
+        ("low_rank", "low_rank", "none"), ("matrix", "none", "matrix"),
+        ("low_rank", "matrix", "none", "low_rank"), ("none", "none"),
     ],
-)
+)  # fmt: skip
 def test_changes_of_all_kinds_stand_side_by_side(kinds: tuple[str, ...]) -> None:
     generator = torch.Generator().manual_seed(0)
     states = [random_state(generator, kind, place + 1, place) for place, kind in enumerate(kinds)]

@@ -44,16 +44,12 @@ def write_random_model(
     """An exported model of random values in `folder`; returns its float32 tables by name."""
     config = ExportedConfig(
         model=model or ModelConfig(embedding_dim=4, hidden=(16,), options={"bottom": (8,)}),
-        algorithm=algorithm or AlgorithmConfig(inner_steps=2, inner_lr=0.3),
-        loss=loss,
-        features=features,
-        columns=ExportedColumns("user", "click", None, {}),
-        table_format=table_format,
-        source={},
-        files={},
+        algorithm=algorithm or AlgorithmConfig(inner_steps=2, inner_lr=0.3), loss=loss,
+        features=features, columns=ExportedColumns("user", "click", None, {}),
+        table_format=table_format, source={}, files={},
         support_features=support_features or SupportFeaturesConfig(),
         item_features=item_features or ItemFeaturesConfig(),
-    )
+    )  # fmt: skip
     folder.mkdir(parents=True, exist_ok=True)
     torch.manual_seed(0)
     statistics = build_statistics(config.support_features, features, config.item_features)

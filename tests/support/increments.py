@@ -26,15 +26,11 @@ def some_rows(
     ids_NF = rng.choice(np.setdiff1d(np.arange(used), unused), (num_rows, 2))
     clicked_N = rng.random(num_rows) < 0.2 + 0.6 * (ids_NF[:, 0] % 2)
     return Rows(
-        task_T=first_task + np.arange(num_tasks),
-        row_lengths_T=lengths,
-        support_lengths_T=np.full(num_tasks, SUPPORT_ROWS),
-        label_N=clicked_N.astype(np.float32),
-        dense_NK=rng.random((num_rows, 1), dtype=np.float32),
-        ids_NF=ids_NF,
-        multi_ids_V=np.zeros(0, np.int64),
-        multi_lengths_NM=np.zeros((num_rows, 0), np.int32),
-    )
+        task_T=first_task + np.arange(num_tasks), row_lengths_T=lengths,
+        support_lengths_T=np.full(num_tasks, SUPPORT_ROWS), label_N=clicked_N.astype(np.float32),
+        dense_NK=rng.random((num_rows, 1), dtype=np.float32), ids_NF=ids_NF,
+        multi_ids_V=np.zeros(0, np.int64), multi_lengths_NM=np.zeros((num_rows, 0), np.int32),
+    )  # fmt: skip
 
 
 def features_of(num_rows: int) -> Features:

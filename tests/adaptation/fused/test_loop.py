@@ -297,14 +297,11 @@ def test_tasks_of_one_batch_hold_changes_in_different_ways(
 @pytest.mark.parametrize(
     ("rows", "steps", "width", "path", "held"),
     [
-        (10, 1, (256, 64), "auto", "low_rank"),
-        (400, 1, (256, 64), "auto", "materialised"),
-        (10, 1, (64, 64), "auto", "low_rank"),
-        (90, 3, (64, 1), "auto", "materialised"),
-        (90, 3, (64, 1), "low_rank", "low_rank"),
-        (1, 1, (256, 64), "materialised", "materialised"),
+        (10, 1, (256, 64), "auto", "low_rank"), (400, 1, (256, 64), "auto", "materialised"),
+        (10, 1, (64, 64), "auto", "low_rank"), (90, 3, (64, 1), "auto", "materialised"),
+        (90, 3, (64, 1), "low_rank", "low_rank"), (1, 1, (256, 64), "materialised", "materialised"),
     ],
-)
+)  # fmt: skip
 def test_a_change_is_held_in_the_cheaper_way_unless_the_config_says_how(
     rows: int, steps: int, width: tuple[int, int], path: InnerPath, held: str
 ) -> None:

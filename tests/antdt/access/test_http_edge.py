@@ -189,6 +189,4 @@ def test_who_may_not_look_is_logged_without_what_was_shown(
             asking.getresponse().read()
     server.stop()
     told = [record.fields for record in caplog.records]  # type: ignore[attr-defined]
-    assert told == [
-        {"path": "/page", "status": status, "peer": "127.0.0.1"} for status in (401, 403)
-    ]
+    assert told == [{"path": "/page", "status": code, "peer": "127.0.0.1"} for code in (401, 403)]

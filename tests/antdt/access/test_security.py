@@ -232,12 +232,10 @@ def test_a_workers_certificate_does_not_operate(serve: Serve, pki: Authority) ->
     ("uri", "role"),
     [
         ("spiffe://prod.example/ns/ml/gmeta/operator", Role.OPERATOR),
-        ("spiffe://x/gmeta/viewer", Role.VIEWER),
-        ("spiffe://x/other/operator", Role.WORKER),
-        ("spiffe://x/gmeta/root", Role.WORKER),
-        ("", Role.WORKER),
+        ("spiffe://x/gmeta/viewer", Role.VIEWER), ("spiffe://x/other/operator", Role.WORKER),
+        ("spiffe://x/gmeta/root", Role.WORKER), ("", Role.WORKER),
     ],
-)
+)  # fmt: skip
 def test_a_certificates_uri_names_the_role(uri: str, role: Role) -> None:
     assert role_of_certificate([uri]) is role
 
@@ -359,12 +357,10 @@ def test_token_files_that_cannot_be_meant_are_explained(
 @pytest.mark.parametrize(
     "options",
     [
-        {"listen": "0.0.0.0:0"},
-        {"listen": "[::]:0"},
-        {"listen": "service.example:7070"},
+        {"listen": "0.0.0.0:0"}, {"listen": "[::]:0"}, {"listen": "service.example:7070"},
         {"listen": "127.0.0.1:0", "metrics_listen": "0.0.0.0:0"},
     ],
-)
+)  # fmt: skip
 def test_an_open_service_listens_on_this_machine_only(options: dict[str, Any]) -> None:
     with pytest.raises(ServiceStartError, match="can be reached from other machines"):
         ShardServer(ServiceConfig(**options))
@@ -592,9 +588,7 @@ def test_no_secret_is_logged(
     (tokens / "worker").write_text("short\n")
     status(server, pki.ca, token=tokens / "viewer")
     logger.removeHandler(caplog.handler)
-    lines = [
-        json.dumps(getattr(record, "fields", {})) + record.getMessage() for record in caplog.records
-    ]
+    lines = [json.dumps(getattr(one, "fields", {})) + one.getMessage() for one in caplog.records]
     written = "\n".join(lines) + "".join(capfd.readouterr())
     assert "serving" in written
     assert not any(token in written for token in [*TOKENS.values(), "short\n", "PRIVATE KEY"])

@@ -212,9 +212,7 @@ def test_a_browser_draws_the_page(server: ShardServer, width: int, height: int) 
         (
             {},
             [
-                "loss 0.0125",
-                "0.0125 to 0.0250, step 40 to 80",
-                "validation auc 0.7500",
+                "loss 0.0125", "0.0125 to 0.0250, step 40 to 80", "validation auc 0.7500",
                 "at step 80",
             ],
         ),
@@ -222,7 +220,7 @@ def test_a_browser_draws_the_page(server: ShardServer, width: int, height: int) 
         ({"curves": {}}, ["loss and validation come with the trainer\u2019s first reading"]),
         ({"trouble": "the store is full"}, ["the store is full"]),
     ],
-)
+)  # fmt: skip
 def test_the_page_says_what_the_job_is_doing(
     server: ShardServer, changed: dict[str, Any], shown: list[str]
 ) -> None:

@@ -175,16 +175,13 @@ MUTANTS = (
 # Name -> what pytest is given; in the order of their cost.
 METHODS: dict[str, Sequence[str]] = {
     "behaviours": (
-        "tests/antdt/ledger/test_ledger.py",
-        "tests/antdt/ledger/test_backups.py",
-        "tests/antdt/storage/test_store.py",
-        "tests/antdt/storage/test_writer.py",
-        "tests/antdt/faults/test_known_defects.py",
-        "tests/antdt/faults/test_clock_steps.py",
+        "tests/antdt/ledger/test_ledger.py", "tests/antdt/ledger/test_backups.py",
+        "tests/antdt/storage/test_store.py", "tests/antdt/storage/test_writer.py",
+        "tests/antdt/faults/test_known_defects.py", "tests/antdt/faults/test_clock_steps.py",
     ),
     "model": ("tests/antdt/faults/test_reference_model.py",),
     "schedules": ("tests/antdt/faults/test_simulated_schedules.py",),
-}
+}  # fmt: skip
 MUTANT_SCHEDULES = "600"
 # The same examples each time; the first that fails is enough.
 CONFTEST = """
@@ -229,13 +226,10 @@ def survives(folder: Path, files: Sequence[str]) -> bool:
     roots = os.pathsep.join(str(folder / root) for root in SOURCE_ROOTS)
     try:
         done = run_forked(
-            "pytest",
-            *("-x", "-q", "--tb", "native", "-p", "no:cacheprovider", *files),
+            "pytest", *("-x", "-q", "--tb", "native", "-p", "no:cacheprovider", *files),
             env={**os.environ, "PYTHONPATH": roots, "ANTDT_SCHEDULES": MUTANT_SCHEDULES},
-            cwd=folder,
-            anew=("gmeta", "gmeta_protos", "tests"),
-            timeout_s=600,
-        )
+            cwd=folder, anew=("gmeta", "gmeta_protos", "tests"), timeout_s=600,
+        )  # fmt: skip
     except subprocess.TimeoutExpired:
         return False
     if done.returncode not in (0, 1):

@@ -382,11 +382,8 @@ class Simulation:
         if self.crashing and self.rng.random() < 0.1:
             raise JobMustRestart  # before the rename: the old checkpoint stands
         self.checkpoint = (
-            Counter(self.model),
-            manifest.manifest_json,
-            self.epoch,
-            set(self.acknowledged),
-        )
+            Counter(self.model), manifest.manifest_json, self.epoch, set(self.acknowledged),
+        )  # fmt: skip
         if self.crashing and self.rng.random() < 0.1:
             raise JobMustRestart  # before Commit: the new checkpoint stands
         self.ask(rank, lambda: cmd.CommitCheckpoint(rank.caller, name, manifest.digest))

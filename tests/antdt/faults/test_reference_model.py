@@ -22,12 +22,9 @@ EXAMPLES = 60
 
 class LedgerAgainstModel(RuleBasedStateMachine):
     @initialize(
-        num_units=st.integers(1, 23),
-        seed=st.integers(0, 3),
-        shuffle=st.booleans(),
-        max_attempts=st.integers(1, 2),
-        speculative=st.booleans(),
-    )
+        num_units=st.integers(1, 23), seed=st.integers(0, 3), shuffle=st.booleans(),
+        max_attempts=st.integers(1, 2), speculative=st.booleans(),
+    )  # fmt: skip
     def begin(
         self, num_units: int, seed: int, shuffle: bool, max_attempts: int, speculative: bool
     ) -> None:

@@ -82,11 +82,8 @@ def train_some(client: ShardClient, held: list[Lease], weights: torch.Tensor) ->
 
 def main() -> None:
     address, folder, num_units, max_steps = (
-        sys.argv[1],
-        Path(sys.argv[2]),
-        int(sys.argv[3]),
-        int(sys.argv[4]),
-    )
+        sys.argv[1], Path(sys.argv[2]), int(sys.argv[3]), int(sys.argv[4]),
+    )  # fmt: skip
     dist.init_process_group("gloo")
     rank = dist.get_rank()
     (folder / f"pid-{rank}").write_text(str(os.getpid()))

@@ -6,6 +6,7 @@ import pytest
 
 from gmeta.antdt.errors import StoreFailedError
 from gmeta.antdt.ledger import events as ev
+from tests.support.refusals import catch_message
 
 # What a store may hold, event by event. A line here is never changed: a store outlives the program.
 WRITTEN: list[tuple[ev.Event, bytes]] = [
@@ -70,9 +71,7 @@ def test_a_line_break_of_a_note_does_not_end_its_record() -> None:
     ],
 )  # fmt: skip
 def test_a_record_that_no_version_wrote_is_damage(record: bytes) -> None:
-    with pytest.raises(StoreFailedError) as damaged:
-        ev.decode(record)
-    told = str(damaged.value)
+    told = catch_message(StoreFailedError, ev.decode, record)
     assert told.startswith(
         f"the ledger holds the record {record!r}, which is none of ['ack', 'action', 'backup', "
     )

@@ -47,12 +47,10 @@ def test_a_list_of_few_shards_looks_at_no_others(monkeypatch: pytest.MonkeyPatch
     table.states[:] = bytes([ShardState.DONE]) * 3_000_000
     table.recount()
     table.committed = [(0, 2_999_998)]
-    looked = []
+    asked = []
     real = ShardTable.state_of
-    monkeypatch.setattr(
-        ShardTable, "state_of", lambda self, at: looked.append(at) or real(self, at)
-    )
+    monkeypatch.setattr(ShardTable, "state_of", lambda self, at: asked.append(at) or real(self, at))
     assert positions(service, OPEN) == [2_999_998, 2_999_999]
     table.committed = []
     assert positions(service, COMMITTED) == []
-    assert len(looked) <= 4
+    assert len(asked) <= 4

@@ -92,9 +92,7 @@ def test_a_service_never_serving_is_ended(tmp_path: Path, monkeypatch: pytest.Mo
 
 def test_a_service_that_cannot_start_is_told_with_its_own_words(tmp_path: Path) -> None:
     (tmp_path / "shards.db").mkdir()
-    with pytest.raises(AntdtError) as refused:
-        EmbeddedService(tmp_path)
-    message = str(refused.value)
+    message = catch_message(AntdtError, EmbeddedService, tmp_path)
     assert message.startswith(
         "the shard service of this job ended with exit code 2 before it served: error: the store "
         f"{tmp_path}/shards.db is a folder; it must be a file. "

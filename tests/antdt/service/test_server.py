@@ -95,10 +95,8 @@ def test_lists_are_bounded(stub: Any) -> None:
 
 
 def test_a_huge_message_is_refused_and_the_service_goes_on(stub: Any) -> None:
-    request = pb.RestoreRequest(
-        caller=caller(stub), manifest_json=b"x" * (17 << 20), restore_id="r"
-    )
-    code, _, message = refused(lambda: stub.Restore(request))
+    asked = pb.RestoreRequest(caller=caller(stub), manifest_json=b"x" * (17 << 20), restore_id="r")
+    code, _, message = refused(lambda: stub.Restore(asked))
     assert code == "RESOURCE_EXHAUSTED"
     assert "larger than max" in message
     assert stub.Status(pb.StatusRequest()).service_epoch == 1

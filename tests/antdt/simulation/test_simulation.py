@@ -208,9 +208,7 @@ def test_a_slow_reader_costs_what_the_computation_does_not_hide() -> None:
     lines: list[str] = []
     nd = run_antdt("nd", config, slow_reader(), lines.append)
     assert nd.completion_s == pytest.approx(4 / 3.25 * config.healthy_s, rel=0.08)
-    causes = {
-        w["health"]["cause"] for line in lines for w in json.loads(line)["snapshot"]["workers"]
-    }
+    causes = {w["health"]["cause"] for one in lines for w in json.loads(one)["snapshot"]["workers"]}
     assert causes == {"", "reader"}
 
 

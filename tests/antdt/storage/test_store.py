@@ -216,9 +216,7 @@ def test_a_record_that_an_older_version_took_in_unchecked_is_told_in_one_line() 
     record = ev.encode(ev.StateRestored("r", "w", 2, "", poisoned(DatasetSpec("d", 8, 4))))
     num_events = sum(len(each.records) for each in disk.log)
     disk.log.append(RecordBatch(num_events, [record], extend_chain(disk.log[-1].head, record)))
-    with pytest.raises(StoreFailedError) as poison:
-        Committer(MemoryStore(disk), FakeClock())
-    message = str(poison.value)
+    message = catch_message(StoreFailedError, Committer, MemoryStore(disk), FakeClock())
     assert message.startswith(f"the store's event {num_events + 1} cannot be applied: ")
     assert "epoch is 'one'; allowed is a value of type int" in message
     assert message.endswith(

@@ -20,12 +20,10 @@ from tests.support.waiting import PATIENCE_S
 
 # What this machine has room for; the rest of the settings is the overlay's.
 LESS = {
-    "spark.executor.instances": "2",
-    "spark.executor.cores": "1",
-    "spark.kubernetes.executor.limit.cores": "1",
-    "spark.executor.memory": "600m",
+    "spark.executor.instances": "2", "spark.executor.cores": "1",
+    "spark.kubernetes.executor.limit.cores": "1", "spark.executor.memory": "600m",
     "spark.driver.memory": "600m",
-}
+}  # fmt: skip
 
 
 def smaller(conf: str) -> str:
@@ -39,11 +37,9 @@ def smaller(conf: str) -> str:
 def manifests() -> list[Manifest]:
     """The overlay without its training and its shard service."""
     rendered = render(ROOT / "deploy/k8s/overlays/gpu-multi-node-spark")
-    left_out = ("gmeta-train", "gmeta-train-start", "gmeta-shard-service")
+    gone = ("gmeta-train", "gmeta-train-start", "gmeta-shard-service")
     workloads = ("Job", "StatefulSet")
-    kept = [
-        m for m in rendered if m["kind"] not in workloads or m["metadata"]["name"] not in left_out
-    ]
+    kept = [m for m in rendered if m["kind"] not in workloads or m["metadata"]["name"] not in gone]
     data = one(kept, "ConfigMap", "gmeta-spark")["data"]
     data["spark-defaults.conf"] = smaller(data["spark-defaults.conf"])
     data["schema.toml"] = SCHEMA

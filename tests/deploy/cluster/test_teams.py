@@ -18,11 +18,9 @@ from tests.support.waiting import wait_until
 
 JOBS = {"ads": ["ctr", "cvr"], "search": ["ctr"]}
 SMALLER_SIZE = {
-    "completions: 2": "completions: 1",
-    "parallelism: 2": "parallelism: 1",
-    'NNODES, value: "2"': 'NNODES, value: "1"',
-    "minAvailable: 1": "minAvailable: 0",
-}
+    "completions: 2": "completions: 1", "parallelism: 2": "parallelism: 1",
+    'NNODES, value: "2"': 'NNODES, value: "1"', "minAvailable: 1": "minAvailable: 0",
+}  # fmt: skip
 FEWER_TASKS = """
   - target: {kind: Job, name: gmeta-prepare}
     patch: |-

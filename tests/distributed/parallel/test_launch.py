@@ -145,12 +145,10 @@ def test_a_port_in_use_is_refused_before_anything_starts(monkeypatch: pytest.Mon
 @pytest.mark.parametrize(
     ("environment", "expected"),
     [
-        ({}, False),
-        ({"RANK": "0"}, False),
-        ({"RANK": "0", "WORLD_SIZE": "2"}, True),
+        ({}, False), ({"RANK": "0"}, False), ({"RANK": "0", "WORLD_SIZE": "2"}, True),
         ({"TORCHELASTIC_RUN_ID": "a"}, True),
     ],
-)
+)  # fmt: skip
 def test_a_rank_knows_that_torchrun_started_it(
     monkeypatch: pytest.MonkeyPatch, environment: dict[str, str], expected: bool
 ) -> None:

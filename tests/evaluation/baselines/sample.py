@@ -36,15 +36,12 @@ def raw_rows(num_tasks: int, loss: Loss, seed: int = 0, first_task: int = 100) -
     lengths_N1 = (item_N % 3).astype(np.int32)[:, None]  # some items have no tag
     tags = [(7 * int(item) + place) % 9 for item in item_N for place in range(int(item) % 3)]
     return Rows(
-        task_T=np.arange(num_tasks) + first_task,
-        row_lengths_T=lengths_T,
-        support_lengths_T=support_T,
-        label_N=label_N.astype(np.float32),
+        task_T=np.arange(num_tasks) + first_task, row_lengths_T=lengths_T,
+        support_lengths_T=support_T, label_N=label_N.astype(np.float32),
         dense_NK=rng.random((taste_N.size, 1)).astype(np.float32),
-        ids_NF=np.stack([item_N % 6, item_N], axis=1),
-        multi_ids_V=np.array(tags, np.int64),
+        ids_NF=np.stack([item_N % 6, item_N], axis=1), multi_ids_V=np.array(tags, np.int64),
         multi_lengths_NM=lengths_N1,
-    )
+    )  # fmt: skip
 
 
 def episode_rows(num_tasks: int, loss: Loss, seed: int = 0, first_task: int = 100) -> EpisodeRows:
@@ -89,13 +86,11 @@ def plain(rows: EpisodeRows) -> list[PlainRow]:
         tags = rows.multi[0].ids_V[rows.multi[0].offsets_N1[n] : rows.multi[0].offsets_N1[n + 1]]
         found.append(
             PlainRow(
-                episode,
-                int(rows.task_T[episode]),
-                bool(rows.is_support_N[n]),
+                episode, int(rows.task_T[episode]), bool(rows.is_support_N[n]),
                 float(rows.label_N[n]),
                 (*((int(one),) for one in rows.ids_NF[n]), tuple(tags.tolist())),
             )
-        )
+        )  # fmt: skip
     return found
 
 

@@ -75,14 +75,12 @@ def plain(rows: EpisodeRows) -> list[Row]:
     """(task, ids, lists, dense, label) of each row."""
     return [
         (
-            int(rows.task_T[episode]),
-            tuple(rows.ids_NF[row].tolist()),
+            int(rows.task_T[episode]), tuple(rows.ids_NF[row].tolist()),
             tuple(tuple(lists.select(np.array([row])).ids_V.tolist()) for lists in rows.multi),
-            tuple(rows.dense_NK[row].tolist()),
-            float(rows.label_N[row]),
+            tuple(rows.dense_NK[row].tolist()), float(rows.label_N[row]),
         )
         for row, episode in enumerate(rows.episode_N.tolist())
-    ]
+    ]  # fmt: skip
 
 
 def with_film_of(row: Row, other: Row) -> Row:
@@ -198,17 +196,13 @@ def test_metrics_are_those_of_a_loop_over_lists(name: str) -> None:
         others = rng.integers(0, 4, 5).astype(float).tolist()
         score_N += others
         is_sampled_N += [True] * 5
-        above, tied = (
-            sum(test) for test in ([o > own for o in others], [o == own for o in others])
-        )
+        above, tied = (sum(one) for one in ([o > own for o in others], [o == own for o in others]))
         ranks = range(above + 1, above + tied + 2)
         worth = {
-            "mrr": lambda rank: 1 / rank,
-            "ndcg": lambda rank: (rank <= k) / math.log2(1 + rank),
-            "hr": lambda rank: float(rank <= k),
-            "recall": lambda rank: float(rank <= k),
+            "mrr": lambda rank: 1 / rank, "ndcg": lambda rank: (rank <= k) / math.log2(1 + rank),
+            "hr": lambda rank: float(rank <= k), "recall": lambda rank: float(rank <= k),
             "p": lambda rank: (rank <= k) / k,
-        }[family]
+        }[family]  # fmt: skip
         values.append(sum(map(worth, ranks)) / len(ranks))
         owners.append(row // 3)
     places = rank_among_candidates_N2(np.array(score_N), np.array(is_sampled_N))

@@ -65,11 +65,9 @@ def test_what_there_is_no_data_for_is_not_drawn() -> None:
 def test_series_tell_runs_by_colour_and_marker_and_stages_by_name() -> None:
     series = make_series(summarise_evaluation([run_of("mse"), baseline_of("mse")]).runs)
     assert [one.label for one in series] == [
-        "melu-maml, before adaptation",
-        "melu-maml, adapted",
-        "plain-dlrm, as trained",
+        "melu-maml, before adaptation", "melu-maml, adapted", "plain-dlrm, as trained",
         "plain-dlrm, fine-tuned",
-    ]
+    ]  # fmt: skip
     assert series[0].style["markerfacecolor"] == PALETTE["page"][0]
     assert series[1].style["markerfacecolor"] == series[1].style["color"]
     assert series[1].color_name != series[2].color_name

@@ -53,14 +53,12 @@ def test_a_row_holds_both_stages_the_change_and_the_baseline() -> None:
     evaluation = summarise_evaluation([run_of("mse"), baseline_of("mse")])
     line = make_headline(evaluation, evaluation.groups[0], "mae")
     rival = line.rivals[0]
-    tables = [
-        one for one in printed(80, run_of("mse"), baseline_of("mse")) if one.startswith("MAE")
-    ]
+    rows = [one for one in printed(80, run_of("mse"), baseline_of("mse")) if one.startswith("MAE")]
     tuned = find_estimate(evaluation.groups[0], "plain-dlrm", "after", "mae")
     trained = find_estimate(evaluation.groups[0], "plain-dlrm", "before", "mae")
     shown = (line.before, line.after, trained, tuned)
-    assert tables[0].split() == [*MAE, *(format_number(one.value) for one in shown)]
-    assert tables[1].split() == [
+    assert rows[0].split() == [*MAE, *(format_number(one.value) for one in shown)]
+    assert rows[1].split() == [
         *MAE, format_signed(line.change.value), line.change.verdict,
         format_signed(rival.difference.value), rival.difference.verdict,
     ]  # fmt: skip
@@ -117,12 +115,10 @@ MINUS = "\N{MINUS SIGN}"
 @pytest.mark.parametrize(
     ("value", "plain", "with_sign"),
     [
-        (0.78512, "0.7851", "+0.7851"),
-        (-0.00126, f"{MINUS}0.0013", f"{MINUS}0.0013"),
-        (-0.00001, f"{MINUS}0.0000", "0.0000"),
-        (math.nan, "\N{EM DASH}", "\N{EM DASH}"),
+        (0.78512, "0.7851", "+0.7851"), (-0.00126, f"{MINUS}0.0013", f"{MINUS}0.0013"),
+        (-0.00001, f"{MINUS}0.0000", "0.0000"), (math.nan, "\N{EM DASH}", "\N{EM DASH}"),
     ],
-)
+)  # fmt: skip
 def test_numbers_have_4_decimals_and_a_true_minus(value: float, plain: str, with_sign: str) -> None:
     assert format_number(value) == plain
     assert format_signed(value) == with_sign

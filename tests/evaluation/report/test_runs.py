@@ -3,7 +3,6 @@
 from dataclasses import replace
 
 import numpy as np
-import pytest
 
 from gmeta.errors import UserError
 from gmeta.evaluation.report.evaluated_runs import (
@@ -15,6 +14,7 @@ from gmeta.evaluation.report.evaluated_runs import (
     split_names,
 )
 from tests.evaluation.report.sample import baseline_of, run_of, with_column
+from tests.support.refusals import catch_message
 
 
 def refusal(*runs: EvaluatedRun) -> str:
@@ -22,9 +22,7 @@ def refusal(*runs: EvaluatedRun) -> str:
         check_runs(runs)
         select_runs(runs, runs[0].label)
 
-    with pytest.raises(UserError) as caught:
-        check()
-    return str(caught.value)
+    return catch_message(UserError, check)
 
 
 def test_good_runs_pass() -> None:

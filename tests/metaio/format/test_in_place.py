@@ -65,15 +65,12 @@ def test_one_plain_page_is_not_copied(tmp_path: Path, num_values: int) -> None:
 @pytest.mark.parametrize(
     "options",
     [
-        {"max_rows_per_page": 20_000},
-        {"data_page_size": 1_024},
-        {"compression": "lz4"},
+        {"max_rows_per_page": 20_000}, {"data_page_size": 1_024}, {"compression": "lz4"},
         {"column_encoding": {"position": "DELTA_BINARY_PACKED"}},
         {"column_encoding": {"position": "BYTE_STREAM_SPLIT"}},
-        {"use_dictionary": True, "column_encoding": None},
-        {"data_page_version": "2.0"},
+        {"use_dictionary": True, "column_encoding": None}, {"data_page_version": "2.0"},
     ],
-)
+)  # fmt: skip
 def test_whatever_else_a_writer_chose_is_decoded(tmp_path: Path, options: dict[str, Any]) -> None:
     (found,) = row_group(tmp_path, column(VALUES), **PLAIN | options).decode(in_place=True)
     assert not is_mapped(found)

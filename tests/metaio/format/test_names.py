@@ -45,13 +45,11 @@ def prepared_with(tmp_path: Path, splits: dict[str, object], last: str) -> list[
     (tmp_path / "in/deep/raw.csv").write_text(f"user,item,clicked,part\n{rows}1,1,1,{last}\n")
     schema = parse_schema(
         {
-            "task": {"column": "user"},
-            "label": {"column": "clicked"},
-            "single": [{"column": "item", "hash": 9}],
-            "episodes": {"query_rows": 1},
+            "task": {"column": "user"}, "label": {"column": "clicked"},
+            "single": [{"column": "item", "hash": 9}], "episodes": {"query_rows": 1},
             "splits": splits,
         }
-    )
+    )  # fmt: skip
     with pytest.raises((SchemaError, DataError)) as caught:
         prepare([str(tmp_path / "in/deep/raw.csv")], str(tmp_path / "in/deep/out"), schema)
     assert str(caught.value).startswith("split name ")

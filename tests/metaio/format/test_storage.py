@@ -26,9 +26,7 @@ def whole(path: str, begin: int = 0, end: int = len(CONTENT)) -> ByteRange:
 
 
 def message_of(storage: Storage, *ranges: ByteRange) -> str:
-    with pytest.raises(FormatError) as caught:
-        storage.read_windows(list(ranges))
-    return str(caught.value)
+    return catch_message(FormatError, storage.read_windows, list(ranges))
 
 
 def test_a_local_file_and_a_fetched_range_are_the_same(tmp_path: Path, remote: Storage) -> None:

@@ -88,11 +88,8 @@ def test_the_row_of_unknown_ids_is_nobodys_and_a_full_table_has_an_estimate() ->
     use.used = {0: np.array([True, False, False]), 1: np.ones(3, dtype=np.bool_)}
     report = use.report()
     assert report["item"] == {
-        "rows": 2,
-        "rows_used": 0,
-        "values_estimated": 0,
-        "values_sharing_a_row_estimated": 0,
-    }
+        "rows": 2, "rows_used": 0, "values_estimated": 0, "values_sharing_a_row_estimated": 0,
+    }  # fmt: skip
     assert (report["tag"]["rows_used"], report["tag"]["values_estimated"]) == (2, 3)
 
 

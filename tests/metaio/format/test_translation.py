@@ -148,9 +148,8 @@ def test_a_column_that_means_something_else_is_refused_by_name(
     make: Callable[..., Dataset], changes: dict[str, Any], message: str
 ) -> None:
     known, own = make(1), make(2, **changes)
-    with pytest.raises(DataError) as caught:
-        translate_dataset(own, known)
-    assert str(caught.value).startswith(message.format(known=known.url, own=own.url))
-    assert str(caught.value).endswith(
+    refusal = catch_message(DataError, translate_dataset, own, known)
+    assert refusal.startswith(message.format(known=known.url, own=own.url))
+    assert refusal.endswith(
         ". Prepare it by the schema of the other one, or choose another dataset"
     )

@@ -30,18 +30,14 @@ def log() -> pa.Table:
     price = rng.uniform(1, 5_000, ROWS).round(2)
     return pa.table(
         {
-            "user_id": rng.integers(1, 81, ROWS),
-            "item": rng.integers(1, 300, ROWS),
+            "user_id": rng.integers(1, 81, ROWS), "item": rng.integers(1, 300, ROWS),
             "session": [f"s{number % 3_900}" for number in range(ROWS)],
-            "genres": genres[rng.integers(0, 4, ROWS)],
-            "tags": [[1, 2], [3]] * (ROWS // 2),
-            "price": pa.array(price, mask=rng.random(ROWS) < 0.1),
-            "country": ["fi"] * ROWS,
+            "genres": genres[rng.integers(0, 4, ROWS)], "tags": [[1, 2], [3]] * (ROWS // 2),
+            "price": pa.array(price, mask=rng.random(ROWS) < 0.1), "country": ["fi"] * ROWS,
             "note": [f"note {number}" for number in range(ROWS)],
-            "ts": 1_700_000_000 + np.arange(ROWS),
-            "click": rng.integers(0, 2, ROWS),
+            "ts": 1_700_000_000 + np.arange(ROWS), "click": rng.integers(0, 2, ROWS),
         }
-    )
+    )  # fmt: skip
 
 
 def guessed(rows: pa.Table, **given: str) -> InferredRoles:

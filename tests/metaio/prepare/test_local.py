@@ -45,18 +45,15 @@ def raw_table(num_rows: int = 800, seed: int = 0) -> pa.Table:
     cities = [f"c{c}" for c in rng.integers(0, 7, num_rows)]
     return pa.table(
         {
-            "user": rng.integers(0, 40, num_rows),
-            "item": rng.integers(0, 300, num_rows),
-            "shop": rng.integers(-5, 99, num_rows),
-            "city": cities,
+            "user": rng.integers(0, 40, num_rows), "item": rng.integers(0, 300, num_rows),
+            "shop": rng.integers(-5, 99, num_rows), "city": cities,
             "tags": [tag if rng.random() < 0.9 else None for tag in tags],
             "price": rng.random(num_rows).round(3),
             "age": [int(a) if rng.random() < 0.9 else None for a in rng.integers(1, 99, num_rows)],
-            "ts": rng.permutation(num_rows),
-            "clicked": rng.integers(0, 2, num_rows),
+            "ts": rng.permutation(num_rows), "clicked": rng.integers(0, 2, num_rows),
             "part": rng.choice(["train", "later"], num_rows),
         }
-    )
+    )  # fmt: skip
 
 
 def prepared(tmp_path: Path, table: pa.Table, schema: Schema, **options: Any) -> Dataset:
@@ -277,13 +274,11 @@ def test_a_long_task_becomes_equal_episodes_in_time(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("rows", "limits", "episodes", "truncated"),
     [
-        (14, (13, 13), [(3, 10)], 1),
-        (27, (13, 13), [(3, 10)] * 2, 1),
-        (30, (13, 20), [(5, 10)] * 2, 0),
-        (20, (13, 20), [(10, 10)], 0),
+        (14, (13, 13), [(3, 10)], 1), (27, (13, 13), [(3, 10)] * 2, 1),
+        (30, (13, 20), [(5, 10)] * 2, 0), (20, (13, 20), [(10, 10)], 0),
         (21, (13, 20), [(10, 10)], 1),
     ],
-)
+)  # fmt: skip
 def test_no_part_of_a_long_task_falls_below_min_rows(
     tmp_path: Path, rows: int, limits: tuple[int, int], episodes: list[tuple[int, int]],
     truncated: int,
@@ -394,10 +389,9 @@ def test_collisions_of_hashed_columns_are_reported(tmp_path: Path) -> None:
 
 
 def refused(tmp_path: Path, table: pa.Table, schema: Schema) -> str:
-    with pytest.raises(DataError) as caught:
-        prepared(tmp_path, table, schema)
+    message = catch_message(DataError, prepared, tmp_path, table, schema)
     assert [path.name for path in tmp_path.iterdir()] == ["raw.parquet"]
-    return str(caught.value)
+    return message
 
 
 def with_column(name: str, values: Any) -> pa.Table:

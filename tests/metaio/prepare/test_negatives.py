@@ -48,18 +48,14 @@ def log(num_rows: int = 900, clicks: float = 1.0) -> pa.Table:
     item = np.minimum(rng.geometric(0.06, num_rows) - 1, 59)
     return pa.table(
         {
-            "user": rng.integers(0, 40, num_rows),
-            "item": item,
-            "brand": item % 7,
+            "user": rng.integers(0, 40, num_rows), "item": item, "brand": item % 7,
             "tags": [f"t{one % 5}|t{one % 3 + 5}"[: 2 if one % 2 else 5] for one in item.tolist()],
-            "price": item * 0.5,
-            "hour": np.arange(num_rows) % 24,
+            "price": item * 0.5, "hour": np.arange(num_rows) % 24,
             "seen": [f"{number % 9}" for number in range(num_rows)],
-            "age": np.arange(num_rows).astype(np.float32),
-            "ts": np.arange(num_rows),
+            "age": np.arange(num_rows).astype(np.float32), "ts": np.arange(num_rows),
             "click": (rng.random(num_rows) < clicks).astype(np.int64),
         }
-    )
+    )  # fmt: skip
 
 
 def prepared(folder: Path, table: pa.Table, threads: int = 1, **parts: Any) -> Dataset:
@@ -186,18 +182,13 @@ def test_a_task_with_nearly_all_items_gets_what_is_left_or_is_refused(tmp_path: 
     num_rows = 40
     table = pa.table(
         {
-            "user": [0] * 30 + [1] * 10,
-            "item": [*range(30), *range(25, 35)],
-            "ts": range(num_rows),
-            "click": [1] * num_rows,
+            "user": [0] * 30 + [1] * 10, "item": [*range(30), *range(25, 35)],
+            "ts": range(num_rows), "click": [1] * num_rows,
         }
-    )
+    )  # fmt: skip
     parts = {
-        "single": [{"column": "item", "vocabulary": 1}],
-        "multi": [],
-        "dense": [],
-        "splits": {},
-    }
+        "single": [{"column": "item", "vocabulary": 1}], "multi": [], "dense": [], "splits": {},
+    }  # fmt: skip
     rule = {"item": "item", "per_positive": 5}
     dataset = prepared(tmp_path, table, negatives=rule, **parts)
     for task, _, rows in whole_split(dataset, "train"):

@@ -20,10 +20,8 @@ from tests.metaio.prepare.test_local import changed, raw_table
 
 NOON = datetime.datetime(2026, 3, 1, 12)
 COLUMNS = {
-    "byte": pa.array([-1, None, 3], pa.int8()),
-    "large": pa.array([1 << 63, 0, None], pa.uint64()),
-    "single": pa.array([0.5, None, float("nan")], pa.float32()),
-    "word": pa.array(["é", "", None]),
+    "byte": pa.array([-1, None, 3], pa.int8()), "large": pa.array([1 << 63, 0, None], pa.uint64()),
+    "single": pa.array([0.5, None, float("nan")], pa.float32()), "word": pa.array(["é", "", None]),
     "flag": pa.array([True, None, False]),
     "day": pa.array([NOON.date(), None, NOON.date()], pa.date32()),
     "local": pa.array([NOON, None, NOON], pa.timestamp("us")),
@@ -32,19 +30,17 @@ COLUMNS = {
     "words": pa.array([["a", "b"], None, []], pa.list_(pa.string())),
     "wide_word": pa.array(["x", None, "y"], pa.large_string()),
     "coded": pa.array(["x", None, "y"]).dictionary_encode(),
-}
+}  # fmt: skip
 BY_DUCKDB = {"wide_word", "coded"}
 
 
 def source_of(path: Path, column: str) -> DuckSource:
     schema = parse_schema(
         {
-            "task": {"column": "user"},
-            "label": {"column": "clicked"},
-            "single": [{"column": column, "hash": 9}],
-            "episodes": {"query_rows": 1},
+            "task": {"column": "user"}, "label": {"column": "clicked"},
+            "single": [{"column": column, "hash": 9}], "episodes": {"query_rows": 1},
         }
-    )
+    )  # fmt: skip
     return DuckSource([str(path)], schema, memory_bytes=1 << 28, threads=1)
 
 

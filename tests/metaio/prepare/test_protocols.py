@@ -93,18 +93,16 @@ def windows_by_hand(
 def test_windows_by_shares_support_from_before_and_query_in_them(tmp_path: Path) -> None:
     table = log()
     shares = {"train": 0.5, "valid": 0.2, "test": 0.3}
-    dataset = prepared(tmp_path, table, splits={"by_time": shares, "new_tasks": "apart"})
-    assert list(dataset.splits) == ["train", "valid", "test", "valid-cold", "test-cold"]
+    data = prepared(tmp_path, table, splits={"by_time": shares, "new_tasks": "apart"})
+    assert list(data.splits) == ["train", "valid", "test", "valid-cold", "test-cold"]
     times = sorted(table["ts"].to_pylist())
     bounds = [times[250], times[350]]
     new_tasks = 0
     for window, name in ((1, "valid"), (2, "test")):
         known, new = windows_by_hand(table, bounds, window)
-        assert as_sets(episodes(dataset, name)) == known
+        assert as_sets(episodes(data, name)) == known
         assert known
-        cold = {
-            task: (support, query) for task, support, query in episodes(dataset, f"{name}-cold")
-        }
+        cold = {task: (support, query) for task, support, query in episodes(data, f"{name}-cold")}
         kept = {task: rows for task, rows in new.items() if len(rows) >= 2}
         new_tasks += len(kept)
         assert set(cold) == set(kept)
@@ -115,7 +113,7 @@ def test_windows_by_shares_support_from_before_and_query_in_them(tmp_path: Path)
             assert len(query) == math.ceil(len(rows) / 2)
             assert max(time_of[n] for n in support) <= min(time_of[n] for n in query)
     assert new_tasks > 2
-    trained = [n for _, support, query in episodes(dataset, "train") for n in support + query]
+    trained = [n for _, support, query in episodes(data, "train") for n in support + query]
     assert sorted(trained) == numbers(
         [
             row
@@ -124,7 +122,7 @@ def test_windows_by_shares_support_from_before_and_query_in_them(tmp_path: Path)
         ]
     )
     seen = {row["item"] for row in table.to_pylist() if row["ts"] < bounds[0]}
-    assert dataset.features.tables[0].num_rows == len(seen) + 1
+    assert data.features.tables[0].num_rows == len(seen) + 1
 
 
 def count_before(table: pa.Table, user: int, end: int) -> int:

@@ -26,13 +26,11 @@ from metaio.prepare.schema.schema_file import parse_schema
 from tests.support.refusals import catch_message
 
 SCHEMA: dict[str, Any] = {
-    "task": {"column": "user"},
-    "label": {"column": "clicked"},
-    "item": {"column": "film"},
+    "task": {"column": "user"}, "label": {"column": "clicked"}, "item": {"column": "film"},
     "single": [{"column": "kind", "hash": 9}, {"column": "film", "hash": 40}],
     "episodes": {"by": "random", "query_rows": 2, "min_rows": 3, "max_rows": 30},
     "splits": {"shares": {"train": 0.7, "cold": 0.3}},
-}
+}  # fmt: skip
 FILMS = [f"film {number} \N{LATIN SMALL LETTER E WITH ACUTE}" for number in range(30)]
 
 

@@ -85,12 +85,10 @@ def test_without_row_ids_files_threads_and_formats_change_nothing(tmp_path: Path
     rng = np.random.default_rng(0)
     table = pa.table(
         {
-            "user": rng.integers(0, 300, num_rows),
-            "item": rng.integers(0, 300, num_rows),
-            "clicked": np.arange(num_rows) % 7,
-            "text": ["x" * 150] * num_rows,
+            "user": rng.integers(0, 300, num_rows), "item": rng.integers(0, 300, num_rows),
+            "clicked": np.arange(num_rows) % 7, "text": ["x" * 150] * num_rows,
         }
-    )
+    )  # fmt: skip
     schema = parse_schema(
         {
             "task": {"column": "user"},

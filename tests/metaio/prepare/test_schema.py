@@ -10,17 +10,13 @@ from metaio.prepare.schema.schema_file import load_schema, parse_schema
 from tests.support.refusals import catch_message
 
 GOOD: dict[str, Any] = {
-    "task": {"column": "user"},
-    "label": {"column": "click"},
-    "single": [{"column": "item", "hash": 100}],
-    "episodes": {"query_rows": 5, "min_rows": 6},
-}
+    "task": {"column": "user"}, "label": {"column": "click"},
+    "single": [{"column": "item", "hash": 100}], "episodes": {"query_rows": 5, "min_rows": 6},
+}  # fmt: skip
 
 
 def refusal(**parts: Any) -> str:
-    with pytest.raises(SchemaError) as caught:
-        parse_schema({**GOOD, **parts})
-    return str(caught.value)
+    return catch_message(SchemaError, parse_schema, {**GOOD, **parts})
 
 
 def test_a_whole_schema_survives_json() -> None:

@@ -153,9 +153,7 @@ def test_what_fails_in_spark_is_one_line(tmp_path: Path, session: Any) -> None:
     assert str(refused.value) == "the schema says so. Correct it"
 
     raw.write_bytes(raw.read_bytes()[:-100])
-    with pytest.raises(AccessError) as caught:
-        prepare_with_spark(frame, str(tmp_path / "out"), changed())
-    said = str(caught.value)
+    said = catch_message(AccessError, prepare_with_spark, frame, str(tmp_path / "out"), changed())
     assert said.startswith("Spark failed: ")
     assert said.endswith(mend)
     assert len(said.splitlines()) == 1

@@ -43,9 +43,7 @@ def lines(rows: EncodedRows) -> list[tuple[Any, ...]]:
     found = []
     for index, end in enumerate(ends.tolist()):
         values = rows.values_V[end - int(rows.lengths_NM[index].sum()) : end].tolist()
-        own = [
-            array[index].tolist() for name, array in vars(rows).items() if not name.endswith("_V")
-        ]
+        own = [part[index].tolist() for name, part in vars(rows).items() if not name.endswith("_V")]
         found.append((*map(str, own), *values))
     return found
 

@@ -31,11 +31,9 @@ def prepared(tmp_path: Path, files: dict[str, str | bytes], **schema: Any) -> Da
         (folder / name).write_bytes(content.encode() if isinstance(content, str) else content)
     out = str(tmp_path / f"out{len(list(tmp_path.iterdir()))}")
     body = {
-        "task": {"column": "user"},
-        "label": {"column": "y"},
-        "single": [{"column": "item", "hash": 99}],
-        "episodes": {"query_rows": 1},
-    } | schema
+        "task": {"column": "user"}, "label": {"column": "y"},
+        "single": [{"column": "item", "hash": 99}], "episodes": {"query_rows": 1},
+    } | schema  # fmt: skip
     options = PrepareOptions(threads=2, memory_bytes=1 << 29)
     prepare([str(folder)], out, parse_schema(body), options)
     return open_dataset(out)
@@ -342,12 +340,10 @@ def test_utf8_of_any_script_is_read_and_counted(tmp_path: Path, note: str, end: 
     content = "\ufeffuser,item,y,größe 東\n\n".encode() + b"".join(lines) + b"\n"
     content = content.replace(b"\n", end)
     single = [{"column": "item", "vocabulary": 1}]
-    dataset = prepared(
-        tmp_path, {"a.csv": content, "b.csv.gz": gzip.compress(content)}, single=single
-    )
-    values = pq.read_table(f"{dataset.url}/vocabulary/item.parquet")["value"].to_pylist()
+    data = prepared(tmp_path, {"a.csv": content, "b.csv.gz": gzip.compress(content)}, single=single)
+    values = pq.read_table(f"{data.url}/vocabulary/item.parquet")["value"].to_pylist()
     assert values == [f"{BEYOND_LATIN}{i}" for i in range(5)]
-    assert dataset.manifest.report["dropped"]["blank_lines"] == 4
+    assert data.manifest.report["dropped"]["blank_lines"] == 4
 
 
 JSON_ROWS: list[dict[str, Any]] = [{"user": i % 2, "y": i % 2} for i in range(6)]

@@ -18,11 +18,9 @@ from tests.support.refusals import catch_message
 GUESSED_FROM = 30_000  # more rows than DuckDB looks at
 
 SCHEMA: dict[str, Any] = {
-    "task": {"column": "user"},
-    "label": {"column": "y"},
-    "single": [{"column": "item", "vocabulary": 1}],
-    "episodes": {"by": "last", "query_rows": 1},
-}
+    "task": {"column": "user"}, "label": {"column": "y"},
+    "single": [{"column": "item", "vocabulary": 1}], "episodes": {"by": "last", "query_rows": 1},
+}  # fmt: skip
 
 INTEGERS = ", but its first rows look like integers"
 AS_TEXT = (
@@ -40,9 +38,7 @@ def prepared(tmp_path: Path, texts: list[str], **parts: Any) -> Dataset:
 
 
 def refused(tmp_path: Path, texts: list[str], **parts: Any) -> str:
-    with pytest.raises(DataError) as caught:
-        prepared(tmp_path, texts, **parts)
-    return str(caught.value)
+    return catch_message(DataError, prepared, tmp_path, texts, **parts)
 
 
 def test_decimals_behind_integers_stay_decimals(tmp_path: Path) -> None:

@@ -18,13 +18,11 @@ from tests.metaio.stream.logs import append, log, schema
 
 HERE = __name__
 SCHEMA: dict[str, Any] = {
-    "task": {"column": "user"},
-    "label": {"column": "clicked"},
-    "single": [{"column": "kind", "hash": 9}],
-    "dense": [{"column": "age"}],
+    "task": {"column": "user"}, "label": {"column": "clicked"},
+    "single": [{"column": "kind", "hash": 9}], "dense": [{"column": "age"}],
     "episodes": {"by": "random", "query_rows": 2, "min_rows": 3, "max_rows": 30},
     "splits": {"shares": {"train": 0.7, "cold": 0.3}},
-}
+}  # fmt: skip
 
 
 def with_age(batch: pa.RecordBatch) -> pa.RecordBatch:

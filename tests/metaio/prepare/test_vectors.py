@@ -19,11 +19,9 @@ VECTORS = {
     "row_id": {"column": "row"},
 }
 TYPES = [
-    pa.list_(pa.float32(), WIDTH),
-    pa.list_(pa.float32()),
-    pa.large_list(pa.float64()),
+    pa.list_(pa.float32(), WIDTH), pa.list_(pa.float32()), pa.large_list(pa.float64()),
     pa.list_(pa.int16()),
-]
+]  # fmt: skip
 
 
 def with_vectors(kind: pa.DataType = TYPES[0], num_rows: int = 300) -> pa.Table:

@@ -33,9 +33,7 @@ def slow_steps(config: OrderConfig, epoch: int, bundle_tasks: int = 1) -> list[l
         own, sequence = blocks[lane :: config.lanes], []
         for first in range(0, len(own), config.window_blocks):
             bundles = [
-                [starts[block] + episode for episode in range(LENGTHS[block])][begin:][
-                    :bundle_tasks
-                ]
+                [starts[block] + at for at in range(LENGTHS[block])][begin:][:bundle_tasks]
                 for block in own[first : first + config.window_blocks]
                 for begin in range(0, LENGTHS[block], bundle_tasks)
             ]

@@ -84,10 +84,8 @@ def test_an_id_has_one_position_within_an_episode(write: WriteFn, bundle_tasks: 
         for batch in reader.batches(0):
             assert int(batch.unique_lengths_B.sum()) == batch.unique_ids_U.numel()
             bounds = [0, *batch.unique_lengths_B.cumsum(0).tolist()]
-            for episode in range(batch.num_tasks):
-                rows = slice(
-                    int(batch.row_offsets_T1[episode]), int(batch.row_offsets_T1[episode + 1])
-                )
+            for at in range(batch.num_tasks):
+                rows = slice(int(batch.row_offsets_T1[at]), int(batch.row_offsets_T1[at + 1]))
                 positions = set(batch.positions_NF[rows].flatten().tolist())
                 for first, stop in itertools.pairwise(bounds):
                     used = [p for p in positions if first <= p < stop]

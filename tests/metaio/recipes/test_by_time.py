@@ -24,9 +24,7 @@ def ratings(num_rows: int = 200) -> list[Line]:
         (int(time * 12 / num_rows - rng.integers(0, 4)), int(rng.integers(0, 9)), time)
         for time in times.tolist()
     ]
-    return [
-        (max(user, 0), item, int(rng.integers(1, 6)), 10**9 + time) for user, item, time in found
-    ]
+    return [(max(user, 0), item, int(rng.integers(1, 6)), 10**9 + at) for user, item, at in found]
 
 
 def amazon(folder: Path, lines: list[Line]) -> Path:

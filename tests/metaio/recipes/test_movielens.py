@@ -22,11 +22,9 @@ from tests.support.refusals import catch_message
 
 SHARED = Path(__file__).parents[3] / "../shared/data"
 NAMES = {
-    "warm_state": "train",
-    "user_cold_state": "user-cold",
-    "item_cold_state": "item-cold",
+    "warm_state": "train", "user_cold_state": "user-cold", "item_cold_state": "item-cold",
     "user_and_item_cold_state": "user-item-cold",
-}
+}  # fmt: skip
 needs_shared = pytest.mark.skipif(
     not (SHARED / "ml-1m").is_dir(), reason="MovieLens-1M does not stand beside the repository"
 )

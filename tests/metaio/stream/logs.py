@@ -49,16 +49,14 @@ def log(first_day: int, days: int = 1, rows: int = 400, seed: int = 0) -> pa.Tab
     return pa.table(
         {
             "row": first_day * 100_000 + np.arange(rows),
-            "user": rng.integers(0, 40, rows) + 5 * day,
-            "click": rng.integers(0, 2, rows),
+            "user": rng.integers(0, 40, rows) + 5 * day, "click": rng.integers(0, 2, rows),
             "time": day * DAY + rng.permutation(DAY)[:rows],
             "item": rng.integers(0, 60, rows) + 10 * day,
             "city": [f"city {n}" for n in rng.integers(0, 6, rows) + day],
-            "age": rng.integers(0, 90, rows),
-            "tags": ["|".join(map(str, own)) for own in tags],
+            "age": rng.integers(0, 90, rows), "tags": ["|".join(map(str, own)) for own in tags],
             "price": rng.normal(5.0, 2.0, rows),
         }
-    )
+    )  # fmt: skip
 
 
 def changed(table: pa.Table, column: str, values: Any) -> pa.Table:

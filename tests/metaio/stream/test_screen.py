@@ -137,9 +137,7 @@ def test_a_dense_column_that_drifts_alarms_and_keeps_its_moments(tmp_path: Path)
     assert report["drift"]["price"]["shift"] == pytest.approx(3.0, abs=0.4)
     assert report["drift"]["price"]["width"] == pytest.approx(1.0, abs=0.2)
     assert any(line.startswith("dense column price has moved by +") for line in report["alarms"])
-    moments = [
-        open_stream(str(stream)).dataset(number).manifest.recipe["moments"] for number in (1, 2)
-    ]
+    moments = [open_stream(str(stream)).dataset(one).manifest.recipe["moments"] for one in (1, 2)]
     assert moments[0] == moments[1]
 
 

@@ -61,13 +61,11 @@ def test_the_newest_checkpoint_of_a_run_that_is_over_or_one_that_is_named_is_tak
 @pytest.mark.parametrize(
     ("section", "key", "value"),
     [
-        ("outer", "loss", "mse"),
-        ("outer", "dense_optimizer", "sgd"),
-        ("outer", "sparse_optimizer", "adagrad"),
-        ("outer", "embedding_init_std", 0.1),
+        ("outer", "loss", "mse"), ("outer", "dense_optimizer", "sgd"),
+        ("outer", "sparse_optimizer", "adagrad"), ("outer", "embedding_init_std", 0.1),
         ("run", "seed", 7),
     ],
-)
+)  # fmt: skip
 def test_what_belongs_to_the_weights_stays(
     stream: list[Path], trained: Path, section: str, key: str, value: Any
 ) -> None:

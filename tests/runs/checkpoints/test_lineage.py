@@ -19,6 +19,7 @@ from gmeta.runs.checkpoints.lineage import (
 )
 from metaio import Dataset, open_dataset
 from tests.support.increments import write_increments
+from tests.support.refusals import catch_message
 
 CHECKPOINT = Path("runs/day-2/checkpoints/step-00000009")
 
@@ -37,9 +38,7 @@ def trained_on(*datasets: Dataset) -> Lineage:
 
 
 def refusal(lineage: Lineage, dataset: Dataset, *skip: int) -> str:
-    with pytest.raises(UserError) as caught:
-        find_skipped_increments(lineage, dataset, skip, CHECKPOINT)
-    return str(caught.value)
+    return catch_message(UserError, find_skipped_increments, lineage, dataset, skip, CHECKPOINT)
 
 
 def test_the_increment_after_the_last_is_taken(increments: list[Dataset]) -> None:

@@ -63,9 +63,7 @@ def test_between_epochs_the_order_may_change_and_rates_at_any_time(
     changed = replace(config, data=replace(config.data, tasks_per_step=8))
     check_resumable(folder, between, changed, dataset)
     _, within = begun(config, dataset.fingerprint, epoch_step=5)
-    check_resumable(
-        folder, within, replace(config, outer=replace(config.outer, dense_lr=0.5)), dataset
-    )
+    check_resumable(folder, within, with_outer(config, dense_lr=0.5), dataset)
 
 
 ADAM = {"dense_optimizer": "adam"}

@@ -58,11 +58,9 @@ def test_wandb_gets_config_and_scalars_by_our_step_and_goes_on_in_the_same_run(
     }  # fmt: skip
     scalars = {"loss": 0.5, "valid/ndcg@3": 0.25, "valid/auc:buy": 0.5}
     assert calls == [
-        ("init", begin),
-        ("define_metric", "*", {"step_metric": "step"}),
-        ("log", {"step": 3, "epoch": 1, **scalars}),
-        ("finish", {"exit_code": 0}),
-    ]
+        ("init", begin), ("define_metric", "*", {"step_metric": "step"}),
+        ("log", {"step": 3, "epoch": 1, **scalars}), ("finish", {"exit_code": 0}),
+    ]  # fmt: skip
     calls.clear()
     again = WandB()
     again.begin(info_of(tmp_path, done_steps=3))

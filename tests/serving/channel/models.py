@@ -55,14 +55,10 @@ class Model:
         config = ExportedConfig(
             model=ModelConfig(embedding_dim=WIDTH, hidden=(16,), options={"bottom": (8,)}),
             algorithm=AlgorithmConfig(inner_steps=max(steps, 1), inner_lr=0.3 * min(steps, 1)),
-            loss=loss,
-            positive_rating=positive_rating,
-            features=features,
-            columns=ExportedColumns("user", "click", None, {}),
-            table_format=table_format,
-            source={"stream": stream},
-            files={},
-        )
+            loss=loss, positive_rating=positive_rating, features=features,
+            columns=ExportedColumns("user", "click", None, {}), table_format=table_format,
+            source={"stream": stream}, files={},
+        )  # fmt: skip
         folder.mkdir(parents=True)
         for name, values in self.values.items():
             (folder / "vocabulary").mkdir(exist_ok=True)

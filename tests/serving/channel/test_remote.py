@@ -302,10 +302,9 @@ def test_a_channel_is_published_to_its_place(channel: Channel, url: str, tmp_pat
     publish(channel, url)
     other = Channel(tmp_path / "other")
     other.promote(Model.of(SIZES, seed=3).write(tmp_path / "model"))
-    with pytest.raises(UserError) as caught:
-        publish(other, url)
+    message = catch_message(UserError, publish, other, url)
     name = f"3-{channel.require_current().checksum[:12]}"
-    assert str(caught.value) == (
+    assert message == (
         f"{url} holds another channel, which serves version {name}: no version of {other.root} is "
         "that. Choose another URL, or empty that one"
     )

@@ -21,18 +21,14 @@ from tests.support.exported import write_random_model
 SMALL = {"embedding_dim": 4, "hidden": (8,)}
 OPTIONS = {"bottom": (6,), "experts": 2}
 MODELS_BY_CASE: dict[str, dict[str, Any]] = {
-    "dlrm": {},
-    "dlrm cat": {"name": "dlrm", "pooling": "sum", "options": {"interaction": "cat"}},
-    "melu": {"name": "melu"},
-    "cbml": {"name": "cbml"},
-    "din": {"name": "din", "options": {"history": "seen"}},
-    "deepfm": {"name": "deepfm"},
+    "dlrm": {}, "dlrm cat": {"name": "dlrm", "pooling": "sum", "options": {"interaction": "cat"}},
+    "melu": {"name": "melu"}, "cbml": {"name": "cbml"},
+    "din": {"name": "din", "options": {"history": "seen"}}, "deepfm": {"name": "deepfm"},
     "dcnv2": {"name": "dcnv2"},
     "dcnv2 parallel": {"name": "dcnv2", "options": {"structure": "parallel", "cross_rank": 2}},
-    "mmoe": {"name": "mmoe"},
-    "narrow tables": {"embedding_dim": 8, "widths": ("item=4", "city=4")},
+    "mmoe": {"name": "mmoe"}, "narrow tables": {"embedding_dim": 8, "widths": ("item=4", "city=4")},
     "ple": {"name": "ple", "options": {"expert": (8,), "own_experts": 1}},
-}
+}  # fmt: skip
 ALGORITHMS_BY_CASE: dict[str, dict[str, Any]] = {
     **{name: {"name": name} for name in ("maml", "fomaml", "anil", "reptile", "metasgd", "none")},
     "some tables": {"name": "maml", "adapt_embeddings": ("item",)},

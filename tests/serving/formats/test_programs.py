@@ -244,9 +244,7 @@ def test_a_program_that_predicts_something_else_is_refused(
 ) -> None:
     monkeypatch.setitem(MODELS, "melu", ReadsBags)
     served = model_of(tmp_path / "model", "melu", loss="mse")
-    with pytest.raises(GMetaError) as caught:
-        export_forward(served)
-    told = str(caught.value)
+    told = catch_message(GMetaError, export_forward, served)
     assert told.startswith(
         "the program's predictions without adaptation differ from the model's by"
     )

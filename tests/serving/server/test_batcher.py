@@ -119,19 +119,17 @@ def test_a_request_that_breaks_the_code_fails_alone(
 ) -> None:
     sizes: list[int] = []
 
-    def run(requests: Sequence[InferenceRequest]) -> list[Outcome]:
-        sizes.append(len(requests))
-        if any(request.request_id == "poison" for request in requests):
+    def run(asked: Sequence[InferenceRequest]) -> list[Outcome]:
+        sizes.append(len(asked))
+        if any(request.request_id == "poison" for request in asked):
             raise MemoryError("too much")
-        return [InferenceAnswer(request.request_id, {}, 0) for request in requests]
+        return [InferenceAnswer(request.request_id, {}, 0) for request in asked]
 
     async def work() -> list[InferenceAnswer | BaseException]:
         batcher = Batcher(run, BatchLimits(), lambda what, value: None)
         names = ["0", "1", "poison", "3", "4", "5", "6", "7"]
-        requests = [
-            InferenceRequest(None, pa.table({"item": [1]}), request_id=name) for name in names
-        ]
-        answers = (batcher.answer(request) for request in requests)
+        asked = [InferenceRequest(None, pa.table({"item": [1]}), request_id=name) for name in names]
+        answers = (batcher.answer(request) for request in asked)
         found = await asyncio.gather(*answers, return_exceptions=True)
         batcher.stop()
         return found

@@ -161,9 +161,7 @@ def test_a_person_in_a_browser_reads_the_inputs_and_the_prediction(server: Runni
         ]  # fmt: skip
         page.click("#send")
         page.wait_for("#outcome.good", "adapted by 3 support rows")
-        answer = {
-            each["name"]: each["data"] for each in json.loads(page.text("#response"))["outputs"]
-        }
+        answer = {one["name"]: one["data"] for one in json.loads(page.text("#response"))["outputs"]}
         assert page.texts("#names th") == ["row", "prediction", "prediction_before"]
         for place, line in enumerate(page.texts("#rows tr")):
             shown = [f"{answer[name][place]:.4f}" for name in ("prediction", "prediction_before")]

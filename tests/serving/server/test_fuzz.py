@@ -47,10 +47,8 @@ def no_input(rng: random.Random, request: dict[str, Any]) -> Body:
 
 
 def another_name(rng: random.Random, request: dict[str, Any]) -> Body:
-    each = rng.choice(request["inputs"])
-    each["name"] = rng.choice(
-        [each["name"] + "x", None, 3, "", ["item"], "support." + each["name"]]
-    )
+    one = rng.choice(request["inputs"])
+    one["name"] = rng.choice([one["name"] + "x", None, 3, "", ["item"], "support." + one["name"]])
     return json_body(request)
 
 
@@ -81,13 +79,11 @@ def wrong_element(rng: random.Random, request: dict[str, Any]) -> Body:
 def impossible_value(rng: random.Random, request: dict[str, Any]) -> Body:
     name, values = rng.choice(
         [
-            ("item", [-1, 50, 2**62]),
-            ("support.city", [-1, 8, -(2**63)]),
-            ("support.click", [2, -1]),
-            ("price", [float("nan"), float("inf"), 1e308]),
+            ("item", [-1, 50, 2**62]), ("support.city", [-1, 8, -(2**63)]),
+            ("support.click", [2, -1]), ("price", [float("nan"), float("inf"), 1e308]),
             ("tags", [-5, 12]),
         ]
-    )
+    )  # fmt: skip
     each = inputs_of(request)[name]
     each["data"][rng.randrange(len(each["data"]))] = rng.choice(values)
     return json_body(request)
@@ -222,13 +218,11 @@ def test_wrong_requests_are_refused_in_a_line_and_leave_nothing(server: RunningS
 def test_what_is_no_http_ends_its_own_connection_alone(server: RunningServer) -> None:
     rng = random.Random(3)
     heads = [
-        b"\x16\x03\x01" + rng.randbytes(200),
-        b"GET\r\n\r\n",
+        b"\x16\x03\x01" + rng.randbytes(200), b"GET\r\n\r\n",
         b"POST /v2/models/model/infer HTTP/1.1\r\nContent-Length: x\r\n\r\n",
-        b"GET / HTTP/1.1\r\n" + b"a: b\r\n" * 20_000,
-        b"GET /" + b"a" * 200_000,
+        b"GET / HTTP/1.1\r\n" + b"a: b\r\n" * 20_000, b"GET /" + b"a" * 200_000,
         *(rng.randbytes(rng.randrange(1, 400)) + b"\r\n\r\n" for _ in range(NUM_REQUESTS // 10)),
-    ]
+    ]  # fmt: skip
     for head in heads:
         with socket.create_connection(("127.0.0.1", server.port), timeout=PATIENCE_S) as connection:
             try:

@@ -76,13 +76,11 @@ def another_shape(rng: random.Random, request: Any) -> None:
 def impossible_value(rng: random.Random, request: Any) -> None:
     name, values = rng.choice(
         [
-            ("item", [-1, 50, 2**62]),
-            ("support.city", [-1, 8, -(2**63)]),
-            ("support.click", [2, -1]),
-            ("price", [float("nan"), float("inf"), 1e308]),
+            ("item", [-1, 50, 2**62]), ("support.city", [-1, 8, -(2**63)]),
+            ("support.click", [2, -1]), ("price", [float("nan"), float("inf"), 1e308]),
             ("tags.lengths", [-100, 2**40]),
         ]
-    )
+    )  # fmt: skip
     place = place_of(request, name)
     each = request.inputs[place]
     del request.raw_input_contents[:]  # typed, whatever the others are

@@ -191,11 +191,9 @@ def test_a_token_has_a_role(exported: Path, tmp_path: Path) -> None:
         assert answered(service) == {("grpc", status): n for status, n in statuses.items()}
     assert live.live
     assert codes == {
-        "worker": "OK",
-        "operator": "OK",
-        "viewer": "PERMISSION_DENIED",
+        "worker": "OK", "operator": "OK", "viewer": "PERMISSION_DENIED",
         "nobody": "UNAUTHENTICATED",
-    }
+    }  # fmt: skip
 
 
 def described(module: Any) -> tuple[Any, dict[str, Any]]:

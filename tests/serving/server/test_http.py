@@ -130,16 +130,12 @@ def test_binary_parts_stand_behind_the_json(service: InferenceService, model: Se
     parts = [columns["item"], columns["city"], columns["price"]]
     inputs: list[dict[str, Any]] = [
         {
-            "name": name,
-            "datatype": "FP64" if name == "price" else "INT64",
-            "shape": [6, 1],
+            "name": name, "datatype": "FP64" if name == "price" else "INT64", "shape": [6, 1],
             "parameters": {"binary_data_size": array.nbytes},
         }
         for name, array in columns.items()
-    ]
-    lists = [
-        each for each in request_of(QUERY)["inputs"] if each["name"].startswith(("tags", "seen"))
-    ]
+    ]  # fmt: skip
+    lists = [one for one in request_of(QUERY)["inputs"] if one["name"].startswith(("tags", "seen"))]
     head = {"inputs": [*inputs, *lists], "parameters": {"binary_data_output": True}}
     text = json.dumps(head).encode()
     body = text + b"".join(part.tobytes() for part in parts)
@@ -149,11 +145,9 @@ def test_binary_parts_stand_behind_the_json(service: InferenceService, model: Se
     length = int(answer.headers["Inference-Header-Content-Length"])
     (output,) = json.loads(answer.content[:length])["outputs"]
     assert output == {
-        "name": "prediction",
-        "datatype": "FP32",
-        "shape": [6],
+        "name": "prediction", "datatype": "FP32", "shape": [6],
         "parameters": {"binary_data_size": 24},
-    }
+    }  # fmt: skip
     found = np.frombuffer(answer.content[length:], "<f4")
     assert_close(found, model.predict(QUERY))
 
@@ -583,11 +577,9 @@ def test_a_raw_text_is_read_once(service: InferenceService) -> None:
     request = request_of(QUERY)
     content = b"".join(struct.pack("<I", 1) + b"7" for _ in range(6))
     request["inputs"][0] = {
-        "name": "item",
-        "datatype": "BYTES",
-        "shape": [6],
+        "name": "item", "datatype": "BYTES", "shape": [6],
         "parameters": {"binary_data_size": len(content)},
-    }
+    }  # fmt: skip
     text = json.dumps(request).encode()
     headers = {"Inference-Header-Content-Length": str(len(text))}
     answer = post(service, text + content, headers=headers)

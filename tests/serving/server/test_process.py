@@ -132,12 +132,9 @@ def test_our_stubs_and_a_published_client_share_a_process(
     modules = ["gmeta_protos.inference.v2.open_inference_pb2_grpc", "tritonclient.grpc"]
     command = [sys.executable, "-c", BOTH_CLIENTS, f"127.0.0.1:{server.grpc_port}"]
     result = subprocess.run(
-        [*command, *(modules if ours_first else modules[::-1])],
-        capture_output=True,
-        text=True,
-        timeout=PATIENCE_S,
-        check=False,
-    )
+        [*command, *(modules if ours_first else modules[::-1])], capture_output=True, text=True,
+        timeout=PATIENCE_S, check=False,
+    )  # fmt: skip
     assert (result.returncode, result.stdout) == (0, "model\n"), result.stderr
 
 
