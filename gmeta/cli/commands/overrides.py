@@ -1,21 +1,17 @@
 """The argument by which commands replace values of a training config."""
 
-from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, Literal, get_args, get_origin
 
 import typer
 
-from gmeta.config.train_config import TrainConfig
+from gmeta.config.train_config import types_of_keys
 
 METAVAR = "[SECTION.KEY=VALUE]..."
 
 
 def complete_override(context: typer.Context, incomplete: str) -> list[str]:
     """Return what a shell may complete an override to: keys, with their values where listed."""
-    values = {
-        f"{section}.{name}": _choices(hint)
-        for section, fields in get_type_hints(TrainConfig).items()
-        for name, hint in get_type_hints(fields).items()
-    }
+    values = {key: _choices(hint) for key, hint in types_of_keys().items()}
     # Bash takes KEY, = and VALUE for three words: behind `KEY=` only values are wanted.
     before = [word for word in context.params.get("overrides") or () if word != "="]
     if before and before[-1] in values:
