@@ -36,7 +36,7 @@ from gmeta.runs.environment import describe_environment
 from gmeta.runs.guards import StepGuard
 from gmeta.runs.logging.run_hooks import RunHooks
 from gmeta.runs.rank_agreement import check_alike
-from gmeta.runs.resolve import passed_over, resolve_on_first
+from gmeta.runs.resolve import describe_skipped_splits, resolve_on_first
 from gmeta.runs.run_folder import (
     RunFolder,
     create_run_folder,
@@ -59,7 +59,9 @@ def train(config: TrainConfig, ranks: Ranks) -> RunFolder:
     choose_products(config.run.precision, ranks.device)
     with ExitStack() as resources:
         resources.callback(torch.set_num_threads, torch.get_num_threads())  # steps choose their own
-        run = TrainingRun(config, ranks, resources, passed_over(is_resumed.data, config.data))
+        run = TrainingRun(
+            config, ranks, resources, describe_skipped_splits(is_resumed.data, config.data)
+        )
         # Closed from right to left: the source hears of the last checkpoint before it closes.
         with run.hooks, run.feed, run.writer, run.profiler, stop_on_sigterm() as stop:
             run.work(stop)

@@ -53,7 +53,7 @@ def with_current_keys(raw: Mapping[str, Any], is_saved: bool = False) -> dict[st
     if (path := section.pop(name, "auto")) != "auto":
         exceptions = section.get("layer_paths", ())
         section["layer_paths"] = [f"*={path}", *exceptions]
-    for line in gone_lines(found):
+    for line in describe_gone_keys(found):
         if not is_saved:
             raise ConfigError(f"{line}. Remove it")
     for key in GONE:
@@ -62,7 +62,7 @@ def with_current_keys(raw: Mapping[str, Any], is_saved: bool = False) -> dict[st
     return found
 
 
-def gone_lines(raw: Mapping[str, Any]) -> list[str]:
+def describe_gone_keys(raw: Mapping[str, Any]) -> list[str]:
     """Return a line for each key that is gone and has a value that would change something."""
     lines = []
     for key, (idle, why) in GONE.items():

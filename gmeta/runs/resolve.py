@@ -19,7 +19,7 @@ def resolve(config: TrainConfig) -> TrainConfig:
     UserError, FormatError: the stream lacks the increment, or is damaged."""
     # A caller of train() may leave some options out.
     config, dataset = with_names(with_every_option(config))
-    data, run = _validated(config.data, config.run, dataset)
+    data, run = _without_empty_splits(config.data, config.run, dataset)
     config, inputs = replace(config, data=data, run=run), config.support_features
     if not inputs.is_used or inputs.label_prior or dataset.manifest.stream is None:
         return config
@@ -50,14 +50,16 @@ def resolve_on_first(config: TrainConfig, ranks: Ranks) -> TrainConfig:
     return replace(first, data=replace(first.data, **own))
 
 
-def passed_over(configured: DataConfig, data: DataConfig) -> list[str]:
+def describe_skipped_splits(configured: DataConfig, data: DataConfig) -> list[str]:
     """Return the lines on validation splits that `resolve` left out."""
     splits = [name for name in configured.valid_splits if name not in data.valid_splits]
     then = "" if data.valid_splits else ": no validation, no early stopping in this run"
     return [f"split {name} has no task in increment {data.increment}{then}" for name in splits]
 
 
-def _validated(data: DataConfig, run: RunConfig, dataset: Dataset) -> tuple[DataConfig, RunConfig]:
+def _without_empty_splits(
+    data: DataConfig, run: RunConfig, dataset: Dataset
+) -> tuple[DataConfig, RunConfig]:
     # A pipeline may get small increments, in which a validation split is empty.
     if dataset.manifest.stream is None:
         return data, run

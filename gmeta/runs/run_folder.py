@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from gmeta.config.former_keys import gone_lines
+from gmeta.config.former_keys import describe_gone_keys
 from gmeta.config.train_config import TrainConfig, config_from_dict, digest_of
 from gmeta.errors import ConfigError, GMetaError, UserError
 from gmeta.platform.files.atomic_write import write_atomically
@@ -77,7 +77,7 @@ class RunFolder:
         """Return a line for each key of a section that the run was trained with and that is gone,
         where it would change something."""
         saved = self._read_config_json()
-        return gone_lines({section: saved[section]} if section in saved else {})
+        return describe_gone_keys({section: saved[section]} if section in saved else {})
 
     def _read_config_json(self) -> dict[str, Any]:
         if other := describe_folder(self.root, RUN_MARK):

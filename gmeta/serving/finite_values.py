@@ -31,7 +31,7 @@ def check_layers(
             )
 
 
-def finite_T(adapted: AdaptedTensors) -> Tensor:
+def find_finite_T(adapted: AdaptedTensors) -> Tensor:
     """Return of each task whether all that adapted is finite."""
     changes = chain.from_iterable(map(tensors_of, adapted.changes.values()))
     # A sum is as finite as its terms; one that overflows is as far off.
@@ -41,7 +41,7 @@ def finite_T(adapted: AdaptedTensors) -> Tensor:
     return torch.stack(sums).isfinite().all(0)
 
 
-def first_wrong(values_N: Tensor) -> int | None:
+def find_first_wrong(values_N: Tensor) -> int | None:
     """Return the first row with a value, of any of its labels, that is not finite."""
     is_finite_N = values_N.unsqueeze(-1).flatten(1).isfinite().all(1)
     return None if is_finite_N.all() else int(is_finite_N.int().argmin())
@@ -49,7 +49,7 @@ def first_wrong(values_N: Tensor) -> int | None:
 
 def check_predictions(values_N: Tensor, row_N: Int64 | None = None) -> None:
     """Raise NotFiniteError for a prediction that is not finite; it names the row by `row_N`."""
-    if (row := first_wrong(values_N)) is not None:
+    if (row := find_first_wrong(values_N)) is not None:
         raise NotFiniteError(
             f"the prediction of query row {row if row_N is None else row_N[row]} is not finite: a "
             "dense value of it or a label that its task adapted by is too large, or the model "

@@ -27,7 +27,12 @@ from gmeta.serving.device import HOST, on_the_cpu
 from gmeta.serving.encoded_rows import EncodedColumns, empty_rows, join_rows, split_rows
 from gmeta.serving.episodes import task_batch
 from gmeta.serving.exported_folder import ExportedConfig
-from gmeta.serving.finite_values import adaptation_error, check_predictions, finite_T, first_wrong
+from gmeta.serving.finite_values import (
+    adaptation_error,
+    check_predictions,
+    find_finite_T,
+    find_first_wrong,
+)
 from gmeta.serving.row_encoders import (
     ColumnEncoder,
     as_table,
@@ -179,7 +184,7 @@ class ServedModel:
 
         found = predict_tasks(run, self.config.features, support, query, allow_no_support)
         check_predictions(found.before_N, row_N)
-        if (row := first_wrong(found.after_N)) is not None:
+        if (row := find_first_wrong(found.after_N)) is not None:
             label_N = support.label_N[support.task_N == query.task_N[row]]
             who = f"the task of query row {row if row_N is None else row_N[row]}"
             raise adaptation_error(who, label_N, found.before_N[row].numpy())
@@ -242,7 +247,7 @@ class ServedModel:
         """Return the state of each task, adapted as by `adapt_tasks`, which can be kept. Raises
         NotFiniteError: one of them is not finite; `names` are those of the tasks."""
         adapted = self.adapt_tasks(rows, lengths)
-        if not (is_finite_T := finite_T(adapted)).all():
+        if not (is_finite_T := find_finite_T(adapted)).all():
             task = int(is_finite_T.int().argmin())
             support = split_rows(rows, lengths)[task]
             # What it predicts before tells the scale of the labels that it was trained by.

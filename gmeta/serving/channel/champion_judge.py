@@ -20,7 +20,7 @@ from gmeta.evaluation.report.intervals import Interval, bootstrap, percentile_in
 from gmeta.metrics.catalogue import Scoring, loss_metric, predicted_by
 from gmeta.metrics.scores import split_terms
 from gmeta.metrics.terms import Terms, sum_T
-from gmeta.serving.channel.gate_predictions import GatePredictions, finite_values, predict_gate
+from gmeta.serving.channel.gate_predictions import GatePredictions, predict_gate, to_optional_values
 from gmeta.serving.model_loader import load
 from metaio.format.dataset import Dataset
 from metaio.quantities import format_count
@@ -172,7 +172,10 @@ class _Comparison:
             interval, terms = self._difference(ours, theirs)
             margin = self._margin(terms)
             value = terms.value - candidate[self.metric].value
-            difference, champion = _measure(value, interval), finite_values(self._terms(theirs))
+            difference, champion = (
+                _measure(value, interval),
+                to_optional_values(self._terms(theirs)),
+            )
             if interval.reason:
                 reasons.append(f"{self.metric} cannot be compared: {interval.reason}")
             elif interval.low < -margin:
@@ -193,7 +196,7 @@ class _Comparison:
             margin=margin,
             difference=difference,
             calibration=calibration,
-            candidate=finite_values(candidate),
+            candidate=to_optional_values(candidate),
             champion=champion,
         )
 

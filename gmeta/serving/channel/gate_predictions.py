@@ -60,7 +60,7 @@ def predict_gate(served: ServedModel, model: Path, dataset: Dataset, split: str)
     return GatePredictions(*(torch.cat(column).numpy() for column in zip(*parts, strict=True)))
 
 
-def finite_values(terms: Mapping[str, Terms | Value]) -> dict[str, float | None]:
+def to_optional_values(terms: Mapping[str, Terms | Value]) -> dict[str, float | None]:
     """Return the value of each metric by its name; None where it is undefined."""
     return {
         name: float(one.value) if np.isfinite(one.value) else None for name, one in terms.items()

@@ -8,7 +8,7 @@ import numpy as np
 
 from gmeta.errors import UserError
 from gmeta.metrics.scores import evaluate_split
-from gmeta.serving.channel.gate_predictions import finite_values, predict_gate
+from gmeta.serving.channel.gate_predictions import predict_gate, to_optional_values
 from gmeta.serving.channel.model_version import is_delta, read_version
 from gmeta.serving.model_loader import load
 from metaio.format.dataset import Dataset
@@ -31,7 +31,7 @@ def score_model(model: Path, dataset: Dataset, splits: Sequence[str] = ()) -> di
     for split in chosen:
         rows = predict_gate(served, model, dataset, split)
         values = evaluate_split(rows.label_N, rows.prediction_N, rows.task_N, scoring, names)
-        finite = finite_values(values)
+        finite = to_optional_values(values)
         scores[split] = {"num_tasks": len(np.unique(rows.task_N)), "scores": finite}
     place = dataset.manifest.stream
     return {

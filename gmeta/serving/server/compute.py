@@ -11,7 +11,7 @@ import pyarrow as pa
 
 from gmeta.errors import UserError
 from gmeta.serving.encoded_rows import EncodedColumns, empty_rows, join_rows, split_rows
-from gmeta.serving.finite_values import finite_T
+from gmeta.serving.finite_values import find_finite_T
 from gmeta.serving.outputs import BEFORE, PREDICTION
 from gmeta.serving.served_model import ServedModel
 from gmeta.serving.server.inference_protocol import InferenceAnswer, InferenceRequest, Outcome
@@ -148,7 +148,7 @@ def _adapt_and_predict(
     tasks = model.adapt_tasks(join_rows(supports), lengths)
     # Splitting copies every tensor: left out where nobody wants a state kept.
     if any(share.request.task_key is not None for share in shares):
-        states, finite = split_tasks(tasks, len(shares)), finite_T(tasks).tolist()
+        states, finite = split_tasks(tasks, len(shares)), find_finite_T(tasks).tolist()
         for share, state, is_finite in zip(shares, states, finite, strict=True):
             key = share.request.task_key
             if not is_finite:  # never kept: later requests would be refused for this one's rows
