@@ -149,6 +149,13 @@ class Channel:
             version = below
         return VersionChain(version, tuple(deltas))
 
+    def check_chain(self, number: int) -> VersionChain:
+        """Return a version with all that it builds on; every file is read and compared."""
+        chain = self.chain(number)
+        for version in (chain.base, *chain.deltas):
+            check_version(version)
+        return chain
+
     def promotions(self) -> list[dict[str, Any]]:
         """Return every verdict and every move of current.json, oldest first."""
         path = self.root / PROMOTIONS
@@ -176,29 +183,32 @@ class Channel:
                 return self._set_current(self.version(current.number), PROMOTED, verdict)
             number = self.number_for(offered, current, named_in_messages or candidate)
             if offered.delta is not None:
-                self.chain(offered.delta.parent.number)
+                # The cache of this machine may hold what no other reader could make.
+                self.check_chain(offered.delta.parent.number)
             if (before := self._known_config(current)) is not None:
                 _check_requests(before, model_config(offered), self.root)
             # Last of the checks, as it reads every byte.
             check_version(offered)
-            # It exists where a promotion was killed before it moved current.json.
-            if not self.folder_of(number).exists():
-                with new_folder(self.folder_of(number), overwrite=False) as partial:
-                    copy_version(offered, partial, link_or_copy if is_own else shutil.copyfile)
+            # What a promotion left that was killed before it moved current.json is not trusted.
+            with new_folder(self.folder_of(number), overwrite=True) as partial:
+                copy_version(offered, partial, link_or_copy if is_own else shutil.copyfile)
             return self._set_current(self.version(number), PROMOTED, verdict)
 
     def serves_model_of(self, offered: Version) -> bool:
-        """Return whether the channel serves the model of this version now, whenever exported."""
+        """Return whether the channel serves the model of this version now, whenever exported, by a
+        chain that is whole."""
         current = self.current()
         if current is None:
             return False
         try:
             configs = [model_config(version) for version in (self.version(current.number), offered)]
+            first, second = (
+                replace(one, source={**one.source, "exported_at": None}) for one in configs
+            )
+            if first == second:
+                self.check_chain(current.number)
         except GMetaError:
             return False
-        first, second = (
-            replace(one, source={**one.source, "exported_at": None}) for one in configs
-        )
         return first == second
 
     def rollback(self, to: int | None = None) -> CurrentVersion:
@@ -219,11 +229,7 @@ class Channel:
                     f"{self.root} has no version {to}: it has "
                     f"{', '.join(map(str, numbers)) or 'none'}. Choose one of them"
                 )
-            # Every file of the chain is compared before anything is served by it.
-            chain = self.chain(to)
-            for version in (chain.base, *chain.deltas):
-                check_version(version)
-            return self._set_current(chain.newest, ROLLED_BACK, None)
+            return self._set_current(self.check_chain(to).newest, ROLLED_BACK, None)
 
     def version_before(self, current: CurrentVersion | None) -> int | None:
         """Return the version to which a rollback goes; None where there is none."""
@@ -277,6 +283,9 @@ class Channel:
                 # A promotion that was killed before it wrote current.json goes on where it was.
                 if number == numbers[-1] and number not in logged_numbers:
                     return number
+                # What serves comes here only if it is damaged: then it is promoted whole.
+                if current is not None and number == current.number and offered.delta is None:
+                    continue
                 raise UserError(
                     f"{named_in_messages} is version {number} of {self.root} already, and a "
                     "version "

@@ -411,3 +411,54 @@ def test_inspect_shows_versions_verdicts_and_what_serves(tmp_path: Path) -> None
     done = gmeta("inspect", channel.root, "--verify")
     assert done.returncode == 1
     assert str(table) in done.stderr
+
+
+def flip_bit(path: Path) -> None:
+    data = bytearray(path.read_bytes())
+    data[-5] ^= 4
+    path.write_bytes(data)
+
+
+@pytest.mark.parametrize("file", ["table-00000.safetensors", "layers.safetensors"])
+@pytest.mark.parametrize("number", [1, 2, 3])
+def test_over_a_chain_that_rotted_the_next_version_is_whole(
+    tmp_path: Path, cache: Path, number: int, file: str
+) -> None:
+    """The cache of who promotes is sound: a reader elsewhere has none."""
+    channel, packed = versions(tmp_path, 3)
+    late = tmp_path / "late"
+    rng = np.random.default_rng(9)
+    model = Model.of(SIZES).changed(rng).write(tmp_path / "l")
+    pack(channel, shutil.copytree(model, tmp_path / "l2"), late, overwrite=False)
+    flip_bit(channel.folder_of(number) / file)
+    assert f"{channel.folder_of(number) / file} differs from the checksum in " in catch_message(
+        GMetaError, channel.promote, late
+    )
+    assert channel.require_current().number == 3
+    delivery.promote_candidate(model, channel.root, "float32", None, None)
+    shutil.rmtree(cache)
+    assert (channel.version(4).kind, load_current(channel.root).number) == ("full", 4)
+
+
+def test_what_serves_over_a_chain_that_rotted_is_promoted_again_whole(
+    tmp_path: Path, cache: Path
+) -> None:
+    channel, _ = versions(tmp_path, 3)
+    served = shutil.copytree(materialize_version(channel, 3), tmp_path / "served")
+    flip_bit(channel.folder_of(2) / "layers.safetensors")
+    delivery.promote_candidate(served, channel.root, "float32", None, None)
+    shutil.rmtree(cache)
+    assert (channel.version(4).kind, load_current(channel.root).number) == ("full", 4)
+
+
+def test_what_a_killed_promotion_left_is_not_trusted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    channel, _ = versions(tmp_path, 1)
+    model = Model.of(SIZES, seed=4).write(tmp_path / "m")
+    with monkeypatch.context() as patched, pytest.raises(ZeroDivisionError):
+        patched.setattr(channel_module, "write_checked_json", lambda *_: 1 / 0)
+        channel.promote(model)
+    flip_bit(channel.folder_of(2) / "layers.safetensors")
+    assert channel.promote(model).number == 2
+    assert content(channel.folder_of(2)) == content(model)
