@@ -188,7 +188,7 @@ def _translate_errors(files: InputFiles) -> Iterator[None]:
     try:
         yield
     except (duckdb.Error, pa.ArrowException, OSError) as error:
-        fault = explain_csv_error(str(error), lambda name: ("", []))
+        fault = explain_csv_error(str(error))
         problem = f"input {files.names[0]} cannot be read: {shorten(str(error))}."
         remedy = "Write a schema by hand (docs/format.md)"
         if isinstance(error, PermissionError):

@@ -13,7 +13,7 @@ import pyarrow as pa
 
 DELIMITERS = ",;\t|"
 _SAMPLE_LINES = 20_480  # as many as DuckDB looks at
-_CODECS = {".gz": "gzip", ".zst": "zstd"}
+CODECS = {".gz": "gzip", ".zst": "zstd"}
 _BLOCK = 1 << 20  # characters
 
 
@@ -23,7 +23,7 @@ def open_text_lines(
 ) -> Iterator[io.TextIOWrapper]:
     """Yield a text file of the lines; `newline` is that of open()."""
     with fsspec.open(name, "rb") as file:
-        codec = _CODECS.get(PurePath(name).suffix.lower())
+        codec = CODECS.get(PurePath(name).suffix.lower())
         plain: Any = pa.CompressedInputStream(pa.PythonFile(file), codec) if codec else file
         # UTF-8 is read as Latin-1, one character a byte: bad bytes in unread columns do no harm.
         # UTF-16 as DuckDB does, even without a byte order mark.

@@ -62,7 +62,7 @@ NO_ROW = "Correct that row; a line that is no row needs comment under [text] in 
         (
             MANY,
             "1,x,1",
-            f'column item holds "x", which is no DOUBLE. Correct that row, {SEEN} [text]',
+            f'column item holds "x", which is no BIGINT. Correct that row, {SEEN} [text]',
         ),
     ],
 )
