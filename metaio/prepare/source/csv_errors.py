@@ -7,7 +7,7 @@ import duckdb
 
 from metaio.errors import AccessError, DataError, to_one_line
 from metaio.prepare.source.input_files import FileKind
-from metaio.prepare.source.text_lines import open_text_lines, split_fields
+from metaio.prepare.source.text_lines import open_text_lines
 
 _ENCODING = (
     'Say how the file is written under [text] in the schema, such as encoding = "latin-1", or '
@@ -129,22 +129,3 @@ def shorten(text: str) -> str:
     """Return the first three lines of `text` as one, with an end."""
     lines = (line.strip() for line in text.splitlines()[:3])
     return to_one_line(" ".join(line for line in lines if line).rstrip("."), 300)
-
-
-def find_bad_bytes(name: str, delimiter: str, header: Sequence[str]) -> tuple[int, str]:
-    """Return the first line of a file that is not UTF-8, and its column; "" if unknown."""
-    with open_text_lines(name, "utf-8") as lines:
-        for number, line in enumerate(lines, start=1):
-            own = line.encode("latin-1")
-            try:
-                own.decode()
-            except UnicodeDecodeError:
-                # surrogateescape turns each invalid byte into a surrogate, which UTF-8 cannot hold.
-                text = own.decode(errors="surrogateescape")
-                fields = zip(header, split_fields(text, delimiter), strict=False) if header else ()
-                return number, next((column for column, value in fields if _is_bad(value)), "")
-    return 0, ""
-
-
-def _is_bad(text: str) -> bool:
-    return any("\udc80" <= character <= "\udcff" for character in text)

@@ -30,7 +30,7 @@ from metaio.prepare.source.bad_lines import (
     make_bad_lines_error,
     show_bad_lines,
 )
-from metaio.prepare.source.csv_errors import check_json_objects, find_bad_bytes, make_read_error
+from metaio.prepare.source.csv_errors import check_json_objects, make_read_error
 from metaio.prepare.source.input_files import expand_inputs, make_no_rows_error
 from metaio.prepare.source.sql import (
     connect,
@@ -42,7 +42,7 @@ from metaio.prepare.source.sql import (
     quote_column,
     quote_literal,
 )
-from metaio.prepare.source.text_lines import CODECS, count_lines, read_header, write_sample
+from metaio.prepare.source.text_lines import CODECS, count_lines, read_header
 from metaio.prepare.source.text_types import (
     OF_NO_VALUE,
     ZONED,
@@ -273,15 +273,11 @@ class DuckSource:
     def _spell_out(self, name: str, error: duckdb.Error) -> None:
         """Set the types that DuckDB cannot infer where an unread column is not UTF-8."""
         header = self._read_header(name)
-        _, column = find_bad_bytes(name, *header)
-        same = all(self._read_header(other) == header for other in self._files.names)
-        if not column or column in self._schema.columns or not same:
+        if not header[1] or any(self._read_header(other) != header for other in self._files.names):
             raise self._make_error(error, name) from error
-        sample = Path(self._folder, "sample.csv")
-        write_sample(name, sample)
-        options = f"{self._options}, ignore_errors = true"  # it may end within a quote
+        options = f"{self._options}, ignore_errors = true"
         *_, columns, _, _, _, call = self._fetch(
-            f"SELECT * FROM sniff_csv({quote_literal(escape_glob(str(sample)))}, {options})", name
+            f"SELECT * FROM sniff_csv({quote_literal(escape_glob(name))}, {options})", name
         )[0]
         found = re.search(r"auto_detect=false.*?(?=, columns=)", call)
         if found:

@@ -2,17 +2,15 @@
 
 import csv
 import io
-import itertools
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from pathlib import Path, PurePath
+from pathlib import PurePath
 from typing import Any
 
 import fsspec
 import pyarrow as pa
 
 DELIMITERS = ",;\t|"
-_SAMPLE_LINES = 20_480  # as many as DuckDB looks at
 CODECS = {".gz": "gzip", ".zst": "zstd"}
 _BLOCK = 1 << 20  # characters
 
@@ -80,10 +78,3 @@ def read_header(
 def split_fields(line: str, delimiter: str) -> list[str]:
     """Return the fields of one line."""
     return next(csv.reader([line], delimiter=delimiter), [])
-
-
-def write_sample(name: str, sample: Path) -> None:
-    """Write the first lines of a file in UTF-8, with a replacement character for each bad byte."""
-    with open_text_lines(name, "utf-8") as lines, sample.open("wb") as file:
-        for line in itertools.islice(lines, _SAMPLE_LINES):
-            file.write(line.encode("latin-1").decode(errors="replace").encode())
