@@ -10,7 +10,7 @@ import duckdb
 
 from metaio.errors import DataError
 from metaio.prepare.source.csv_errors import explain_fault
-from metaio.prepare.source.text_lines import open_text_lines
+from metaio.prepare.source.text_lines import iterate_lines, open_text_lines
 from metaio.quantities import format_count
 
 SHOWN_LINES = 20
@@ -83,7 +83,7 @@ def _iterate_lines(
     """Yield each line of a file, beside what is wrong with it."""
     waiting, end, last, why = [*reversed(rows)], 0, 0, ("", "")
     with open_text_lines(name, encoding) as lines:
-        for number, line in enumerate(lines, start=1):
+        for number, line in iterate_lines(lines):
             end += len(line if encoding == "utf-8" else line.encode())
             text, bad = line.rstrip("\r\n"), None
             # After blank lines DuckDB gives the place of the first of these.

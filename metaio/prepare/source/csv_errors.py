@@ -7,7 +7,7 @@ import duckdb
 
 from metaio.errors import AccessError, DataError, to_one_line
 from metaio.prepare.source.input_files import FileKind
-from metaio.prepare.source.text_lines import open_text_lines
+from metaio.prepare.source.text_lines import iterate_lines, open_text_lines
 
 _ENCODING = (
     'Say how the file is written under [text] in the schema, such as encoding = "latin-1", or '
@@ -106,7 +106,7 @@ def _explain_line_ends(name: str) -> str | None:
     """Return one line on the first line that ends unlike the first one; None if none does."""
     with open_text_lines(name, "utf-8") as lines:
         first = ""
-        for number, line in enumerate(lines, start=1):
+        for number, line in iterate_lines(lines):
             end = line[len(line.rstrip("\r\n")) :]
             first = first or end
             if end not in ("", first):

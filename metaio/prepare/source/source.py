@@ -42,7 +42,7 @@ from metaio.prepare.source.sql import (
     quote_column,
     quote_literal,
 )
-from metaio.prepare.source.text_lines import CODECS, count_lines, read_header
+from metaio.prepare.source.text_lines import CODECS, count_lines, read_header, shows_quotes
 from metaio.prepare.source.text_types import (
     OF_NO_VALUE,
     ZONED,
@@ -103,6 +103,9 @@ class DuckSource:
         rule = schema.transform
         self.bad_lines: list[BadLine] = []  # that were left out
         self._first = self.names.index(first)
+        if self._files.kind == "text" and not shows_quotes(first, self._text.encoding):
+            # DuckDB would take quotes of later lines for part of their values.
+            self._options += ", quote = '\"', escape = '\"'"
         self._folders = self._find_folder_columns(first, rule.columns if rule else schema.columns)
         for name in self.names if self._folders else ():
             if self._find_folder_columns(name, self._folders) != self._folders:

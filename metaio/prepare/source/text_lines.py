@@ -2,8 +2,10 @@
 
 import csv
 import io
+import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import PurePath
 from typing import Any
 
@@ -11,8 +13,10 @@ import fsspec
 import pyarrow as pa
 
 DELIMITERS = ",;\t|"
+_SAMPLE_LINES = 20_480  # as many as DuckDB looks at
 CODECS = {".gz": "gzip", ".zst": "zstd"}
 _BLOCK = 1 << 20  # characters
+_LONGEST_LINE = 1 << 26  # of more a line counts as several, so that it fits into memory
 
 
 @contextmanager
@@ -28,6 +32,11 @@ def open_text_lines(
         own = "utf-16-le" if encoding == "utf-16" else "latin-1"
         with io.TextIOWrapper(plain, encoding=own, errors="replace", newline=newline) as lines:
             yield lines
+
+
+def iterate_lines(file: io.TextIOWrapper) -> Iterator[tuple[int, str]]:
+    """Yield the lines of a file with their numbers, from 1."""
+    return enumerate(iter(partial(file.readline, _LONGEST_LINE), ""), start=1)
 
 
 def count_lines(
@@ -78,3 +87,13 @@ def read_header(
 def split_fields(line: str, delimiter: str) -> list[str]:
     """Return the fields of one line."""
     return next(csv.reader([line], delimiter=delimiter), [])
+
+
+def shows_quotes(name: str, encoding: str) -> bool:
+    """Return whether the first lines of a file tell how values are quoted, or cannot be read."""
+    try:
+        with open_text_lines(name, encoding) as file:
+            lines = file.read(_BLOCK).splitlines()[:_SAMPLE_LINES]
+    except (OSError, pa.ArrowException):
+        return True
+    return any(re.search(f"\"|(^|[{DELIMITERS}])'", line) for line in lines)
