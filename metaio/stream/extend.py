@@ -27,6 +27,7 @@ from metaio.prepare.episodes.splits import Splits, list_split_names
 from metaio.prepare.episodes.survey import Survey, compute_mean_and_deviation
 from metaio.prepare.job import Job, PrepareOptions, make_job
 from metaio.prepare.schema.schema import Schema
+from metaio.prepare.source.bad_lines import write_bad_lines
 from metaio.prepare.source.input_files import list_file_names
 from metaio.prepare.source.source import DuckSource
 from metaio.prepare.source.transform import check_trusted, describe_transform
@@ -325,6 +326,7 @@ def _write(
             with _refuse_files(found.files):
                 written = engine.write(window, found.tables, writer, partial, report_progress)
             job.write_vocabularies(writer.folder)
+            write_bad_lines(writer.folder, source.bad_lines)
             _write_resets(writer.folder, found.changes)
             new_columns = sorted(set(source.columns) - set(description["columns"]))
             report = _make_report(found, job) | {"tasks": written.tasks, "new_columns": new_columns}
