@@ -11,6 +11,7 @@ from typing import Any, final
 from gmeta.access.log import event
 from gmeta.errors import GMetaError, UserError
 from gmeta.platform.files.local_paths import is_url
+from gmeta.platform.files.tensor_files import ChangedFileError
 from gmeta.runs.environment import package_versions
 from gmeta.serving.channel.current_version import translate_access_errors
 from gmeta.serving.channel.load_failure import LoadFailure
@@ -82,7 +83,10 @@ class InferenceService:
         # Taken once: a batch is answered by one version, whatever comes meanwhile.
         loaded = self.loaded
         observe = self.metrics.observe_stage
-        outcomes = answer_all(loaded.model, loaded.version, self._cache, requests, observe)
+        try:
+            outcomes = answer_all(loaded.model, loaded.version, self._cache, requests, observe)
+        except ChangedFileError as error:  # until a whole version is there
+            return [RequestError(503, str(error), retry_after_s=1) for _ in requests]
         for request, outcome in zip(requests, outcomes, strict=True):
             if request.task_key is not None:
                 if isinstance(outcome, InferenceAnswer):
@@ -202,11 +206,14 @@ class InferenceService:
             self._is_away = True
             return False
         self._is_away = False
-        if version == before.version:
+        # It may be whole again under the same name, and be mapped half changed.
+        is_changed = before.model.files.find_changed() is not None
+        if version == before.version and not is_changed:
             self._load_failure.clear()  # the old one was put back
             self.metrics.refused.set(0)
             return False
-        if self._load_failure.is_backing_off(version):
+        # Nothing answers meanwhile where files were changed: it is looked at again and again.
+        if not is_changed and self._load_failure.is_backing_off(version):
             return False
         try:
             with translate_access_errors(folder):

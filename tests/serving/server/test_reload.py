@@ -2,6 +2,7 @@
 
 import gc
 import json
+import os
 import weakref
 from dataclasses import replace
 from pathlib import Path
@@ -89,6 +90,51 @@ def test_a_damaged_version_is_named_and_the_old_one_serves(tmp_path: Path, damag
         assert get(service, "/status").json()["refused"] is None
         assert service.loaded.version == good
         assert "gmeta_serve_model_refused 0.0" in get(service, "/metrics").text
+
+
+@pytest.mark.parametrize("change", ["cut", "copied over"])
+def test_files_changed_in_place_are_not_answered_from(tmp_path: Path, change: str) -> None:
+    folder, other = tmp_path / "model", tmp_path / "other"
+    first = export(folder, 1)
+    export(other, 1)
+    with service_of(folder) as service:
+        whole = values(post(service, request_of(QUERY, SUPPORT)))
+        table = folder / "table-00000.safetensors"
+        if change == "cut":
+            os.truncate(table, 4)
+        else:
+            content = table.read_bytes()
+            table.write_bytes(content[:-4] + bytes(4))
+        for request in (request_of(QUERY, SUPPORT), request_of(QUERY)):
+            answer = post(service, request)
+            assert (answer.status_code, answer.headers["retry-after"]) == (503, "1")
+            assert f"{table} was changed in place after it was loaded" in answer.text
+        assert not service.reload()
+        assert service.refused is not None
+        assert str(table) in service.refused[1]
+        # The same version, put there anew, serves at the next look.
+        replace_folder(other, folder)
+        assert service.reload()
+        assert service.loaded.version == first
+        np.testing.assert_array_equal(values(post(service, request_of(QUERY, SUPPORT))), whole)
+
+
+def test_a_version_copied_over_another_is_taken_up_whole(tmp_path: Path) -> None:
+    """As `cp -r` does, file by file."""
+    folder, other = tmp_path / "model", tmp_path / "other"
+    export(folder, 1)
+    second = export(other, 3)
+    with service_of(folder) as service:
+        for file in sorted(other.iterdir()):
+            (folder / file.name).write_bytes(file.read_bytes())
+            if service.reload():
+                break
+            assert post(service, request_of(QUERY, SUPPORT)).status_code in (200, 503)
+        service.reload()
+        expected = gmeta.load(other).adapt(SUPPORT).predict(QUERY).numpy()
+        answer = post(service, request_of(QUERY, SUPPORT))
+    assert answer.json()["model_version"] == second
+    np.testing.assert_allclose(values(answer), expected, rtol=0, atol=1e-6)
 
 
 def test_a_version_with_other_columns_is_refused(tmp_path: Path) -> None:
