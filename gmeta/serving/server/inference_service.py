@@ -25,6 +25,7 @@ from gmeta.serving.server.inference_protocol import (
     Outcome,
     model_metadata,
 )
+from gmeta.serving.server.model_trial import failure_error, try_model
 from gmeta.serving.server.request_errors import CallerLeftError, RequestError, defect_error
 from gmeta.serving.server.serve_config import ServeConfig
 from gmeta.serving.server.server_metrics import ServerMetrics
@@ -70,8 +71,9 @@ class InferenceService:
         return self._load_failure.failure
 
     def warm_up(self) -> None:
-        """Compute once: the first request must not pay for what torch does once."""
-        _ = self.loaded.model.unadapted
+        """Compute once: the first request must not pay for what torch does once. Raise GMetaError
+        for a model that does not answer."""
+        try_model(self.loaded.model, self.config.batch.timeout_s)
         _freeze_garbage()
 
     def stop(self) -> None:
@@ -216,11 +218,13 @@ class InferenceService:
         if not is_changed and self._load_failure.is_backing_off(version):
             return False
         try:
-            with translate_access_errors(folder):
+            # Any error: a look that ends by one would be the last.
+            passing = GMetaError, MetaIOError
+            with translate_errors(failure_error, *passing), translate_access_errors(folder):
                 loaded = self._load(folder, self.config.verify)
                 check_successor(before, loaded.model.config, loaded.version)
-                # Computes once, with all of its layers: what fails here fails before anybody asks.
-                _ = loaded.model.unadapted
+                # What fails here fails before anybody asks.
+                try_model(loaded.model, self.config.batch.timeout_s)
         except (GMetaError, MetaIOError) as error:
             self._refuse(version, error)
             return False

@@ -4,16 +4,22 @@ import gc
 import json
 import os
 import weakref
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
+from safetensors.torch import load_file, save_file
 
 import gmeta
 from gmeta.config.algorithm import AlgorithmConfig
 from gmeta.errors import GMetaError, UserError
+from gmeta.platform.files.checksums import describe_file
+from gmeta.serving.exported_folder import read_config, write_config
 from gmeta.serving.server import version_loader as loading
+from gmeta.serving.server.server_limits import BatchLimits
 from gmeta.serving.server.version_loader import load_version
 from gmeta.serving.server.versions import version_in
 from metaio.format.atomic_folder import replace_folder
@@ -90,6 +96,46 @@ def test_a_damaged_version_is_named_and_the_old_one_serves(tmp_path: Path, damag
         assert get(service, "/status").json()["refused"] is None
         assert service.loaded.version == good
         assert "gmeta_serve_model_refused 0.0" in get(service, "/metrics").text
+
+
+@pytest.mark.parametrize(
+    ("bad", "named"),
+    [
+        (AlgorithmConfig(inner_steps=10**9), "has not answered a request of 64 rows within 0.5 s"),
+        (AlgorithmConfig(name="encoder", inner_steps=10**9), ""),
+        (AlgorithmConfig(inner_steps=2, inner_lr=1e30), "becomes a model whose values are not"),
+        ("item", "is not finite"),
+        ("city", "is not finite"),
+        ("tag", "is not finite"),
+    ],
+)
+def test_a_version_that_cannot_answer_is_not_taken_up(
+    tmp_path: Path, bad: AlgorithmConfig | str, named: str
+) -> None:
+    folder, partial = tmp_path / "model", tmp_path / "partial"
+    first = export(folder)
+    with service_of(folder, batch=BatchLimits(timeout_s=0.5)) as service:
+        before = values(post(service, request_of(QUERY, SUPPORT)))
+        if isinstance(bad, str):
+            write_random_model(partial)
+            place = [table.name for table in FEATURES.tables].index(bad)
+            file = partial / f"table-{place:05d}.safetensors"
+            save_file({"values": load_file(file)["values"] * torch.nan}, file)
+            config = read_config(partial)
+            entry = {file.name: describe_file(file)}
+            write_config(partial, replace(config, files={**config.files, **entry}))
+        else:
+            write_random_model(partial, algorithm=bad)
+        replace_folder(partial, folder)
+        assert service.reload() is (not named)  # one whose steps do nothing answers
+        if named:
+            assert service.refused is not None
+            assert service.refused[0] == version_in(folder) != first
+            assert named in service.refused[1]
+            assert values(post(service, request_of(QUERY, SUPPORT))).tolist() == before.tolist()
+    told = pytest.raises(GMetaError, match=named) if named else nullcontext()
+    with told, service_of(folder, batch=BatchLimits(timeout_s=0.5)):
+        pass  # nor does a server start with it
 
 
 @pytest.mark.parametrize("change", ["cut", "copied over"])
