@@ -4,7 +4,8 @@ import asyncio
 import gc
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, final
 
@@ -28,6 +29,7 @@ from gmeta.serving.server.inference_protocol import (
 from gmeta.serving.server.model_trial import failure_error, try_model
 from gmeta.serving.server.request_errors import CallerLeftError, RequestError, defect_error
 from gmeta.serving.server.serve_config import ServeConfig
+from gmeta.serving.server.server_limits import LARGE_BYTES, HeldBytes
 from gmeta.serving.server.server_metrics import ServerMetrics
 from gmeta.serving.server.task_cache import TaskCache
 from gmeta.serving.server.tracing import Tracing
@@ -62,6 +64,8 @@ class InferenceService:
         self._is_away = False  # no version could be seen at the last look
         self._load = load
         self._cache = cache
+        self._held = HeldBytes(config.limits)
+        self._parser = ThreadPoolExecutor(1, "serve-parse")  # objects take many times the bytes
         self._batcher = Batcher(self._run, config.batch, self.metrics.observe_batch)
         self._report_version()
 
@@ -79,6 +83,7 @@ class InferenceService:
     def stop(self) -> None:
         """Take no more requests."""
         self._batcher.stop()
+        self._parser.shutdown(wait=False)
         self.tracing.stop()
 
     def _run(self, requests: Sequence[InferenceRequest]) -> list[Outcome]:
@@ -105,20 +110,21 @@ class InferenceService:
         carrier: dict[str, str],
         peer: str,
         check: Callable[[], None],
-        read: Callable[[], Any],
+        read: Callable[[Callable[[int], None]], Awaitable[InferenceRequest]],
     ) -> tuple[InferenceRequest, InferenceAnswer]:
-        """Return a request and its answer, counted, logged and traced. Raise RequestError."""
+        """Return a request and its answer, counted, logged and traced. `read` tells how many bytes
+        it holds. Raise RequestError."""
         # 500 unless something better is known: a defect counts too.
         began_s, status, num_rows, message = time.perf_counter(), 500, 0, ""
         try:
             check()
-            with self.tracing.span(protocol, carrier) as set_attributes:
+            with self.tracing.span(protocol, carrier) as set_attributes, self._held.share() as hold:
                 self.check_model(model, version)
                 with (
                     self._batcher.reading(),
                     translate_errors(defect_error, RequestError, CallerLeftError),
                 ):
-                    request = await read()
+                    request = await read(hold)
                 num_rows = request.num_rows
                 self.metrics.observe_stage("parse", time.perf_counter() - began_s)
                 answer = await self._batcher.answer(request)
@@ -142,6 +148,14 @@ class InferenceService:
                 fields = {"protocol": protocol, "status": status, "ms": ms, "rows": num_rows}
                 why = {"message": message} if message else {}
                 event(logging.INFO, "infer", **fields, peer=peer, **why)
+
+    async def parse(
+        self, num_bytes: int, parse: Callable[[], InferenceRequest]
+    ) -> InferenceRequest:
+        """Return what `parse` does; of large requests one at a time, while others are answered."""
+        if num_bytes <= LARGE_BYTES:
+            return parse()
+        return await asyncio.get_running_loop().run_in_executor(self._parser, parse)
 
     def check_model(self, name: str, version: str) -> None:
         """Raise RequestError unless this is the model and the version that answers."""

@@ -18,6 +18,7 @@ from gmeta.config.algorithm import AlgorithmConfig
 from gmeta.errors import GMetaError, UserError
 from gmeta.platform.files.checksums import describe_file
 from gmeta.serving.exported_folder import read_config, write_config
+from gmeta.serving.server import model_trial
 from gmeta.serving.server import version_loader as loading
 from gmeta.serving.server.server_limits import BatchLimits
 from gmeta.serving.server.version_loader import load_version
@@ -110,8 +111,9 @@ def test_a_damaged_version_is_named_and_the_old_one_serves(tmp_path: Path, damag
     ],
 )
 def test_a_version_that_cannot_answer_is_not_taken_up(
-    tmp_path: Path, bad: AlgorithmConfig | str, named: str
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, bad: AlgorithmConfig | str, named: str
 ) -> None:
+    monkeypatch.setattr(model_trial, "LEAST_S", 0.5)
     folder, partial = tmp_path / "model", tmp_path / "partial"
     first = export(folder)
     with service_of(folder, batch=BatchLimits(timeout_s=0.5)) as service:
