@@ -85,7 +85,9 @@ class GeneralLoop:
         support losses differentiable in first order too, at the price of their graphs."""
         # `query_rows`, of the longest task, only helps to choose the cheaper path of a layer.
         adapted = self._started(rows, support, query_rows)
-        for _ in range(self.config.inner_steps):
+        # Where no step changes anything, none is taken, however many there are.
+        is_idle = not (self.plan.adapts and support.layout.num_rows)
+        for _ in range(0 if is_idle else self.config.inner_steps):
             adapted = self.step(adapted, second_order, keep_path)
         return adapted
 

@@ -9,7 +9,7 @@ import torch
 from gmeta.config.table_widths import widths_of_tables
 from gmeta.errors import GMetaError
 from gmeta.learner import MetaLearner
-from gmeta.platform.files.tensor_files import read_tensors
+from gmeta.platform.files.tensor_files import MappedFiles, read_tensors
 from gmeta.runs.build import build_learner, build_statistics, check_registered
 from gmeta.serving.device import on_the_cpu, parse_device
 from gmeta.serving.exported_folder import (
@@ -37,15 +37,18 @@ def load(path: str | Path, verify: bool = True, device: str = "cpu") -> ServedMo
     folder, computes_on = Path(path), parse_device(device)
     config, checksum = read_config(folder), checksum_in(folder)
     # Before anything is mapped: a file cut short under a map kills the process.
-    check_files(folder, config, checksums=verify)
+    check_files(folder, config, checksums=False)
+    files = [folder / table_file(index) for index in range(len(config.features.tables))]
+    mapped = MappedFiles(files)
+    if verify:
+        check_files(folder, config, checksums=True)
     tables, widths = [], widths_of_tables(config.features, config.model)
-    for index, table in enumerate(config.features.tables):
-        file = folder / table_file(index)
+    for file, table in zip(files, config.features.tables, strict=True):
         shape = (table.num_rows, widths[table.name])
         tables.append(check_table(str(file), read_tensors(file), shape, config.table_format))
     reload = partial(_load_again, folder.absolute(), config, device)
     learner, encoder = _load_learner(folder, config), _load_encoder(folder, config)
-    return ServedModel(config, checksum, learner, tables, encoder, reload, computes_on)
+    return ServedModel(config, checksum, learner, tables, mapped, encoder, reload, computes_on)
 
 
 def _load_again(folder: Path, config: ExportedConfig, device: str) -> ServedModel:
