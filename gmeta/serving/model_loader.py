@@ -1,5 +1,6 @@
 """Reads an exported folder into a ServedModel; each kind of damage ends in one line."""
 
+from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 
@@ -10,7 +11,7 @@ from gmeta.config.table_widths import widths_of_tables
 from gmeta.errors import GMetaError
 from gmeta.learner import MetaLearner
 from gmeta.platform.files.tensor_files import MappedFiles, read_tensors
-from gmeta.runs.build import build_learner, build_statistics, check_registered
+from gmeta.runs.build import build_learner, build_statistics, check_registered, find_plugins
 from gmeta.serving.device import on_the_cpu, parse_device
 from gmeta.serving.exported_folder import (
     LAYERS_FILE,
@@ -67,24 +68,27 @@ def _load_learner(folder: Path, config: ExportedConfig) -> MetaLearner:
     tensors = read_tensors(folder / LAYERS_FILE)
 
     def build() -> MetaLearner:
-        return build_learner(
-            config.features,
-            config.model,
-            config.algorithm,
-            config.loss,
-            config.huber_delta,
-            build_statistics(config.support_features, config.features, config.item_features),
-            config.item_features,
-            config.labels,
-        )
+        try:
+            return build_learner(
+                config.features,
+                config.model,
+                config.algorithm,
+                config.loss,
+                config.huber_delta,
+                build_statistics(config.support_features, config.features, config.item_features),
+                config.item_features,
+                config.labels,
+            )
+        except (ValueError, RuntimeError) as error:
+            raise GMetaError(
+                f"{folder} cannot be built ({error}). Load it with the release that wrote it"
+            ) from error
 
-    try:
-        with torch.device("meta"):  # takes no memory, whatever widths the config asks for
-            wanted = build().state_dict()
-    except (ValueError, RuntimeError) as error:
-        raise GMetaError(
-            f"{folder} cannot be built ({error}). Load it with the release that wrote it"
-        ) from error
+    # Without values it takes no memory, whatever widths the config asks for; but what another
+    # package makes is tried on rows, as in training, and may need values.
+    is_own = bool(find_plugins(config.model, config.algorithm))
+    with nullcontext() if is_own else torch.device("meta"):
+        wanted = build().state_dict()
     # Compared here, since torch reports a misfit in as many lines as there are layers.
     shapes = {name: tensor.shape for name, tensor in tensors.items()}
     lacking = [name for name, value in wanted.items() if shapes.get(name) != value.shape]
