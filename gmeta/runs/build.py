@@ -90,6 +90,8 @@ def build(config: TrainConfig) -> tuple[Dataset, MetaLearner]:
     _check_plain_epochs(config.algorithm, config.run.epochs)
     tables = [table.name for table in dataset.features.tables]
     check_sharding(config.sharding, tables, config.outer.sparse_optimizer)
+    if decay := config.outer.sparse_weight_decay:
+        _check_decay(decay, config)
     # Right before the model is built: all ranks must begin with equal layers.
     torch.manual_seed(config.run.seed)
     try:
@@ -107,6 +109,19 @@ def build(config: TrainConfig) -> tuple[Dataset, MetaLearner]:
     except ValueError as error:
         raise ConfigError(str(error)) from error
     return dataset, learner
+
+
+def _check_decay(decay: float, config: TrainConfig) -> None:
+    idle = {
+        'sharding.exchange = "torchrec"': config.sharding.exchange == "torchrec",
+        "algorithm.options.train_base = false": not config.algorithm.train_base,
+    }
+    for setting, is_so in idle.items():
+        if is_so:
+            raise ConfigError(
+                f"outer.sparse_weight_decay = {decay} with {setting}: the rows of our own exchange "
+                "decay, as they learn. Set it to 0, or change the other one"
+            )
 
 
 def _check_plain_epochs(algorithm: AlgorithmConfig, epochs: int) -> None:
@@ -264,7 +279,7 @@ def build_learner(
     # Statistics reach the model as dense columns.
     sizes = replace(sizes, num_dense=sizes.num_dense + width)
     names = tuple(table.name for table in features.tables)
-    tables = TableSizes(len(names), model.embedding_dim, names, sizes)
+    tables = TableSizes(len(names), model.embedding_dim, names, sizes, model.without)
     built = build_model(model, sizes)
     # An unfit head would only show as wrong shapes in the first loss.
     num_outputs = sum(head.out_features for head in head_layers(built).values())
@@ -280,7 +295,8 @@ def build_learner(
     width_of = {
         module_name(name): width for name, width in widths_of_tables(features, model).items()
     }
-    projections = TableProjections(width_of, model.embedding_dim)
+    left_out = tuple(map(module_name, model.without))
+    projections = TableProjections(width_of, model.embedding_dim, left_out)
     learner = MetaLearner(
         built,
         algorithm,
