@@ -151,7 +151,7 @@ class GeneralLoop:
             # The encoder also reads the error of the unadapted model: what adapting has to mend.
             cold_N = self.output_N(self.unadapted(rows, side), side)
             error_N = self._objectives.outer.errors(cold_N, label_N, side.weight, layout)
-            label_N = known_labels(label_N, side.weight)
+            label_N = self._objectives.outer.standardise(known_labels(label_N, side.weight))
         features_NX = inputs.pooled(resolve_pooling(model)).side_by_side_NX()
         dtype = features_NX.dtype
         support = SupportRows(features_NX, label_N.to(dtype), error_N.to(dtype), layout.lengths_T)
@@ -206,7 +206,8 @@ class GeneralLoop:
             output_N = self._model(self._inputs(support, adapted.rows_PD))
         # One loss: check_solvable refused several when the learner was made.
         (loss,) = self._objectives.inner.losses
-        label_N = known_labels(support.label_N, support.weight)
+        known_N = known_labels(support.label_N, support.weight)
+        label_N = self._objectives.inner.standardise(known_N)
         grad_N, hessian_N = grad_and_hessian_N(loss, output_N, label_N)
         if support.weight is not None:
             grad_N, hessian_N = grad_N * support.weight, hessian_N * support.weight

@@ -369,7 +369,7 @@ def _row_loss(
     # In float32 under autocast: the loss and its weights lose too much in 8 bits.
     weight_N = rows.mean_weights_N(torch.float32 if dtype in HALVES else dtype, prior)
     weight_NL, shape_NL = weight_N.unsqueeze(1), (rows.num_rows, len(losses.losses))
-    label_NL = known_labels(rows.label_N, rows.weight).view(shape_NL)
+    label_NL = losses.standardise(known_labels(rows.label_N, rows.weight).view(shape_NL))
     if rows.weight is not None:
         weight_NL = weight_NL * rows.weight.view(shape_NL)
     return RowLoss(losses, label_NL, losses.scale(weight_NL), rows)
