@@ -6,7 +6,6 @@ from pathlib import Path
 from gmeta.config.train_config import DataConfig, RunConfig, TrainConfig, with_every_option
 from gmeta.distributed.collective_errors import run_on_first
 from gmeta.distributed.ranks import Ranks, broadcast_value
-from gmeta.errors import ConfigError
 from gmeta.runs.build import estimate_label_prior, estimate_moments
 from gmeta.runs.checkpoints.run_mirror import fetch_run
 from gmeta.runs.checkpoints.selected_checkpoint import named_checkpoint
@@ -36,18 +35,13 @@ def resolve(config: TrainConfig) -> TrainConfig:
 
 def _with_moments(config: TrainConfig, dataset: Dataset) -> TrainConfig:
     labels, run = config.labels, config.run
-    before, where = config_of_begun_run(run.dir), run.dir
-    for name in ("continue_from", "start_from"):
-        if before is None and (named := getattr(run, name)):
-            before, where = named_checkpoint(f"run.{name}", named)[0].read_config(), named
-    if before is not None and before.labels.standardise != labels.standardise:
-        raise ConfigError(
-            f"labels.standardise = {str(labels.standardise).lower()}, but {where} was trained with "
-            f"{str(before.labels.standardise).lower()}: its weights predict in other units. Set it "
-            "as it was"
-        )
     if not labels.standardise or labels.moments:
         return config
+    before = config_of_begun_run(run.dir)
+    for name in ("continue_from", "start_from"):
+        if before is None and (named := getattr(run, name)):
+            before = named_checkpoint(f"run.{name}", named)[0].read_config()
+    # Weights keep their units; that they have some is checked with the checkpoint.
     known = before.labels.moments if before else ()
     moments = known or estimate_moments(config, dataset)
     return replace(config, labels=replace(labels, moments=moments))

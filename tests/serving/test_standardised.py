@@ -11,10 +11,10 @@ import gmeta
 from gmeta.config.train_config import TrainConfig, config_from_dict
 from gmeta.data.opening import open_data
 from gmeta.distributed.ranks import Ranks
-from gmeta.errors import ConfigError
+from gmeta.errors import UserError
 from gmeta.runs.build import estimate_moments
-from gmeta.runs.resolve import resolve
-from gmeta.runs.run_folder import RunFolder
+from gmeta.runs.checkpoints.selected_checkpoint import check_config
+from gmeta.runs.run_folder import RunFolder, list_checkpoints
 from gmeta.serving.export import export_run
 from gmeta.train import train
 from metaio import Rows
@@ -77,8 +77,11 @@ def test_evaluation_export_and_stream_are_those_of_labels_standardised_by_hand(
     # The stream's next run keeps the units of its first.
     for name in ("run", "next"):
         assert RunFolder(tmp_path / name).read_config().labels.moments == (mean, deviation)
-    message = catch_message(ConfigError, resolve, replace(following, labels=units.labels))
+    checkpoint = list_checkpoints(tmp_path / "run" / "checkpoints")[-1]
+    changed = replace(RunFolder(tmp_path / "run").read_config(), labels=units.labels)
+    message = catch_message(UserError, check_config, checkpoint, changed)
     assert message == (
-        f"labels.standardise = false, but {tmp_path / 'next'} was trained with true: its weights "
-        "predict in other units. Set it as it was"
+        f"labels.standardise = False, but checkpoint {checkpoint} was trained with True, and its "
+        "weights mean nothing with another. Set it as it was, or train a new run, which may begin "
+        "with run.start_from"
     )
