@@ -40,6 +40,7 @@ from gmeta.losses.objectives import Objectives
 from gmeta_keys.plugins import is_ours
 from gmeta_keys.translate_errors import format_foreign_error, translate_errors
 from gmeta_models.decision_model import DecisionModel
+from gmeta_models.mlp import DropoutReLU
 from gmeta_models.table_projections import TableProjections
 from metaio.read.batch import TaskBatch
 
@@ -144,6 +145,8 @@ class MetaLearner(nn.Module):
             return f"{self._config.name} adapts this model in the general loop"
         if own:
             return f"{type(own[0]).__name__} is no part of gmeta, and may read values or draw them"
+        if any(isinstance(part, DropoutReLU) for part in self.model.modules()):
+            return "model.dropout draws anew in each step"
         if not self.in_buckets:
             return "batches are not arranged in few shapes (run.shape_buckets)"
         self._graphs = LossGraphs(self, self._loss_sum, capture)

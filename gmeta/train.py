@@ -31,7 +31,7 @@ from gmeta.runs.build import build, find_all_plugins
 from gmeta.runs.checkpoints.beginning import beginning_of
 from gmeta.runs.checkpoints.checkpoint_writer import CheckpointWriter
 from gmeta.runs.checkpoints.progress_file import restore_replaced
-from gmeta.runs.early_stop import make_early_stop
+from gmeta.runs.early_stop import describe_end, make_early_stop
 from gmeta.runs.environment import describe_environment
 from gmeta.runs.guards import StepGuard
 from gmeta.runs.logging.run_hooks import RunHooks
@@ -150,8 +150,7 @@ class TrainingRun:
                 self._end_early(gather_stop_reason(stop, self._ranks))
                 break
             self._end_epoch()
-        if self._early_stop.is_over(self._progress):
-            self.hooks.show_lines([self._early_stop.stop_message(self._progress)])
+        self.hooks.show_lines(describe_end(self._config, self._progress, self.feed.num_steps))
         self.profiler.end()
         self.hooks.show_lines(self.profiler.summary_lines())
 

@@ -131,6 +131,12 @@ class OuterConfig:
         "step alone",
     )
     sparse_lr: float = key(0.05, "learning rate of the tables", min=0.0)
+    sparse_weight_decay: float = key(
+        0.0,
+        "decoupled decay of table rows: those of a step shrink by this times sparse_lr before it, "
+        "others stay",
+        min=0.0,
+    )
     adagrad_decay: float = key(
         1.0,
         "run.continue_from: factor of Adagrad's sums of squares, of layers and tables, before the "

@@ -41,6 +41,18 @@ class ModelConfig:
     widths: tuple[str, ...] = key(
         (), 'exceptions: the widths of single tables, multiples of 4, e.g. ["city=4"]'
     )
+    dropout: float = key(
+        0.0,
+        "share of the units behind each hidden layer that a training step leaves out of the outer "
+        "loss, drawn anew in each row; inner steps and predictions have all units",
+        min=0.0,
+        max=0.9,
+    )
+    without: tuple[str, ...] = key(
+        (),
+        'tables whose ids the model does not see, e.g. ["item"]: their columns are zeros to it; '
+        "statistics of items stay inputs. Such a table is 4 wide and learns nothing",
+    )
     options: dict[str, Any] = key(
         dict,
         "keys of one model alone, as [model.options]; those of another model have no effect, those "

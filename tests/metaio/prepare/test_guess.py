@@ -349,8 +349,9 @@ def test_labels_that_are_no_stars_are_good_from_their_median_on(tmp_path: Path) 
         succeed(*words, cwd=tmp_path)
     found = tomllib.loads((tmp_path / "minutes" / "train.toml").read_text())
     assert found["evaluation"] == {"positive_rating": 50.0, "unit": "of score"}
-    assert found["model"]["output_bias"] == pytest.approx(50, abs=1)
-    assert found["outer"]["loss"] == "mse"
+    assert found["labels"]["standardise"]
+    assert "output_bias" not in found["model"]
+    assert found["outer"]["loss"] == "mae"
     assert "evaluation" not in tomllib.loads((tmp_path / "stars" / "train.toml").read_text())
 
 
