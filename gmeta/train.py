@@ -26,6 +26,7 @@ from gmeta.feeds.batch_request import BatchSettings
 from gmeta.feeds.item_statistics_reader import read_item_statistics
 from gmeta.feeds.open_source import open_batch_source
 from gmeta.feeds.step_agent import iterate_batches, open_agent
+from gmeta.feeds.training_sample import fit_to_sample
 from gmeta.platform.numerics import choose_products, make_deterministic, seed_step
 from gmeta.runs.build import build, find_all_plugins
 from gmeta.runs.checkpoints.beginning import beginning_of
@@ -103,6 +104,14 @@ class TrainingRun:
         # Of this dataset, whatever weights the run begins with; a forecast may not know its labels.
         if not self._forecasts:
             self._start_messages += self._take_item_statistics()
+        if self._beginning.how == "fresh" and config.model.linear_start:
+            fit = self._learner.fit_regression
+            regression = fit_to_sample(fit, batches, self._dataset, ranks)
+            self._learner.start_as(regression)
+            self._start_messages += [
+                f"model.linear_start: from {regression.num_rows:,} query rows and "
+                f"{len(regression.weight_K):,} inputs"
+            ]
         run_on_first(lambda: self._describe_run(plan), ranks)
 
         self._step_limit = config.run.max_steps or sys.maxsize

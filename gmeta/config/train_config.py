@@ -276,10 +276,11 @@ class TrainConfig:
 
 
 def load_config(path: str | Path, overrides: Sequence[str] = ()) -> TrainConfig:
-    """Return the config at `path` (TOML) with `section.key=value` overrides, whose values are TOML
-    (bare words are text). Raises ConfigError: no such file, no TOML, an unknown key, a bad value, a
-    required key left empty."""
-    raw = with_current_keys(read_toml("config", Path(path), ConfigError, "run"))
+    """Return the config at `path` (TOML, or config.json of a run) with `section.key=value`
+    overrides, whose values are TOML (bare words are text). Raises ConfigError: no such file, no
+    TOML, an unknown key, a bad value, a required key left empty."""
+    raw = read_toml("config", Path(path), ConfigError, "run")
+    raw = with_current_keys(raw, is_saved=Path(path).suffix == ".json")
     for override in overrides:
         _override(raw, override)
     config = config_from_dict(raw)

@@ -24,18 +24,17 @@ from gmeta.data.features.item_statistics import ItemStatistics
 from gmeta.data.features.support_statistics import NO_STATISTICS, SupportStatistics
 from gmeta.data.label_checks import check_first_labels, scored_labels
 from gmeta.data.opening import open_data
-from gmeta.data.sums import log_odds
 from gmeta.errors import ConfigError, GMetaError
 from gmeta.learner import MetaLearner
 from gmeta.losses.objectives import Objectives, make_objectives
 from gmeta.losses.row_losses import defined_labels_N
-from gmeta.metrics.catalogue import custom_names, label_of, predicted_by
+from gmeta.metrics.catalogue import custom_names, label_of
 from gmeta.metrics.custom_metrics import NAMED_METRICS, try_out
 from gmeta.runs.early_stop import make_early_stop
 from gmeta.runs.logging.hook_registry import NAMED_CALLBACKS, NAMED_LOGGERS, find_hooks
 from gmeta_keys.plugins import Registry, describe_package
 from gmeta_models.gated import head_layers
-from gmeta_models.initial_sum import start_as_sum
+from gmeta_models.initial_sum import list_sum_layers
 from gmeta_models.model_config import InputSizes, ModelConfig, SparseColumn
 from gmeta_models.registry import NAMED_MODELS, build_model, check_outputs
 from gmeta_models.table_projections import TableProjections
@@ -326,35 +325,18 @@ def build_learner(
     )
     if features.labels:
         _check_one_label(features.labels, algorithm.name, learner)
-    if statistics.bias_start:
-        _start_as_bias_model(built, sizes.num_dense, objectives, statistics)
+    if model.linear_start:
+        _check_linear_start(built, sizes, objectives)
     return learner
 
 
-def _start_as_bias_model(
-    model: nn.Module, num_dense: int, objectives: Objectives, statistics: SupportStatistics
-) -> None:
-    """Set a model's output to mean + item + task. Raises ValueError: it lacks these inputs."""
-    (loss,), prior = objectives.kinds, statistics.prior
-    item, kind = statistics.expected_place, predicted_by(loss)
-    is_of_clicks = kind == "probability"
-    if item is None or not statistics.of_task or kind == "score":
+def _check_linear_start(model: nn.Module, sizes: InputSizes, objectives: Objectives) -> None:
+    list_sum_layers(model)
+    if sizes.outputs > 1 or objectives.outer.losses[0].ranks or not sizes.num_dense:
         raise ValueError(
-            "support_features.bias_start adds up the mean, an item's and a task's: it needs "
-            "support_features.task = true, support_features.residual_of and a loss of each row "
-            "alone. Set them, or leave it out"
+            "model.linear_start is a regression of one label on dense columns and statistics: it "
+            "needs one of these inputs at least, and a loss of each row alone. Leave it out"
         )
-    if statistics.log_odds != is_of_clicks:
-        raise ValueError(
-            f"support_features.bias_start with outer.loss = {loss!r} needs item_features.log_odds "
-            f"= {str(is_of_clicks).lower()}. Set it so"
-        )
-    mean, deviation = (*objectives.outer.moments, (0.0, 1.0))[0]
-    weight = 1.0 if is_of_clicks else prior.deviation / deviation
-    # Outputs for bce are logits: the mean becomes its log-odds.
-    base_output = log_odds(prior.mean) if is_of_clicks else (prior.mean - mean) / deviation
-    # Counted from the last dense column: the statistics of the task stand behind all others.
-    start_as_sum(model, {item - num_dense: weight, -statistics.width: weight}, float(base_output))
 
 
 def _check_one_label(names: tuple[str, ...], algorithm: str, learner: MetaLearner) -> None:

@@ -32,6 +32,12 @@ class ModelConfig:
     output_bias: float = key(
         0.0, "added to the last layer's initial bias: the mean label, or its logit"
     )
+    linear_start: bool = key(
+        False,
+        "a fresh model starts as the linear (bce: logistic) regression of the label on all dense "
+        "inputs, statistics included, over at most 200,000 training rows; training adds to it. "
+        "melu and din; in place of output_bias",
+    )
     pooling: Pooling = key("mean", "how the ids of a multi-id feature become one vector")
     width: Literal["equal", "auto"] = key(
         "equal",

@@ -120,7 +120,13 @@ def _first_config(guessed: InferredRoles, out: Path) -> TrainConfig:
             },
             **_statistics_sections(guessed),
             **_evaluation_section(guessed),
-            "model": {"name": "melu", "hidden": [64, 64], "output_bias": _output_bias(guessed)},
+            "model": {
+                "name": "melu",
+                "hidden": [64, 64],
+                "output_bias": _output_bias(guessed),
+                # What a regression of the statistics says, a model need not learn.
+                "linear_start": True,
+            },
             "algorithm": {
                 "plain_epochs": PLAIN_EPOCHS,
                 # What validation chose on several logs, or near it.
@@ -184,8 +190,7 @@ def _statistics_sections(guessed: InferredRoles) -> dict[str, Any]:
     """Return the sections of statistics of training and support rows, which the baselines have."""
     sections: dict[str, Any] = {"support_features": {"task": True, "columns": ["*"]}}
     if guessed.item:
-        # The model starts as the bias model (mean + item + task), so it is hardly ever below it.
-        sections["support_features"] |= {"residual_of": guessed.item, "bias_start": True}
+        sections["support_features"]["residual_of"] = guessed.item
         sections["item_features"] = {"columns": [column.name for column in guessed.ids]}
         if not guessed.is_rating:
             sections["item_features"]["log_odds"] = True

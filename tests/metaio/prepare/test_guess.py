@@ -153,7 +153,7 @@ def test_what_init_writes_prepares_and_fits(tmp_path: Path, suffix: str) -> None
     # The baselines of an evaluation know what training rows say of an item: so does the model.
     assert written["item_features"] == {"columns": ["item"], "log_odds": True}  # not the session
     assert written["support_features"]["residual_of"] == "item"
-    assert written["support_features"]["bias_start"] is True
+    assert written["model"]["linear_start"] is True
     assert "augment" not in written  # the log has a time column: support is the past
 
 
