@@ -62,8 +62,9 @@ class Pipeline:
         self._files, self._quarantine_checks = TakenFiles(self._stream), QuarantineChecks()
         # What is stored here beside the files never changes on the disk: a step need not read all
         # verdicts.
-        self._verdicts: dict[int, dict[str, Any] | None] = {}
-        self._promoted: tuple[object, dict[str, int]] = (None, {})
+        self._verdicts: dict[int, dict[str, Any]] = {}
+        self._logged: tuple[object, tuple[dict[str, int], dict[str, dict[str, Any]]]]
+        self._logged = (None, ({}, {}))
         # The state of the log, if the last step found nothing to do.
         self.idle: LogState | None = None
         # When the version that the mirror serves was promoted; not known at the start.
@@ -201,23 +202,21 @@ class Pipeline:
             # A verdict does not change: else each step would read all of them.
             known_verdict = self._verdicts[number] = known_verdict or read_verdict(path)
             return known_verdict
-        except FileNotFoundError:
-            return None
         except (OSError, ValueError) as error:
-            known_verdict = self._verdicts[number] = self._logged_verdict(number)
-            if known_verdict is None or path.is_dir():
+            logged, is_missing = None, isinstance(error, FileNotFoundError)
+            if not is_missing or path.with_name("trained.json").exists():
+                versions, verdicts = self._read_log()
+                logged = verdicts.get(self._files.fingerprints()[number])
+            # One that was refused may have been removed by a person, to be judged again.
+            if is_missing and (logged is None or logged.get("model") not in versions):
+                return None
+            if logged is None or path.is_dir():
                 raise GMetaError(
                     f"{path} is damaged: {error}. Remove it, and the candidate is judged again"
                 ) from error
-            write_verdict(path, known_verdict)
+            write_verdict(path, logged)
             _log.warning(f"{path} is restored from {self.channel.root / PROMOTIONS}: {error}")
-            return known_verdict
-
-    def _logged_verdict(self, number: int) -> dict[str, Any] | None:
-        """Return the newest verdict on an increment's candidate in the channel's log."""
-        fingerprint = open_stream(self._stream).record(number).fingerprint
-        verdicts = [entry.get("verdict") or {} for entry in self.channel.promotions()]
-        return next((one for one in reversed(verdicts) if one.get("dataset") == fingerprint), None)
+            return logged
 
     def _is_outdated(self, number: int, current: CurrentVersion | None) -> bool:
         """Return whether a person promoted or rolled back since a candidate was judged."""
@@ -231,7 +230,7 @@ class Pipeline:
     def promoted_version(self, number: int) -> int | None:
         """Return the version of the channel that an increment's candidate became."""
         verdict = self.verdict(number)
-        return self._versions_by_model().get((verdict or {}).get("model", ""))
+        return self._read_log()[0].get((verdict or {}).get("model", ""))
 
     def continued_from(self, number: int) -> int | None:
         """Return the increment from whose run this one's goes on; None if there is none."""
@@ -391,20 +390,21 @@ class Pipeline:
             return f"; old versions stay: {error}"
         return f"; removed {format_count(len(gone), 'version')}" if gone else ""
 
-    def _versions_by_model(self) -> dict[str, int]:
-        """Return the version that each model became, by the model's checksum."""
+    def _read_log(self) -> tuple[dict[str, int], dict[str, dict[str, Any]]]:
+        """Return the version that each model became, and the last verdict by what it was on."""
         path = self.channel.root / PROMOTIONS
         # A person may promote at any time; the log is read only when it has changed.
         stamp = (path.stat().st_mtime_ns, path.stat().st_size) if path.exists() else None
-        if stamp != self._promoted[0]:
-            versions = {}
+        if stamp != self._logged[0]:
+            versions, verdicts = {}, {}
             for entry in self.channel.promotions():
+                verdict = entry.get("verdict") or {}
+                verdicts[str(verdict.get("dataset"))] = verdict
                 if entry["action"] == PROMOTED:
                     # Without a verdict (a person promoted) the entry itself has the model.
-                    model = (entry.get("verdict") or {}).get("model") or entry.get("model")
-                    versions[str(model)] = int(entry["number"])
-            self._promoted = stamp, versions
-        return self._promoted[1]
+                    versions[str(verdict.get("model") or entry.get("model"))] = int(entry["number"])
+            self._logged = stamp, (versions, verdicts)
+        return self._logged[1]
 
     def _score(self, number: int, version: Version) -> StageOutcome:
         arguments = ["score", str(version.folder), "--on", f"{self._stream}:{number}"]

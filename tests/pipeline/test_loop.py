@@ -286,9 +286,9 @@ def test_damaged_verdicts_are_restored_from_the_log_and_told(
     paths = [root / f"runs/00000{number}/verdict.json" for number in (1, 2)]
     sound = [read_verdict(path) for path in paths]
     text = paths[0].read_text()
-    for damaged in (text[:40], "", "[]", text.replace('"promote"', '"qromote"')):
+    for damaged in (text[:40], "", "[]", text.replace('"promote"', '"qromote"'), None):
         for path in paths:
-            path.write_text(damaged)
+            path.unlink() if damaged is None else path.write_text(damaged)
         assert loop_of(config).first_unfinished() is None
         assert [read_verdict(path) for path in paths] == sound
     assert f"{paths[1]} is restored from {root}/channel/promotions.jsonl: " in caplog.text
@@ -308,7 +308,7 @@ def test_a_promotion_that_the_log_does_not_name_is_told(
     """As where a digit of a log without checksums has changed, of an earlier release."""
     root = shutil.copytree(followed, tmp_path / "copy")
     loop = loop_of(write_loop(root, margin=9), lambda arguments, log: 0)
-    monkeypatch.setattr(loop, "_versions_by_model", lambda: {})
+    monkeypatch.setattr(loop, "_read_log", lambda: ({}, {}))
     with pytest.raises(GMetaError, match=r"does not name .*/runs/000001/model: it was edited"):
         loop._promote(1)
 
