@@ -41,6 +41,7 @@ from metaio.stream.quarantine import list_quarantine
 # The exit code of a refusal, and of `gmeta prepare` for quarantined rows.
 SET_ASIDE = 3
 RunStage = Callable[[list[str], Path], int]
+_KnownModels = tuple[dict[str, int], dict[str, dict[str, Any]]]
 _log = logging.getLogger(__name__)
 
 
@@ -63,8 +64,7 @@ class Pipeline:
         # What is stored here beside the files never changes on the disk: a step need not read all
         # verdicts.
         self._verdicts: dict[int, dict[str, Any]] = {}
-        self._logged: tuple[object, tuple[dict[str, int], dict[str, dict[str, Any]]]]
-        self._logged = (None, ({}, {}))
+        self._logged: tuple[object, _KnownModels] = (None, ({}, {}))
         # The state of the log, if the last step found nothing to do.
         self.idle: LogState | None = None
         # When the version that the mirror serves was promoted; not known at the start.
@@ -390,7 +390,7 @@ class Pipeline:
             return f"; old versions stay: {error}"
         return f"; removed {format_count(len(gone), 'version')}" if gone else ""
 
-    def _read_log(self) -> tuple[dict[str, int], dict[str, dict[str, Any]]]:
+    def _read_log(self) -> _KnownModels:
         """Return the version that each model became, and the last verdict by what it was on."""
         path = self.channel.root / PROMOTIONS
         # A person may promote at any time; the log is read only when it has changed.

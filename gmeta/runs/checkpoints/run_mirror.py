@@ -119,8 +119,8 @@ class RunMirror:
                 entries = read_file_entries(read_about(temporary))
                 sizes |= {name: entry.num_bytes for name, entry in entries.items()}
             if not sizes:  # an earlier release listed none
-                paths = self._fs.ls(there, detail=False)
-                sizes = dict.fromkeys(str(path).rpartition("/")[2] for path in paths)
+                names = (str(p).rpartition("/")[2] for p in self._fs.ls(there, detail=False))
+                sizes = dict.fromkeys(names)
             for name, num_bytes in sizes.items():
                 download_file(self._fs, f"{there}/{name}", temporary / name, num_bytes)
             if not final.exists():

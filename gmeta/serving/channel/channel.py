@@ -209,8 +209,9 @@ class Channel:
         for entry in entries:
             content += (line := format_entry(entry, before))
             before = parse_log(line).last
+        # Copied, not moved: killed before the next line, the sound lines are kept again.
         if path.exists():
-            path.replace(path.with_name(f"{PROMOTIONS}.damaged"))
+            write_atomically(path.with_name(f"{PROMOTIONS}.damaged"), path.read_bytes())
         write_atomically(path, content)
         _log.warning(
             f"{path} is made anew, as {log.damage}. Entered by their folders: versions "

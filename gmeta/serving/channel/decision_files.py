@@ -20,7 +20,7 @@ _FILE_KEYS = {"format", "version", "checksum"}
 
 @dataclass
 class PromotionLog:
-    """The sound lines of a log, oldest first, and what is wrong with it first ("": nothing)."""
+    """The sound lines of a log, oldest first, and its first damage ("": none)."""
 
     entries: list[dict[str, Any]] = field(default_factory=list)
     damage: str = ""
