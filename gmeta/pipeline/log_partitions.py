@@ -181,22 +181,28 @@ class TakenFiles:
     def __init__(self, stream: str) -> None:
         self._stream = stream
         self._file_of: dict[str, dict[str, Any]] = {}
-        # Manifests read so far: each is read once, however long the stream grows.
-        self._known: set[int] = set()
+        # By increment. Each manifest is read once, however long the stream grows.
+        self._fingerprint_of: dict[int, str] = {}
+
+    def fingerprints(self) -> dict[int, str]:
+        """Return the fingerprint of each increment by its number."""
+        self.files()
+        return self._fingerprint_of
 
     def files(self) -> dict[str, dict[str, Any]]:
         """Return each file by its name, as the newest increment has it."""
         numbers = set(list_increment_numbers(self._stream))
         # The newest increment was taken back: its files are free again.
-        if not self._known <= numbers:
-            self._file_of, self._known = {}, set()
-        new = numbers - self._known
+        if not self._fingerprint_of.keys() <= numbers:
+            self._file_of, self._fingerprint_of = {}, {}
+        new = numbers - self._fingerprint_of.keys()
         if new:
             stream = open_stream(self._stream)
             for number in sorted(new):
-                for file in stream.record(number).report["inputs"]:
+                record = stream.record(number)
+                for file in record.report["inputs"]:
                     self._file_of[file["name"]] = {**file, "increment": number}
-            self._known |= new
+                self._fingerprint_of[number] = record.fingerprint
         return self._file_of
 
 

@@ -5,6 +5,7 @@ files it has, and in RUNS/000007/ `trained.json`, `model/`, `verdict.json`, the 
 `frozen.json` each end a stage."""
 
 import json
+import logging
 import shutil
 import signal
 import time
@@ -27,9 +28,8 @@ from gmeta.pipeline.stage_outcome import ENDED_FILE, FROZEN_FILE, RunningStage, 
 from gmeta.runs.run_folder import CONFIG_FILE as RUN_CONFIG_FILE
 from gmeta.runs.run_folder import RunFolder, write_json
 from gmeta.serving.channel.channel import Channel, CurrentVersion
+from gmeta.serving.channel.decision_files import PROMOTED, PROMOTIONS, read_verdict, write_verdict
 from gmeta.serving.channel.model_version import Version
-from gmeta.serving.channel.promotion_log import PROMOTED, PROMOTIONS, REFUSED
-from gmeta.serving.channel.verdict_file import read_verdict, write_verdict
 from gmeta.serving.channel.version_retention import prune
 from gmeta.serving.exported_folder import CONFIG_FILE
 from metaio.errors import MetaIOError
@@ -41,6 +41,8 @@ from metaio.stream.quarantine import list_quarantine
 # The exit code of a refusal, and of `gmeta prepare` for quarantined rows.
 SET_ASIDE = 3
 RunStage = Callable[[list[str], Path], int]
+_KnownModels = tuple[dict[str, int], dict[str, dict[str, Any]]]
+_log = logging.getLogger(__name__)
 
 
 @final
@@ -56,11 +58,13 @@ class Pipeline:
         self._stream = config.follow.stream
         self._run_stage, self._last_line = run_stage, last_line
         self.under_way: RunningStage | None = None
+        # Fingerprints of increments whose run was trained on them.
+        self._run_on: set[str] = set()
         self._files, self._quarantine_checks = TakenFiles(self._stream), QuarantineChecks()
         # What is stored here beside the files never changes on the disk: a step need not read all
         # verdicts.
         self._verdicts: dict[int, dict[str, Any]] = {}
-        self._promoted: tuple[object, dict[str, int]] = (None, {})
+        self._logged: tuple[object, _KnownModels] = (None, ({}, {}))
         # The state of the log, if the last step found nothing to do.
         self.idle: LogState | None = None
         # When the version that the mirror serves was promoted; not known at the start.
@@ -84,8 +88,7 @@ class Pipeline:
 
     def _step(self) -> StageOutcome | None:
         self.idle = None
-        if (restored := self._restore_verdicts()) is not None:
-            return restored
+        self._check_runs()
         current = self.channel.current()
         if current is None or not self.config.follow.mirror or current.at == self._published:
             return self._take_next(current)
@@ -94,6 +97,23 @@ class Pipeline:
         is_put_off, self._is_put_off = self._is_put_off, False
         done = self._take_next(current) if is_put_off else None
         return done or self._publish(current)
+
+    def _check_runs(self) -> None:
+        """Raise GMetaError for a run on another increment than the stream has under its number."""
+        for number, fingerprint in self._files.fingerprints().items():
+            if fingerprint in self._run_on:
+                continue
+            run = RunFolder(self.folder(number) / "run")
+            trained_on = run.trained_on()
+            if trained_on and trained_on != fingerprint:
+                self._verdicts.clear()  # of the folders that will be moved
+                raise GMetaError(
+                    f"{run.root} was trained on {trained_on[:12]}, but {self._stream} has "
+                    f"{fingerprint[:12]} as increment {number}: one of them was put back from an "
+                    f"older copy. Put back the other as well, or move {self.folder(number)} and "
+                    "all later ones away, and these increments are trained again"
+                )
+            self._run_on |= {fingerprint} if trained_on else set()
 
     def _take_next(self, current: CurrentVersion | None) -> StageOutcome | None:
         # Read from files, never remembered: a kill between two stages costs nothing.
@@ -182,46 +202,21 @@ class Pipeline:
             # A verdict does not change: else each step would read all of them.
             known_verdict = self._verdicts[number] = known_verdict or read_verdict(path)
             return known_verdict
-        except FileNotFoundError:
-            return None
         except (OSError, ValueError) as error:
-            raise GMetaError(
-                f"{path} is damaged: {error}. Remove it, and the candidate is judged again"
-            ) from error
-
-    def _restore_verdicts(self) -> StageOutcome | None:
-        """Write verdicts that are damaged, or lost though their model was promoted, anew from the
-        channel's log; None if there are none."""
-        restored = []
-        for number in list_increment_numbers(self._stream):
-            damage, root = None, self.folder(number)
-            path = root / "verdict.json"
-            try:
-                # One that was trained and not judged yet has none.
-                if self.verdict(number) or not (root / "trained.json").exists():
-                    continue
-            except GMetaError as error:
-                damage = error
-            logged = self._logged_verdict(number, (PROMOTED, REFUSED) if damage else (PROMOTED,))
-            if logged is not None and not path.is_dir():
-                write_verdict(path, logged)
-                restored.append(number)
-            elif damage is not None:
-                raise damage
-        if not restored:
-            return None
-        numbers = ", ".join(map(str, restored))
-        summary = f"the verdict of increment {numbers} was damaged or lost: restored from the log"
-        return StageOutcome("judge", restored[0], 0.0, f"{summary} of {self.channel.root}")
-
-    def _logged_verdict(self, number: int, actions: Sequence[str]) -> dict[str, Any] | None:
-        """Return the newest verdict on an increment's candidate in the channel's log."""
-        judged_on = open_stream(self._stream).record(number).fingerprint
-        for entry in reversed(self.channel.promotions()):
-            verdict: dict[str, Any] = entry.get("verdict") or {}
-            if entry["action"] in actions and verdict.get("dataset") == judged_on:
-                return verdict
-        return None
+            logged, is_missing = None, isinstance(error, FileNotFoundError)
+            if not is_missing or path.with_name("trained.json").exists():
+                versions, verdicts = self._read_log()
+                logged = verdicts.get(self._files.fingerprints()[number])
+            # One that was refused may have been removed by a person, to be judged again.
+            if is_missing and (logged is None or logged.get("model") not in versions):
+                return None
+            if logged is None or path.is_dir():
+                raise GMetaError(
+                    f"{path} is damaged: {error}. Remove it, and the candidate is judged again"
+                ) from error
+            write_verdict(path, logged)
+            _log.warning(f"{path} is restored from {self.channel.root / PROMOTIONS}: {error}")
+            return logged
 
     def _is_outdated(self, number: int, current: CurrentVersion | None) -> bool:
         """Return whether a person promoted or rolled back since a candidate was judged."""
@@ -235,7 +230,7 @@ class Pipeline:
     def promoted_version(self, number: int) -> int | None:
         """Return the version of the channel that an increment's candidate became."""
         verdict = self.verdict(number)
-        return self._versions_by_model().get((verdict or {}).get("model", ""))
+        return self._read_log()[0].get((verdict or {}).get("model", ""))
 
     def continued_from(self, number: int) -> int | None:
         """Return the increment from whose run this one's goes on; None if there is none."""
@@ -354,11 +349,10 @@ class Pipeline:
         arguments = ["promote", str(root / "model"), str(self.channel.root)]
         _, took_s = self._run(number, [*arguments, "--verdict", str(root / "verdict.json")])
         version = self.channel.version(self.channel.require_current().number)
-        # Else it would be promoted again and again.
-        if self.promoted_version(number) is None:
+        if self.promoted_version(number) is None:  # it would be promoted again and again
+            log = self.channel.root / PROMOTIONS
             raise GMetaError(
-                f"{self.channel.root / PROMOTIONS} does not name the model of {root} though it was "
-                "promoted: it was edited. Put the file back from a copy"
+                f"{log} does not name {root / 'model'}: it was edited. Put back a copy"
             )
         summary = f"version {version.name}, {version.kind}{self._remove_old()}"
         return StageOutcome("promote", number, took_s, summary)
@@ -396,20 +390,21 @@ class Pipeline:
             return f"; old versions stay: {error}"
         return f"; removed {format_count(len(gone), 'version')}" if gone else ""
 
-    def _versions_by_model(self) -> dict[str, int]:
-        """Return the version that each model became, by the model's checksum."""
+    def _read_log(self) -> _KnownModels:
+        """Return the version that each model became, and the last verdict by what it was on."""
         path = self.channel.root / PROMOTIONS
         # A person may promote at any time; the log is read only when it has changed.
         stamp = (path.stat().st_mtime_ns, path.stat().st_size) if path.exists() else None
-        if stamp != self._promoted[0]:
-            versions = {}
+        if stamp != self._logged[0]:
+            versions, verdicts = {}, {}
             for entry in self.channel.promotions():
+                verdict = entry.get("verdict") or {}
+                verdicts[str(verdict.get("dataset"))] = verdict
                 if entry["action"] == PROMOTED:
                     # Without a verdict (a person promoted) the entry itself has the model.
-                    model = (entry.get("verdict") or {}).get("model") or entry.get("model")
-                    versions[str(model)] = int(entry["number"])
-            self._promoted = stamp, versions
-        return self._promoted[1]
+                    versions[str(verdict.get("model") or entry.get("model"))] = int(entry["number"])
+            self._logged = stamp, (versions, verdicts)
+        return self._logged[1]
 
     def _score(self, number: int, version: Version) -> StageOutcome:
         arguments = ["score", str(version.folder), "--on", f"{self._stream}:{number}"]

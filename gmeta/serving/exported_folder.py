@@ -53,6 +53,12 @@ class ExportedColumns:
     # Whether the raw values of a sparse column are integer or text.
     kinds: dict[str, Kind] = field(default_factory=dict)
 
+    @property
+    def vocabularies(self) -> set[str]:
+        """Return the tables whose ids are raw values."""
+        sparse = self.schema.sparse if self.schema else ()
+        return {column.table_name for column in sparse if column.vocabulary is not None}
+
 
 @dataclass(frozen=True)
 class ExportedConfig:
@@ -194,7 +200,10 @@ def _parse_config(path: Path, body: dict[str, Any]) -> ExportedConfig:
         widths_of_tables(features, parts.model)  # raises what is wrong with them
         parts.labels.check(features.labels)
         columns, files = _parse_columns(body["columns"]), parse_entries(body["files"])
-        for name in {LAYERS_FILE, *map(table_file, range(len(features.tables)))} - files.keys():
+        needed = {LAYERS_FILE, *map(table_file, range(len(features.tables)))}
+        # What is not listed is read without a comparison.
+        needed |= {vocabulary_file(table) for table in columns.vocabularies}
+        for name in needed - files.keys():
             raise ValueError(f"it lists no file {name}")
         if not isinstance(body["source"], dict):
             raise ValueError("its source is no object")

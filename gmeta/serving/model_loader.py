@@ -109,8 +109,10 @@ def _load_encoder(folder: Path, config: ExportedConfig) -> ColumnEncoder:
     schema = config.columns.schema
     if schema is None:
         return IdColumnEncoder(config.columns, config.features)
-    tables = {column.table_name for column in schema.sparse if column.vocabulary is not None}
-    vocabularies = {table: read_vocabulary(folder / vocabulary_file(table)) for table in tables}
+    vocabularies = {
+        table: read_vocabulary(folder / vocabulary_file(table))
+        for table in config.columns.vocabularies
+    }
     sizes = {table: len(values) for table, values in vocabularies.items()}
     if schema.stream is not None:
         # Tables have room for what later increments bring.

@@ -199,28 +199,43 @@ def lock_writer(
 
 
 def copy_folder(
-    folder: Path, target: Path, copy: Callable[[Path, Path], object] = shutil.copy2
+    folder: Path,
+    target: Path,
+    copy: Callable[[Path, Path], object] = shutil.copy2,
+    names: Iterable[str] | None = None,
 ) -> None:
-    """Copy the files of a folder to another."""
+    """Copy the files of a folder, or only those of these `names`, to another."""
     # Not shutil.copytree: on a failure it raises a list of texts in place of the error itself.
-    for path in sorted(folder.rglob("*")):
-        if path.is_file():
-            there = target / path.relative_to(folder)
-            there.parent.mkdir(parents=True, exist_ok=True)
-            copy(path, there)
+    for path in _list_files(folder, names):
+        there = target / path.relative_to(folder)
+        there.parent.mkdir(parents=True, exist_ok=True)
+        copy(path, there)
 
 
-def upload_folder(fs: Any, folder: Path, there: str, last: str) -> None:
-    """Copy a local folder to the path `there` of an fsspec file system, its file `last` last."""
+def _list_files(folder: Path, names: Iterable[str] | None) -> list[Path]:
+    if names is not None:
+        return [folder / name for name in names]
+    paths = sorted(folder.rglob("*"))
+    # Whoever can write into the folder would have any file of ours copied to others.
+    if link := next((path for path in paths if path.is_symlink()), None):
+        raise DataError(f"{link} is a link: what it points to would be copied. Remove it")
+    return [path for path in paths if path.is_file()]
+
+
+def upload_folder(
+    fs: Any, folder: Path, there: str, last: str, names: Iterable[str] | None = None
+) -> None:
+    """Copy a local folder, or only its files of these `names`, to the path `there` of an fsspec
+    file system, its file `last` last."""
     if is_local(fs):
         with open_atomic_folder(Path(there)) as partial:
-            copy_folder(folder, partial)
+            copy_folder(folder, partial, names=names)
         return
+    files = _list_files(folder, names)
     # Removed first and put last: a reader that looks for `last` finds the old folder complete,
     # none, or the new folder complete.
     if fs.exists(f"{there}/{last}"):
         fs.rm_file(f"{there}/{last}")
-    files = sorted(path for path in folder.rglob("*") if path.is_file())
     # The sort is stable and False comes before True, so `last` is put last.
     for path in sorted(files, key=lambda path: path == folder / last):
         fs.put_file(str(path), f"{there}/{path.relative_to(folder).as_posix()}")
@@ -231,6 +246,15 @@ def upload_file(fs: Any, path: Path, there: str) -> None:
     if is_local(fs):  # object stores have no folders
         fs.makedirs(there.rpartition("/")[0], exist_ok=True)
     fs.put_file(str(path), there)
+
+
+def download_file(fs: Any, there: str, path: Path, num_bytes: int | None) -> None:
+    """Bring a file whose size is listed; of another size it is not brought. Raise DataError."""
+    found = None if num_bytes is None else fs.size(there)  # a web server may not say
+    if found is not None and found != num_bytes:
+        raise DataError(f"{there} has {found:,} bytes, {num_bytes:,} are listed")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    fs.get_file(there, str(path))
 
 
 def remove_folder(fs: Any, there: str, last: str) -> None:

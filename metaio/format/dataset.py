@@ -136,9 +136,10 @@ class Dataset:
             for index, shard in enumerate(split.shards):
                 yield from ((s.path(name, index), shard.files[s.name]) for s in self._streams)
 
-    def read_file(self, path: str) -> bytes:
-        """Return the bytes of a file below the dataset, unchecked."""
-        return self._storage.read(path)
+    def read_file(self, path: str, most: int | None = None) -> bytes:
+        """Return the bytes of a file below the dataset, unchecked; of a longer one than `most`
+        only one more."""
+        return self._storage.read(path, most)
 
     def read_block(self, split: str, block: int) -> Block:
         """Return a decoded block. Checksums are verified at its first read, remote ones at each."""
@@ -294,7 +295,7 @@ def _check_manifest(manifest: Manifest, name: str) -> None:
 
 def read_verified_file(dataset: Dataset, path: str, entry: FileEntry) -> bytes:
     """Return the bytes of a file whose size and checksum are those of the manifest."""
-    data = dataset.read_file(path)
+    data = dataset.read_file(path, entry.num_bytes)
     if len(data) != entry.num_bytes or xxh3_hex(data) != entry.xxh3:
         raise FormatError(
             f"{dataset.url}/{path}: {len(data)} bytes that differ from the checksum in the "

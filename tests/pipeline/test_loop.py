@@ -24,7 +24,7 @@ from gmeta.pipeline.stream_page import render_stream
 from gmeta.runs.checkpoints.progress_file import read_about
 from gmeta.runs.run_folder import RunFolder, list_checkpoints
 from gmeta.serving.channel.channel import Channel
-from gmeta.serving.channel.verdict_file import read_verdict, write_verdict
+from gmeta.serving.channel.decision_files import read_verdict, write_verdict
 from gmeta.serving.channel.version_cache import CACHE_VARIABLE
 from gmeta.serving.channel.version_packing import pack
 from gmeta_keys.stop_flag import StopFlag
@@ -163,7 +163,7 @@ def files_of(root: Path) -> frozenset[str]:
 
 
 def test_refused_candidates_leave_the_champion_and_are_set_aside_after_a_few(
-    followed: Path, tmp_path: Path
+    followed: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The judge refuses whatever comes: what it refused is gone on from by nothing."""
     config = write_loop(tmp_path, max_refused=2)
@@ -191,6 +191,7 @@ def test_refused_candidates_leave_the_champion_and_are_set_aside_after_a_few(
     assert loop.step() is None  # no third increment yet
     assert loop.refused_before(3) == [1, 2]
     shutil.copytree(tmp_path / "stream/increments/000002", tmp_path / "stream/increments/000003")
+    monkeypatch.setattr(loop, "_check_runs", lambda: None)  # the third is a copy
     message = catch_message(GMetaError, loop.step)
     assert message.startswith(
         "increments 1, 2 are set aside: 2 candidates were refused in a row, the last because "
@@ -229,6 +230,40 @@ def test_a_candidate_is_judged_again_where_another_champion_serves_by_now(
     assert log.read_text() == told
 
 
+@pytest.mark.distributed
+def test_a_stream_put_back_from_an_older_copy_is_told_at_once(
+    followed: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its second partition has changed since, of which there is a run already."""
+    monkeypatch.setenv(CACHE_VARIABLE, str(tmp_path / "cache"))
+    root = shutil.copytree(followed, tmp_path / "copy")
+    config = write_loop(root, margin=9)
+    shutil.rmtree(root / "logs")  # what was taken has other names
+    resident = loop_of(config)
+    assert stages_of(resident) == []
+    for name in ("increments", "state"):
+        shutil.rmtree(root / "stream" / name / "000002")
+    write_day(root / "logs", 2)
+    prepared = resident.step()
+    assert prepared is not None
+    assert (prepared.stage, prepared.increment) == ("prepare", 2)
+    for loop in (resident, loop_of(config)):
+        with pytest.raises(GMetaError) as caught:
+            loop.step()
+    was, now = (open_stream(str(one / "stream")).record(2).fingerprint for one in (followed, root))
+    assert str(caught.value) == (
+        f"{root}/runs/000002/run was trained on {was[:12]}, but {root}/stream has {now[:12]} as "
+        "increment 2: one of them was put back from an older copy. Put back the other as well, or "
+        f"move {root}/runs/000002 and all later ones away, and these increments are trained again"
+    )
+    shutil.move(root / "runs/000002", tmp_path)
+    assert [done.stage for _ in range(4) if (done := resident.step())] == [
+        *("train", "export", "judge", "promote")
+    ]
+    assert lineage(root / "runs/000002/run") == [1, 2]
+    assert loop.channel.require_current().number == 3
+
+
 def test_a_model_a_person_promotes_unjudged_is_known(followed: Path, tmp_path: Path) -> None:
     """It was refused, or would be promoted next: the loop must not wait, or promote it for ever."""
     root = shutil.copytree(followed, tmp_path / "copy")
@@ -244,7 +279,7 @@ def test_a_model_a_person_promotes_unjudged_is_known(followed: Path, tmp_path: P
 
 
 def test_damaged_verdicts_are_restored_from_the_log_and_told(
-    followed: Path, tmp_path: Path
+    followed: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     root = shutil.copytree(followed, tmp_path / "copy")
     config = write_loop(root, margin=9)
@@ -254,21 +289,15 @@ def test_damaged_verdicts_are_restored_from_the_log_and_told(
     for damaged in (text[:40], "", "[]", text.replace('"promote"', '"qromote"'), None):
         for path in paths:
             path.unlink() if damaged is None else path.write_text(damaged)
-        loop = loop_of(config)
-        done = loop.step()
-        assert done is not None
-        assert done.summary == (
-            "the verdict of increment 1, 2 was damaged or lost: restored from the log of "
-            f"{root}/channel"
-        )
+        assert loop_of(config).first_unfinished() is None
         assert [read_verdict(path) for path in paths] == sound
-        assert loop.first_unfinished() is None
+    assert f"{paths[1]} is restored from {root}/channel/promotions.jsonl: " in caplog.text
+    paths[1].write_text("")
     log = root / "channel" / "promotions.jsonl"
     log.write_bytes(log.read_bytes().replace(b'"number":2', b'"number":0'))
     with pytest.raises(GMetaError, match=r"jsonl: line 2 does not match its own checksum: it was"):
         loop_of(config).step()
     log.write_text("")
-    paths[1].write_text(text[:40])
     with pytest.raises(GMetaError, match="lines are missing that came before what serves"):
         loop_of(config).step()
 
@@ -279,8 +308,8 @@ def test_a_promotion_that_the_log_does_not_name_is_told(
     """As where a digit of a log without checksums has changed, of an earlier release."""
     root = shutil.copytree(followed, tmp_path / "copy")
     loop = loop_of(write_loop(root, margin=9), lambda arguments, log: 0)
-    monkeypatch.setattr(loop, "_versions_by_model", lambda: {})
-    with pytest.raises(GMetaError, match=r"does not name the model of .*/runs/000001 though"):
+    monkeypatch.setattr(loop, "_read_log", lambda: ({}, {}))
+    with pytest.raises(GMetaError, match=r"does not name .*/runs/000001/model: it was edited"):
         loop._promote(1)
 
 
@@ -429,7 +458,9 @@ def test_sigterm_ends_the_stage_under_way_behind_a_checkpoint_from_which_it_goes
     assert (done.stage, lineage(root / "run")) == ("train", [1])
 
 
-def test_checkpoints_of_versions_that_later_ones_build_on_stay(tmp_path: Path) -> None:
+def test_checkpoints_of_versions_that_later_ones_build_on_stay(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A rollback may go to each version that is there, and training goes on from its checkpoint."""
     config = write_loop(tmp_path)
     config.write_text(config.read_text().replace("every_s", "keep = 1\nevery_s"))
@@ -453,6 +484,7 @@ def test_checkpoints_of_versions_that_later_ones_build_on_stay(tmp_path: Path) -
         return 0
 
     loop = loop_of(config, promote)
+    monkeypatch.setattr(loop, "_check_runs", lambda: None)  # its increments are empty folders
     done = loop.step()
     assert done is not None
     assert done.summary.startswith("version 4-")

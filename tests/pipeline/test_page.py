@@ -20,7 +20,7 @@ from gmeta.pipeline.stage_outcome import RunningStage
 from gmeta.pipeline.stream_charts import stream_chart
 from gmeta.pipeline.stream_page import draw_stream, render_page, render_stream
 from gmeta.serving.channel.channel import Channel
-from gmeta.serving.channel.verdict_file import read_verdict, write_verdict
+from gmeta.serving.channel.decision_files import read_verdict, write_verdict
 from metaio.stream.chain import open_stream
 from tests.pipeline.days import write_loop
 from tests.pipeline.following import loop_of

@@ -470,6 +470,18 @@ def test_a_file_that_only_reading_shows_to_be_damaged_is_told_in_one_line(
 
 
 @pytest.mark.distributed
+def test_a_vocabulary_that_the_config_does_not_list_is_not_read(
+    raw_run: Path, tmp_path: Path
+) -> None:
+    model = tmp_path / "model"
+    export_run(raw_run, model)
+    seal(model / "config.json", lambda body: body["files"].pop("vocabulary/items.parquet"))
+    (model / "vocabulary/items.parquet").write_text("of a stranger")
+    message = catch_message(GMetaError, gmeta.load, model)
+    assert "it lists no file vocabulary/items.parquet" in message
+
+
+@pytest.mark.distributed
 def test_a_run_of_other_hardware_is_evaluated_on_what_is_here(run: Path, tmp_path: Path) -> None:
     copy = Path(shutil.copytree(run, tmp_path / "run"))
     config = json.loads((copy / "config.json").read_text())

@@ -9,7 +9,13 @@ from typing import NamedTuple
 
 from gmeta.errors import GMetaError, UserError
 from gmeta.platform.files.storage_errors import translate_storage_errors
-from gmeta.runs.checkpoints.progress_file import PROGRESS_FILE, TEMPORARY_PREFIX, read_progress
+from gmeta.runs.checkpoints.progress_file import (
+    PROGRESS_FILE,
+    TEMPORARY_PREFIX,
+    read_about,
+    read_file_entries,
+    read_progress,
+)
 from gmeta.runs.run_folder import (
     CONFIG_FILE,
     ENVIRONMENT_FILE,
@@ -22,7 +28,7 @@ from gmeta.runs.run_folder import (
     parse_checkpoint_step,
 )
 from gmeta_keys.translate_errors import translate_errors
-from metaio.format.atomic_folder import remove_folder, upload_file, upload_folder
+from metaio.format.atomic_folder import download_file, remove_folder, upload_file, upload_folder
 from metaio.format.storage import find_file_system
 
 _log = logging.getLogger(__name__)
@@ -106,8 +112,17 @@ class RunMirror:
         shutil.rmtree(temporary, ignore_errors=True)
         temporary.mkdir(parents=True)
         with self._translate_errors():
-            for path in self._fs.ls(f"{self._root}/checkpoints/{folder}", detail=False):
-                self._fs.get_file(path, str(temporary / str(path).rpartition("/")[2]))
+            there = f"{self._root}/checkpoints/{folder}"
+            download_file(self._fs, f"{there}/{PROGRESS_FILE}", temporary / PROGRESS_FILE, None)
+            sizes: dict[str, int | None] = {}
+            with suppress(GMetaError):  # loading reports a damaged one
+                entries = read_file_entries(read_about(temporary))
+                sizes |= {name: entry.num_bytes for name, entry in entries.items()}
+            if not sizes:  # an earlier release listed none
+                names = (str(p).rpartition("/")[2] for p in self._fs.ls(there, detail=False))
+                sizes = dict.fromkeys(names)
+            for name, num_bytes in sizes.items():
+                download_file(self._fs, f"{there}/{name}", temporary / name, num_bytes)
             if not final.exists():
                 temporary.rename(final)
 

@@ -13,6 +13,15 @@ from typing import Any
 from gmeta.errors import GMetaError, UserError
 from gmeta.platform.files.atomic_write import write_atomically
 from gmeta.platform.files.local_paths import link_or_copy
+from gmeta.serving.channel.decision_files import (
+    PROMOTED,
+    PROMOTIONS,
+    REFUSED,
+    ROLLED_BACK,
+    PromotionLog,
+    format_entry,
+    parse_log,
+)
 from gmeta.serving.channel.model_version import (
     ParentVersion,
     Version,
@@ -24,15 +33,6 @@ from gmeta.serving.channel.model_version import (
     model_config,
     parse_checked,
     read_version,
-)
-from gmeta.serving.channel.promotion_log import (
-    PROMOTED,
-    PROMOTIONS,
-    REFUSED,
-    ROLLED_BACK,
-    PromotionLog,
-    format_entry,
-    parse_log,
 )
 from gmeta.serving.exported_folder import ExportedConfig, new_folder
 from metaio.format.atomic_folder import lock_writer
@@ -171,15 +171,10 @@ class Channel:
     def promotions(self) -> list[dict[str, Any]]:
         """Return every verdict and every move of current.json, oldest first. Raise GMetaError for a
         log that was edited or cut short."""
-        log = self._read_log()
-        if log.damage:
-            current = None
-            with suppress(GMetaError):
-                current = self.current()
-            number = "N" if current is None else current.number
+        if damage := (log := self._read_log()).damage:
             raise GMetaError(
-                f"{self.root / PROMOTIONS}: {log.damage}. Put the file back from a copy, or run: "
-                f"gmeta rollback {self.root} --to {number}, which keeps what is sound of it"
+                f"{self.root / PROMOTIONS}: {damage}. Put the file back from a copy, or run: "
+                f"gmeta rollback {self.root} --to N, which keeps what is sound of it"
             )
         return log.entries
 
@@ -199,37 +194,29 @@ class Channel:
         log, path = self._read_log(), self.root / PROMOTIONS
         if not log.damage:
             return log.entries
-        entries, entered = log.entries, []
-        promoted = [entry["number"] for entry in entries if entry["action"] == PROMOTED]
+        promoted = [entry["number"] for entry in log.entries if entry["action"] == PROMOTED]
         # What serves has its line in current.json.
         promoted += [current.number] if current and current.action == PROMOTED else []
-        for number in self.numbers():
-            if number in promoted:
-                continue
+        entered = []
+        for number in sorted({*self.numbers()}.difference(promoted)):
             with suppress(GMetaError):  # one that cannot be read cannot serve either
-                version, written_s = self.version(number), self.folder_of(number).stat().st_mtime
-                at = datetime.fromtimestamp(written_s, UTC).isoformat(timespec="microseconds")
-                own = asdict(CurrentVersion(number, version.checksum, PROMOTED, at, None))
-                # Behind those before it: a rollback that may have been from it comes later.
-                before_it = [
-                    place
-                    for place, one in enumerate(entries, start=1)
-                    if one["action"] == PROMOTED and one["number"] < number
-                ]
-                entries.insert(max(before_it, default=0), {**own, "model": self.model_of(number)})
-                entered.append(number)
+                checksum, model = self.version(number).checksum, self.model_of(number)
+                own = asdict(CurrentVersion(number, checksum, PROMOTED, _now(), None))
+                entered.append({**own, "model": model})
+        # First: what came of them is unknown, so that no rollback goes to one unless it is named.
+        entries = [*entered, *log.entries]
         content, before = b"", ""
         for entry in entries:
             content += (line := format_entry(entry, before))
             before = parse_log(line).last
-        damaged = path.with_name(f"{PROMOTIONS}.damaged")
+        # Copied, not moved: killed before the next line, the sound lines are kept again.
         if path.exists():
-            path.replace(damaged)
+            write_atomically(path.with_name(f"{PROMOTIONS}.damaged"), path.read_bytes())
         write_atomically(path, content)
         _log.warning(
-            f"{path} is made anew, as {log.damage}; it was moved to {damaged}. Of its lines "
-            f"{len(entries) - len(entered)} are kept; versions entered by their folders: "
-            f"{', '.join(map(str, entered)) or 'none'}; a rollback that was lost is forgotten"
+            f"{path} is made anew, as {log.damage}. Entered by their folders: versions "
+            f"{[one['number'] for one in entered]}; a rollback among lost lines is forgotten. What "
+            f"it was is {PROMOTIONS}.damaged"
         )
         return entries
 

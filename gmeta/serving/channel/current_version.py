@@ -7,7 +7,7 @@ from gmeta.errors import GMetaError, UserError
 from gmeta.platform.files.local_paths import is_url
 from gmeta.platform.files.storage_errors import translate_storage_errors
 from gmeta.serving.channel.channel import CURRENT_FILE, Channel, CurrentVersion, parse_current
-from gmeta.serving.channel.promotion_log import PROMOTIONS, parse_log
+from gmeta.serving.channel.decision_files import PROMOTIONS, parse_log
 from gmeta_keys.translate_errors import translate_errors
 from metaio.format.storage import find_file_system
 

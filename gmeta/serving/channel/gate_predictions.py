@@ -90,20 +90,21 @@ def _map_rows(folder: Path, config: ExportedConfig, dataset: Dataset) -> list[Te
             "or ids mean something else. Judge on data of the same stream or schema"
         )
     return [
-        None if is_own else _map_table_rows(folder, dataset, table.name, ours[table.name])
+        None if is_own else _map_table_rows(folder, config, dataset, table.name, ours[table.name])
         for table in dataset.features.tables
     ]
 
 
-def _map_table_rows(folder: Path, dataset: Dataset, name: str, num_rows: int) -> Tensor | None:
+def _map_table_rows(
+    folder: Path, config: ExportedConfig, dataset: Dataset, name: str, num_rows: int
+) -> Tensor | None:
     entry = dataset.manifest.vocabularies.get(name)
     size = next(table.num_rows for table in dataset.features.tables if table.name == name)
-    row_R = np.arange(size)
-    if entry is None:
+    row_R, file = np.arange(size), vocabulary_file(name)
+    if entry is None or file not in config.files:
         # A hashed table keeps its size in a stream; plain ids are known up to the model's size.
         row_R[num_rows:] = 0
         return None if size <= num_rows else torch.from_numpy(row_R)
-    file = vocabulary_file(name)
     table = pq.read_table(BytesIO(read_verified_file(dataset, file, entry)))
     values = table["value"].combine_chunks()
     known = read_vocabulary(folder / file)

@@ -17,6 +17,7 @@ from gmeta.serving.exported_folder import (
     read_config,
 )
 from metaio.errors import FormatError
+from metaio.format.atomic_folder import copy_folder
 from metaio.format.checked_json import parse_checked_json
 from metaio.format.manifest import xxh3_hex
 from metaio.format.typed_json import parse_typed
@@ -138,9 +139,7 @@ def check_version(version: Version) -> None:
 def copy_version(version: Version, to: Path, copied: Callable[[Path, Path], Any]) -> None:
     """Copy what a version lists, and what describes it, to a folder by `copied`."""
     # What else lies in its folder may be a stranger's link to anything. The description goes last.
-    for name in (*files_of(version), description_of(version.folder)):
-        (to / name).parent.mkdir(parents=True, exist_ok=True)
-        copied(version.folder / name, to / name)
+    copy_folder(version.folder, to, copied, (*files_of(version), description_of(version.folder)))
 
 
 def description_of(folder: Path) -> str:

@@ -1,6 +1,7 @@
 """A channel at a URL, published from a folder and downloaded to serve. Descriptions go up last,
 current.json after all versions: a stopped writer leaves the version before or the new one."""
 
+import logging
 import shutil
 from pathlib import Path
 from typing import Any
@@ -10,21 +11,23 @@ from gmeta.platform.files.atomic_write import write_atomically
 from gmeta.platform.files.local_paths import is_url
 from gmeta.serving.channel.channel import CURRENT_FILE, VERSIONS, Channel, CurrentVersion
 from gmeta.serving.channel.current_version import read_current_file, translate_access_errors
+from gmeta.serving.channel.decision_files import PROMOTIONS
 from gmeta.serving.channel.model_version import (
     DELTA_FORMAT,
     ParentVersion,
+    Version,
     check_version,
     description_of,
     files_of,
     parse_checked,
     read_version,
 )
-from gmeta.serving.channel.promotion_log import PROMOTIONS
 from gmeta.serving.channel.version_cache import cache_folder, lock_folder
 from gmeta.serving.channel.version_retention import remove_others
 from gmeta.serving.exported_folder import CONFIG_FILE, DELTA_FILE
 from metaio.errors import MetaIOError
 from metaio.format.atomic_folder import (
+    download_file,
     open_atomic_folder,
     remove_folder,
     upload_file,
@@ -32,6 +35,8 @@ from metaio.format.atomic_folder import (
 )
 from metaio.format.manifest import xxh3_hex
 from metaio.format.storage import find_file_system, is_local
+
+_log = logging.getLogger(__name__)
 
 
 def channel_at(place: str | Path, cache: Path | None = None) -> Channel:
@@ -74,19 +79,31 @@ def publish(channel: Channel, url: str) -> list[int]:
         # Versions without a current.json may be another channel's: they are replaced.
         is_own = _is_same_channel(channel, url)
         remote_sizes = _remote_sizes(fs, f"{root}/{VERSIONS}")
-        copied = []
+        copied, chain = [], channel.chain(current.number)
         for number in channel.numbers():
             folder = channel.folder_of(number)
-            sizes, remote_files = _local_sizes(folder), remote_sizes.get(folder.name, {})
-            # Sizes show an upload that was cut short; otherwise a version never changes.
-            if not is_own or remote_files != sizes:
-                # Old files must not stay beside the new ones: a delta.json would be read in place
-                # of config.json. On a disk the folder is swapped as one.
-                if not is_local(fs) and not remote_files.keys() <= sizes.keys():
-                    remove(folder.name)
-                target = f"{root}/{VERSIONS}/{folder.name}"
-                upload_folder(fs, folder, target, description_of(folder))
-                copied.append(number)
+            remote_files = remote_sizes.get(folder.name, {})
+            try:
+                version = channel.version(number)
+                sizes = _listed_sizes(version)
+                if is_own and remote_files == sizes:
+                    continue
+                check_version(version)
+            except GMetaError as error:
+                # What nobody needs for what serves must not keep that from its readers.
+                if number in (one.number for one in (chain.base, *chain.deltas)):
+                    raise
+                _log.warning(f"version {number} of {channel.root} is not published: {error}")
+                continue
+            # Sizes show an upload that was cut short; otherwise a version never changes. Old files
+            # must not stay beside the new ones: a delta.json would be read in place of config.json.
+            # On a disk the folder is swapped as one.
+            if not is_local(fs) and not remote_files.keys() <= sizes.keys():
+                remove(folder.name)
+            target = f"{root}/{VERSIONS}/{folder.name}"
+            # Only what it lists: beside it may lie a stranger's link to anything.
+            upload_folder(fs, folder, target, description_of(folder), sizes)
+            copied.append(number)
         upload_file(fs, channel.root / PROMOTIONS, f"{root}/{PROMOTIONS}")
         if is_local(fs):  # elsewhere an object appears whole
             write_atomically(Path(root) / CURRENT_FILE, (channel.root / CURRENT_FILE).read_bytes())
@@ -153,12 +170,11 @@ def _download_version(
         # The bytes that were checked against the chain, not those that may be there by now.
         (partial / name).write_bytes(description)
         version = read_version(partial, wanted.number)
-        for file in files_of(version):
-            (partial / file).parent.mkdir(parents=True, exist_ok=True)
-            fs.get_file(f"{there}/{file}", str(partial / file))
         try:
+            for file, entry in files_of(version).items():
+                download_file(fs, f"{there}/{file}", partial / file, entry.num_bytes)
             check_version(version)
-        except GMetaError as error:
+        except (GMetaError, MetaIOError) as error:
             raise GMetaError(
                 f"version {version.name} did not come whole from {url}: {error}. If it is damaged "
                 f"there, remove {VERSIONS}/{target.name} there and run: gmeta publish CHANNEL {url}"
@@ -197,6 +213,8 @@ def _remote_sizes(fs: Any, versions: str) -> dict[str, dict[str, int]]:
     return sizes_by_version
 
 
-def _local_sizes(folder: Path) -> dict[str, int]:
-    files = (path for path in folder.rglob("*") if path.is_file())
-    return {path.relative_to(folder).as_posix(): path.stat().st_size for path in files}
+def _listed_sizes(version: Version) -> dict[str, int]:
+    """Return the size of every file of a version."""
+    described = description_of(version.folder)
+    sizes = {described: (version.folder / described).stat().st_size}
+    return sizes | {name: entry.num_bytes for name, entry in files_of(version).items()}

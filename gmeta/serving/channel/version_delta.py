@@ -2,12 +2,12 @@
 chain over its base is the full export again, and is checked against that export's checksums."""
 
 import shutil
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 
 from gmeta.errors import GMetaError
-from gmeta.platform.files.checksums import describe_file
+from gmeta.platform.files.checksums import FileChecksum, describe_file
 from gmeta.serving.channel.model_version import (
     DELTA_FORMAT,
     MODEL_FILE,
@@ -16,6 +16,7 @@ from gmeta.serving.channel.model_version import (
     ParentVersion,
     Version,
     check_version,
+    files_of,
     model_config,
 )
 from gmeta.serving.channel.table_changes import materialize_table, write_changed_rows
@@ -56,8 +57,8 @@ def write_delta(old: Path, parent: ParentVersion, new: Path, out: Path) -> Delta
     vocabularies = {}
     for name in _vocabularies(after):
         values = read_vocabulary(new / vocabulary_file(name))
-        known = old / vocabulary_file(name)
-        old_values = read_vocabulary(known) if known.is_file() else None
+        is_known = vocabulary_file(name) in before.files
+        old_values = read_vocabulary(old / vocabulary_file(name)) if is_known else None
         write_changed_values(old_values, values, out / vocabulary_file(name))
         vocabularies[name] = checksum_of(values)
     # Layers change at every step, and take a few hundred kilobytes.
@@ -86,8 +87,9 @@ def materialize_model(base: Path, deltas: Sequence[Version], out: Path) -> None:
     files = dict(config.files)
     for name, checksum in (newest.delta.vocabularies if newest.delta else {}).items():
         file = vocabulary_file(name)
-        base_file = base / file if (base / file).is_file() else None
-        changes = [path for path in (one.folder / file for one in deltas) if path.is_file()]
+        # Only what is listed was compared with a checksum.
+        base_file = base / file if file in start.files else None
+        changes = [one.folder / file for one in deltas if file in files_of(one)]
         values = materialize_values(base_file, changes)
         if checksum_of(values) != checksum:
             raise _altered_error(newest, file)
@@ -110,8 +112,8 @@ def _write_tables(
     steps = [(one, model_config(one)) for one in deltas]
     for index, table in enumerate(config.features.tables):
         # By name: the number of a table's file differs where a column was added.
-        known = _table_file_of(base, start, table.name)
-        files = (_table_file_of(one.folder, each, table.name) for one, each in steps)
+        known = _table_file_of(base, start, start.files, table.name)
+        files = (_table_file_of(one.folder, each, files_of(one), table.name) for one, each in steps)
         changes = [file for file in files if file is not None]
         if known is None:
             raise GMetaError(
@@ -121,10 +123,12 @@ def _write_tables(
         materialize_table(known, changes, out / table_file(index), table.name, table.num_rows)
 
 
-def _table_file_of(folder: Path, config: ExportedConfig, table: str) -> Path | None:
+def _table_file_of(
+    folder: Path, config: ExportedConfig, files: Mapping[str, FileChecksum], table: str
+) -> Path | None:
     names = [each.name for each in config.features.tables]
-    path = folder / table_file(names.index(table)) if table in names else None
-    return path if path is not None and path.is_file() else None
+    file = table_file(names.index(table)) if table in names else ""
+    return folder / file if file in files else None
 
 
 def _altered_error(version: Version, file: str) -> GMetaError:

@@ -103,7 +103,8 @@ def _write_program(served: ServedModel, model: Path, folder: Path, runtime: Runt
             left_out = f"without {ADAPTED_FILE}: {error}"
     write_inputs(folder, served.config, programs)
     # inputs.json refers to them: readers in other languages encode raw columns themselves.
-    copy_folder(model / "vocabulary", folder / "vocabulary")
+    listed = [name for name in served.config.files if name.startswith("vocabulary/")]
+    copy_folder(model, folder, names=listed)
     return left_out
 
 
@@ -116,6 +117,4 @@ def _save(program: torch.export.ExportedProgram, path: Path) -> None:
 
 def _copy(model: Path, folder: Path) -> None:
     # Only what the config lists: other files in the folder are not the model's.
-    for name in (CONFIG_FILE, *read_config(model).files):
-        (folder / name).parent.mkdir(parents=True, exist_ok=True)
-        shutil.copyfile(model / name, folder / name)
+    copy_folder(model, folder, shutil.copyfile, (CONFIG_FILE, *read_config(model).files))

@@ -1,5 +1,8 @@
 """Finds the input files of prepare: files, globs, folders and zip archives, on any URL."""
 
+import errno
+import os
+import shutil
 import tempfile
 import zipfile
 import zlib
@@ -14,6 +17,9 @@ import fsspec
 
 from metaio.errors import AccessError, DataError, TooFewRowsError
 from metaio.format.storage import find_file_system, is_local
+
+# An archive that unpacks to more bytes than this, and than so many times its size, is refused.
+_LEAST_BOMB, _MOST_PACKED = 256 << 20, 250
 
 FileKind = Literal["Parquet", "text", "JSON"]
 
@@ -154,6 +160,15 @@ def _unpack(fs: Any, path: str, name: str, folder: Path) -> dict[str, ArchiveMem
     try:
         # extractall drops "..", so no member is written elsewhere.
         with fs.open(path) as file, zipfile.ZipFile(file) as archive:
+            num_bytes = sum(member.file_size for member in archive.infolist())
+            # Before anything is written. No log packs like this: it is made to fill the disk.
+            if num_bytes > max(_LEAST_BOMB, _MOST_PACKED * file.seek(0, os.SEEK_END)):
+                raise DataError(
+                    f"input {name} unpacks to {num_bytes:,} bytes, over {_MOST_PACKED} times its "
+                    "size: no log does. Unpack it yourself, and give the files"
+                )
+            if num_bytes > shutil.disk_usage(folder).free:
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
             archive.extractall(place)
     except (zipfile.BadZipFile, NotImplementedError, RuntimeError, EOFError, zlib.error) as error:
         raise DataError(

@@ -1,6 +1,7 @@
 """Where inputs are read from: a web server, and files whose names hold the marks of globs."""
 
 import json
+import shutil
 import threading
 import zipfile
 from collections.abc import Iterator
@@ -20,9 +21,11 @@ from metaio.errors import AccessError
 from metaio.prepare.engines.local import prepare
 from metaio.prepare.job import PrepareOptions
 from metaio.prepare.schema.schema_file import parse_schema
+from metaio.prepare.source import input_files
 from metaio.prepare.source.input_files import expand_inputs
 from tests.metaio.prepare.test_local import changed, raw_table
 from tests.support.full_disk import files_of_at_most
+from tests.support.refusals import catch_message
 
 BODY = {"task": {"column": "user"}, "label": {"column": "clicked"}, "episodes": {"query_rows": 1}}
 
@@ -102,6 +105,26 @@ def test_an_archive_that_does_not_fit_is_told_with_where_it_was_unpacked(tmp_pat
         f"input {tmp_path}/logs.zip cannot be unpacked into HERE/logs: File too large. Free space "
         "there, or set TMPDIR to another place"
     )
+
+
+def test_an_archive_is_refused_by_its_listing_before_it_is_unpacked(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with zipfile.ZipFile(tmp_path / "logs.zip", "w", zipfile.ZIP_DEFLATED) as archive:
+        archive.writestr("a.csv", bytes(1 << 20))
+    monkeypatch.setattr(zipfile.ZipFile, "extractall", lambda *_: pytest.fail("it is unpacked"))
+    monkeypatch.setattr(input_files, "_LEAST_BOMB", 1 << 10)
+    assert catch_message(DataError, expand_inputs, [f"{tmp_path}/logs.zip"], tmp_path) == (
+        f"input {tmp_path}/logs.zip unpacks to 1,048,576 bytes, over 250 times its size: no log "
+        "does. Unpack it yourself, and give the files"
+    )
+    monkeypatch.setattr(input_files, "_LEAST_BOMB", 1 << 30)
+    usage = shutil.disk_usage(tmp_path)
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: usage._replace(free=1_000))
+    with pytest.raises(
+        AccessError, match=r"cannot be unpacked into .*: No space left on device. Fr"
+    ):
+        expand_inputs([f"{tmp_path}/logs.zip"], tmp_path)
 
 
 def unchanged(batch: pa.RecordBatch) -> pa.RecordBatch:

@@ -95,3 +95,15 @@ def test_the_command_copies_a_stream_to_a_disk_too(tmp_path: Path) -> None:
     assert done.stderr == f"published: increment 1 of {stream} at {url}  (1 increment copied)\n"
     assert open_stream(url).records == open_stream(str(stream)).records
     succeed("inspect", url)
+
+
+def test_a_link_in_a_stream_is_not_published(tmp_path: Path, url: str) -> None:
+    stream, secret = tmp_path / "s", tmp_path / "credentials"
+    secret.write_text("key")
+    append(stream, log(0), schema=schema())
+    (link := stream / "increments/000001/train/notes").symlink_to(secret)
+    assert catch_message(DataError, publish_stream, stream, url) == (
+        f"{link} is a link: what it points to would be copied. Remove it"
+    )
+    link.unlink()
+    assert publish_stream(stream, url) == [1]

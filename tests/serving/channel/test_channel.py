@@ -492,7 +492,7 @@ def test_a_log_that_was_edited_or_cut_is_refused_and_a_rollback_mends_it(
         message = catch_message(GMetaError, channel.promotions)
         assert message.startswith(f"{log}: {damage}")
         assert message.endswith(
-            f". Put the file back from a copy, or run: gmeta rollback {channel.root} --to 2, which "
+            f". Put the file back from a copy, or run: gmeta rollback {channel.root} --to N, which "
             "keeps what is sound of it"
         )
         assert catch_message(GMetaError, channel.record, {}) == message

@@ -391,3 +391,52 @@ def test_a_cache_on_read_only_disk_is_told(tmp_path: Path, monkeypatch: pytest.M
     told = "cannot be written: Read-only file system. Set GMETA_CACHE to a folder that can"
     with pytest.raises(UserError, match=told), lock_folder(tmp_path / "cache"):
         pass
+
+
+def test_only_what_a_version_lists_is_published(channel: Channel, url: str, tmp_path: Path) -> None:
+    """Who can write into the channel's folder would have the publisher's files copied to others."""
+    secret = tmp_path / "credentials"
+    secret.write_text("key")
+    for number in (1, 2):
+        (channel.folder_of(number) / "notes").symlink_to(secret)
+    (channel.folder_of(3) / "vocabulary").mkdir()
+    (channel.folder_of(3) / "vocabulary" / "item.parquet").write_bytes(b"unlisted")
+    assert publish(channel, url) == [1, 2, 3]
+    fs, root = store_of(url)
+    left = {Path(path).name for path in fs.find(root)}
+    assert left & {"notes", "item.parquet"} == set()
+    assert publish(channel, url) == []
+    assert served_model(url, tmp_path / "own") == served_model(channel.root, tmp_path / "here")
+
+
+def test_what_serves_is_published_whole_or_not_at_all(
+    channel: Channel, url: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    layers = channel.folder_of(2) / "layers.safetensors"
+    layers.write_bytes(layers.read_bytes()[:-1] + b"x")
+    told = f"{layers} differs from the checksum in delta.json: it was altered. "
+    assert catch_message(GMetaError, publish, channel, url).startswith(told)
+    assert not store_of(url)[0].exists(f"{store_of(url)[1]}/current.json")
+    channel.rollback(1)
+    assert publish(channel, url) == [1, 3]
+    assert f"version 2 of {channel.root} is not published: {told}" in caplog.text
+
+
+def test_a_file_of_another_size_than_is_listed_is_not_brought(
+    channel: Channel, url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    publish(channel, url)
+    fs, root = store_of(url)
+    path = f"{root}/versions/00000001/layers.safetensors"
+    fs.pipe_file(path, bytes(1 << 20))
+    brought: list[str] = []
+    get = type(fs).get_file
+
+    def noted(self: Any, there: str, *arguments: Any, **more: Any) -> Any:
+        brought.append(Path(there).name)
+        return get(self, there, *arguments, **more)
+
+    monkeypatch.setattr(type(fs), "get_file", noted)
+    with pytest.raises(GMetaError, match=r"layers.safetensors has 1,048,576 bytes, .* are listed"):
+        channel_at(url, tmp_path / "own")
+    assert "layers.safetensors" not in brought

@@ -22,10 +22,10 @@ from gmeta.runs.run_folder import RunFolder
 from gmeta.serving.channel.champion_judge import Verdict, judge, refuse_model, windows_before
 from gmeta.serving.channel.channel import CURRENT_FILE, Channel, is_channel
 from gmeta.serving.channel.current_version import translate_access_errors
+from gmeta.serving.channel.decision_files import read_verdict, write_verdict
 from gmeta.serving.channel.materialize import materialize_version
 from gmeta.serving.channel.model_version import copy_version, is_delta, read_version
 from gmeta.serving.channel.remote_channel import publish
-from gmeta.serving.channel.verdict_file import read_verdict, write_verdict
 from gmeta.serving.channel.version_packing import pack
 from gmeta.serving.channel.version_retention import prune
 from gmeta.serving.export import export_run
