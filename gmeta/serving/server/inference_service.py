@@ -142,12 +142,25 @@ class InferenceService:
             raise
         finally:
             # Also what was refused or left: an error rate needs every request.
-            self.metrics.count_answer(protocol, status, began_s)
-            if self.config.access_log:
-                ms = round((time.perf_counter() - began_s) * 1000, 2)
-                fields = {"protocol": protocol, "status": status, "ms": ms, "rows": num_rows}
-                why = {"message": message} if message else {}
-                event(logging.INFO, "infer", **fields, peer=peer, **why)
+            self.note_answer(protocol, status, peer, message, began_s, num_rows)
+
+    def note_answer(
+        self,
+        protocol: str,
+        status: int,
+        peer: str,
+        message: str,
+        began_s: float | None = None,
+        num_rows: int = 0,
+    ) -> None:
+        """Count and log an answer, or a refusal with its message."""
+        began_s = time.perf_counter() if began_s is None else began_s
+        self.metrics.count_answer(protocol, status, began_s)
+        if self.config.access_log:
+            ms = round((time.perf_counter() - began_s) * 1000, 2)
+            fields = {"protocol": protocol, "status": status, "ms": ms, "rows": num_rows}
+            why = {"message": message} if message else {}
+            event(logging.INFO, "infer", **fields, peer=peer, **why)
 
     async def parse(
         self, num_bytes: int, parse: Callable[[], InferenceRequest]
