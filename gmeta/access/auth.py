@@ -5,15 +5,10 @@ import base64
 import hashlib
 import time
 from collections.abc import Awaitable, Callable, Iterator
-from contextlib import (
-    AbstractAsyncContextManager,
-    AbstractContextManager,
-    contextmanager,
-    nullcontext,
-)
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple, TypeAlias, final
+from typing import Any, NamedTuple, final
 
 import grpc
 
@@ -29,7 +24,6 @@ MAX_PROBES = 64
 MESSAGE_TIMEOUT_S = 10.0  # for a call's message to come
 _OPEN_PREFIX = "/grpc.health."  # probes show no proof
 _RELOAD_EVERY_S = 1.0
-AsyncBlock: TypeAlias = AbstractAsyncContextManager[Any]
 
 
 @final
@@ -136,7 +130,7 @@ class Guard(grpc.aio.ServerInterceptor):  # type: ignore[misc]
         self._limits = limits
         # Called for each call that is refused here: the RPC, the refusal, the peer.
         self.on_refused: Callable[[str, RefusedError, str], None] = lambda rpc, error, peer: None
-        self.reads: AsyncBlock = nullcontext()  # in which a message is read
+        self.reads: Any = nullcontext()  # in which a message is read
         self.most_probes: int | None = None
         self._num_calls = 0
         self._probes: dict[Any, None] = {}  # the task of each, the oldest first
@@ -247,7 +241,7 @@ class Guard(grpc.aio.ServerInterceptor):  # type: ignore[misc]
 
 
 def _guard_handler(
-    handler: Any, place: Callable[[Any], AbstractContextManager[None]], reads: AsyncBlock
+    handler: Any, place: Callable[[Any], AbstractContextManager[None]], reads: Any
 ) -> Any:
     """Return the handler with `place` entered before its message is awaited."""
     behaviour = handler.unary_unary or handler.unary_stream or handler.stream_stream
@@ -282,7 +276,7 @@ def _guard_handler(
     return grpc.stream_stream_rpc_method_handler(stream, *codecs)
 
 
-async def _read_message(context: Any, reads: AsyncBlock) -> Any:
+async def _read_message(context: Any, reads: Any) -> Any:
     """Return the one message of a call. Raise RefusedError when it does not come."""
     try:
         async with reads, asyncio.timeout(MESSAGE_TIMEOUT_S):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import asynccontextmanager
 from functools import partial
@@ -61,7 +62,8 @@ class InferenceGuard(Guard):
             self._service.access.check(right, *proof)
         except RequestError as error:
             if right is Right.INFER:
-                self._service.note_answer("grpc", error.status, credentials.peer, str(error))
+                of_call = time.perf_counter(), 0, credentials.peer, str(error)
+                self._service.note_answer("grpc", error.status, *of_call)
             raise RefusedError(error.grpc_code, error.grpc_code, str(error)) from None
 
 

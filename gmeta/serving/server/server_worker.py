@@ -41,15 +41,16 @@ _DESCRIPTORS, _RESERVED = 1 << 17, 256
 _KEPT_BYTES = 256 << 20  # of memory that batches freed, kept for the next
 
 
-def run_worker(config: ServeConfig, report_ready: Callable[[], None]) -> None:
-    """Serve until a signal, then answer what is under way and return."""
+def run_worker(config: ServeConfig, report_life: Callable[[], None]) -> None:
+    """Serve until a signal, then answer what is under way and return; `report_life` is called each
+    second while it serves, unless it hangs."""
     torch.set_num_threads(config.threads)
     keep_freed_memory(_KEPT_BYTES)
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        runner.run(_serve_until_stopped(config, report_ready))
+        runner.run(_serve_until_stopped(config, report_life))
 
 
-async def _serve_until_stopped(config: ServeConfig, report_ready: Callable[[], None]) -> None:
+async def _serve_until_stopped(config: ServeConfig, report_life: Callable[[], None]) -> None:
     share_metrics()
     _raise_descriptor_limit()
     tls, tokens = config.load_credentials()
@@ -92,7 +93,7 @@ async def _serve_until_stopped(config: ServeConfig, report_ready: Callable[[], N
     listen = f"{split_address('--listen', config.listen)[0]}:{sockets[0].getsockname()[1]}"
     what = {"model": config.name, "version": service.loaded.version, "folder": str(config.folder)}
     event(logging.INFO, "serving", listen=listen, grpc_port=grpc_port, **what)
-    report_ready()
+    tasks.append(asyncio.create_task(_report_life(service, report_life)))
     await asyncio.wait([asyncio.create_task(ended.wait()), tasks[0]], return_when="FIRST_COMPLETED")
     event(logging.INFO, "draining", listen=config.listen)
     service.ready = False
@@ -113,6 +114,13 @@ async def _serve_until_stopped(config: ServeConfig, report_ready: Callable[[], N
     if shared is not None:
         shared.close()
     event(logging.INFO, "stopped", listen=config.listen)
+
+
+async def _report_life(service: InferenceService, report_life: Callable[[], None]) -> None:
+    while True:
+        if not service.is_stuck:
+            report_life()
+        await asyncio.sleep(1.0)
 
 
 def bind_socket(option: str, address: str, shared: bool) -> socket.socket:
