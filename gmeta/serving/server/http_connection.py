@@ -107,11 +107,11 @@ class HttpConnection(HttpToolsProtocol):
 
     def admit(self) -> bool:
         """Give the connection the place of one whose caller is known; return whether it has one."""
-        kept = self._kept
-        if self not in kept.known and len(kept.known) < kept.most:
-            kept.strangers.pop(self, None)
-            kept.known.add(self)
-        return self in kept.known
+        strangers, known = self._kept.strangers, self._kept.known
+        if self in strangers and len(known) < self._kept.most:  # else it may have ended
+            del strangers[self]
+            known.add(self)
+        return self in known
 
     def connection_lost(self, exc: Exception | None) -> None:
         """Forget the timer and the place."""
