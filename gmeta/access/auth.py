@@ -5,7 +5,8 @@ import base64
 import hashlib
 import time
 from collections.abc import Awaitable, Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple, final
 
@@ -119,7 +120,6 @@ class CallerCredentials(NamedTuple):
         )
 
 
-@final
 class Guard(grpc.aio.ServerInterceptor):  # type: ignore[misc]
     """Checks proof, role and rate before every RPC and every request of a stream."""
 
@@ -130,6 +130,8 @@ class Guard(grpc.aio.ServerInterceptor):  # type: ignore[misc]
         self._limits = limits
         # Called for each call that is refused here: the RPC, the refusal, the peer.
         self.on_refused: Callable[[str, RefusedError, str], None] = lambda rpc, error, peer: None
+        self.reads: Any = nullcontext()  # in which a message is read
+        self.most_probes: int | None = None
         self._num_calls = 0
         self._probes: dict[Any, None] = {}  # the task of each, the oldest first
 
@@ -140,16 +142,21 @@ class Guard(grpc.aio.ServerInterceptor):  # type: ignore[misc]
         handler = await continuation(details)
         if handler is None:
             return None
-        if details.method.startswith(_OPEN_PREFIX):
-            return _guard_handler(handler, lambda context: self._probe())
+        if self.is_probe(details.method):
+            return _guard_handler(handler, lambda context: self._probe(), nullcontext())
         # The handler is wrapped, not the call refused here: only the handler sees the peer.
-        return _guard_handler(handler, lambda context: self._call(details.method, context))
+        place = partial(self._call, details.method)
+        return _guard_handler(handler, place, self.reads)
+
+    def is_probe(self, method: str) -> bool:
+        """Return whether a call needs no proof."""
+        return method.startswith(_OPEN_PREFIX)
 
     @contextmanager
     def _call(self, method: str, context: Any) -> Iterator[None]:
         """Check a call, and hold a place for it until it ends. Raise RefusedError."""
         try:
-            self._check(method, CallerCredentials.from_context(context))
+            self.check(method, CallerCredentials.from_context(context))
             # After the proofs, so that strangers take up no place.
             if self._num_calls >= MAX_CALLS:
                 text = f"{MAX_CALLS} calls are under way; no more are taken. Retry after a pause."
@@ -168,7 +175,7 @@ class Guard(grpc.aio.ServerInterceptor):  # type: ignore[misc]
         """Hold a place for a probe. Raise RefusedError in the oldest of too many."""
         task = asyncio.current_task()
         # The oldest loses its place: an honest probe brings its message and is answered at once.
-        if len(self._probes) >= MAX_PROBES:
+        if len(self._probes) >= (most := self.most_probes or MAX_PROBES):
             oldest = next(iter(self._probes))
             del self._probes[oldest]
             oldest.cancel()
@@ -178,9 +185,7 @@ class Guard(grpc.aio.ServerInterceptor):  # type: ignore[misc]
         except asyncio.CancelledError:
             if task in self._probes:  # its caller has left
                 raise
-            raise _busy_refusal(
-                f"{MAX_PROBES} later probes came. Use Check in place of Watch."
-            ) from None
+            raise _busy_refusal(f"{most} later probes came. Use Check in place of Watch.") from None
         finally:
             self._probes.pop(task, None)
 
@@ -188,9 +193,10 @@ class Guard(grpc.aio.ServerInterceptor):  # type: ignore[misc]
         """Return a function that checks each request of a stream; it raises RefusedError."""
         credentials = CallerCredentials.from_context(context)
         # So a stream whose proof has expired or was withdrawn ends at its next request.
-        return lambda rpc: self._check(SERVICE_PREFIX + rpc, credentials)
+        return lambda rpc: self.check(SERVICE_PREFIX + rpc, credentials)
 
-    def _check(self, method: str, credentials: CallerCredentials) -> None:
+    def check(self, method: str, credentials: CallerCredentials) -> None:
+        """Raise RefusedError unless the caller may make this call now."""
         roles = self._check_proofs(credentials)
         for role in roles:
             if not may_call(role, method):
@@ -234,7 +240,9 @@ class Guard(grpc.aio.ServerInterceptor):  # type: ignore[misc]
         return roles
 
 
-def _guard_handler(handler: Any, place: Callable[[Any], AbstractContextManager[None]]) -> Any:
+def _guard_handler(
+    handler: Any, place: Callable[[Any], AbstractContextManager[None]], reads: Any
+) -> Any:
     """Return the handler with `place` entered before its message is awaited."""
     behaviour = handler.unary_unary or handler.unary_stream or handler.stream_stream
 
@@ -242,14 +250,16 @@ def _guard_handler(handler: Any, place: Callable[[Any], AbstractContextManager[N
         # The place comes first: a call without proof must take up nothing while it is awaited.
         try:
             with place(context):
-                return await behaviour(await _read_message(context), context)
+                return await behaviour(await _read_message(context, reads), context)
         except RefusedError as error:
             await abort(context, error)
 
     async def stream(requests: Any, context: Any) -> None:
         try:
             with place(context):
-                argument = requests if handler.stream_stream else await _read_message(context)
+                argument = (
+                    requests if handler.stream_stream else await _read_message(context, reads)
+                )
                 responses = behaviour(argument, context)
                 if isinstance(responses, Awaitable):  # it writes by itself
                     await responses
@@ -266,10 +276,10 @@ def _guard_handler(handler: Any, place: Callable[[Any], AbstractContextManager[N
     return grpc.stream_stream_rpc_method_handler(stream, *codecs)
 
 
-async def _read_message(context: Any) -> Any:
+async def _read_message(context: Any, reads: Any) -> Any:
     """Return the one message of a call. Raise RefusedError when it does not come."""
     try:
-        async with asyncio.timeout(MESSAGE_TIMEOUT_S):
+        async with reads, asyncio.timeout(MESSAGE_TIMEOUT_S):
             message = await context.read()
     except TimeoutError:
         message = grpc.aio.EOF

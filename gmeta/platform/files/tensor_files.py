@@ -14,6 +14,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from gmeta.errors import GMetaError
+from gmeta.platform.files.storage_errors import translate_storage_errors
 
 
 class ChangedFileError(GMetaError):
@@ -28,16 +29,10 @@ class MappedFiles:
     def __init__(self, files: Sequence[Path]) -> None:
         """Begin before the files are checked and mapped. Raise GMetaError."""
         self._files = files
-        self._descriptors: list[int] = []
         # Kept open, as other files may stand at their paths by then.
-        weakref.finalize(self, _close_all, self._descriptors)
-        for file in files:
-            try:
-                self._descriptors.append(os.open(file, os.O_RDONLY | os.O_CLOEXEC))
-            except OSError as error:
-                raise GMetaError(
-                    f"{file} cannot be read: {error.strerror}. Export the run again"
-                ) from error
+        with translate_storage_errors("a model cannot be read", "Export the run again"):
+            self._descriptors = [os.open(file, os.O_RDONLY) for file in files]
+        weakref.finalize(self, list, map(os.close, self._descriptors))
         self._stamps = self._stat()
 
     def find_changed(self) -> Path | None:
@@ -56,13 +51,7 @@ class MappedFiles:
 
     def _stat(self) -> list[tuple[int, int]]:
         # Not the time of a change of status, which a removal by its owner sets as well.
-        found = map(os.fstat, self._descriptors)
-        return [(status.st_mtime_ns, status.st_size) for status in found]
-
-
-def _close_all(descriptors: Sequence[int]) -> None:
-    for descriptor in descriptors:
-        os.close(descriptor)
+        return [(one.st_mtime_ns, one.st_size) for one in map(os.fstat, self._descriptors)]
 
 
 def read_tensors(file: Path) -> dict[str, Tensor]:

@@ -47,7 +47,7 @@ class Batcher:
         self._observe = observe
         self._waiting: deque[_WaitingRequest] = deque()
         self._under_way = 0  # requests that are being read
-        self._busy = False
+        self._busy, self._began_s = False, 0.0
         self._closing = False
         self._has_come = False  # whether a request came since the last look
         self._next_look: asyncio.Handle | None = None
@@ -64,6 +64,11 @@ class Batcher:
     def num_waiting(self) -> int:
         """Count the requests that no batch has taken yet."""
         return len(self._waiting)
+
+    @property
+    def busy_s(self) -> float:
+        """Return for how long the batch under way has been computed; 0 without one."""
+        return time.perf_counter() - self._began_s if self._busy else 0.0
 
     @contextmanager
     def reading(self) -> Iterator[None]:
@@ -157,7 +162,7 @@ class Batcher:
         num_rows = sum(request.num_rows for request in requests)
         self._observe("tasks", len(requests))
         self._observe("rows", num_rows)
-        self._busy = True
+        self._busy, self._began_s = True, began_s
         # A batch in a thread costs two switches, and lets probes be answered meanwhile.
         likely_s = num_rows / self._rows_per_s if self._rows_per_s else 0.0
         if likely_s <= self._limits.inline_s:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import asynccontextmanager
 from functools import partial
@@ -10,7 +12,9 @@ from typing import TYPE_CHECKING, Any, final
 import grpc
 from google.protobuf.message import DecodeError
 
-from gmeta.access.auth import CallerCredentials
+from gmeta.access.auth import CallerCredentials, Guard
+from gmeta.access.errors import RefusedError
+from gmeta.access.rate import CallLimits
 from gmeta.serving.server.access import Right
 from gmeta.serving.server.inference_protocol import (
     InferenceAnswer,
@@ -31,11 +35,41 @@ if TYPE_CHECKING:
 _OWN_PREFIX = "gmeta."
 _SERVICE = pb.DESCRIPTOR.services_by_name["GRPCInferenceService"]
 SERVICE_NAME = _SERVICE.full_name.removeprefix(_OWN_PREFIX)
+_PROBES = ("/ServerLive", "/ServerReady", "/ModelReady")  # carry no credentials
+_READS = 32  # messages, each as long as is allowed, that are read at once
 
 
-def inference_handler(service: InferenceService, certificates: bool) -> Any:
-    """Return the protocol's RPCs as a handler; `certificates`: the handshake demands them."""
-    servicer = _InferenceServicer(service, certificates)
+@final
+class InferenceGuard(Guard):
+    """Checks who calls before the message is read; `certificates`: the handshake demands them."""
+
+    def __init__(self, service: InferenceService, certificates: bool) -> None:
+        super().__init__(None, certificates, CallLimits())
+        self._service = service
+        self.reads = asyncio.Semaphore(_READS)
+        self.most_probes = service.config.max_connections  # a balancer's Watch lasts
+
+    def is_probe(self, method: str) -> bool:
+        """Return whether a call needs no proof."""
+        return super().is_probe(method) or method.endswith(_PROBES)
+
+    def check(self, method: str, credentials: CallerCredentials) -> None:
+        """Raise RefusedError unless the caller has the right."""
+        right = Right.INFER if method.endswith("/ModelInfer") else Right.METADATA
+        uris = credentials.uris if self._certificates else None
+        proof = credentials.authorization, uris, credentials.valid_until_s
+        try:
+            self._service.access.check(right, *proof)
+        except RequestError as error:
+            if right is Right.INFER:
+                of_call = time.perf_counter(), 0, credentials.peer, str(error)
+                self._service.note_answer("grpc", error.status, *of_call)
+            raise RefusedError(error.grpc_code, error.grpc_code, str(error)) from None
+
+
+def inference_handler(service: InferenceService) -> Any:
+    """Return the protocol's RPCs as a handler; InferenceGuard has checked who calls."""
+    servicer = _InferenceServicer(service)
     handlers = {}
     for method in _SERVICE.methods:
         kinds = getattr(pb, method.input_type.name), getattr(pb, method.output_type.name)
@@ -90,12 +124,10 @@ def _parse_request(
 
 @final
 class _InferenceServicer:
-    def __init__(self, service: InferenceService, certificates: bool) -> None:
+    def __init__(self, service: InferenceService) -> None:
         self._service = service
-        self._certificates = certificates
 
     async def ServerLive(self, request: Any, context: Any) -> Any:
-        # Probes carry no credentials: these three answers ask for none.
         return pb.ServerLiveResponse(live=True)
 
     async def ServerReady(self, request: Any, context: Any) -> Any:
@@ -107,13 +139,13 @@ class _InferenceServicer:
             return pb.ModelReadyResponse(ready=self._service.ready)
 
     async def ServerMetadata(self, request: Any, context: Any) -> Any:
-        async with self._answering(context, Right.METADATA):
+        async with self._answering(context):
             # Its binary extension is one of HTTP.
             metadata = {**self._service.server_metadata(), "extensions": []}
             return pb.ServerMetadataResponse(**metadata)
 
     async def ModelMetadata(self, request: Any, context: Any) -> Any:
-        async with self._answering(context, Right.METADATA):
+        async with self._answering(context):
             self._service.check_model(request.name, request.version)
             metadata = self._service.model_metadata()
             # The message has no field for an output's parameters: its label and loss.
@@ -124,7 +156,6 @@ class _InferenceServicer:
             return pb.ModelMetadataResponse(**metadata)
 
     async def ModelInfer(self, request: Any, context: Any) -> Any:
-        # No right here: `infer` checks it, so that a refused call is counted and logged too.
         async with self._answering(context):
             inference, answer = await self._service.infer(
                 "grpc",
@@ -132,22 +163,15 @@ class _InferenceServicer:
                 request.model_version,
                 dict(context.invocation_metadata() or ()),
                 context.peer(),
-                lambda: self._check(context, Right.INFER),
+                lambda: None,
                 partial(_read_request, request, self._service),
             )
             return _encode_response(self._service.config.name, inference, answer)
 
-    def _check(self, context: Any, right: Right) -> None:
-        caller = CallerCredentials.from_context(context)
-        uris = caller.uris if self._certificates else None
-        self._service.access.check(right, caller.authorization, uris, caller.valid_until_s)
-
     @asynccontextmanager
-    async def _answering(self, context: Any, right: Right | None = None) -> AsyncIterator[None]:
-        """Check the caller's right; in the block, a RequestError becomes the call's status."""
+    async def _answering(self, context: Any) -> AsyncIterator[None]:
+        """Turn a RequestError of the block into the call's status."""
         try:
-            if right is not None:
-                self._check(context, right)
             yield
         except RequestError as error:
             if error.retry_after_s is not None:

@@ -17,7 +17,7 @@ from starlette.responses import JSONResponse, Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from gmeta.serving.server.access import Right
-from gmeta.serving.server.http_connection import CERTIFICATE, TOO_MANY
+from gmeta.serving.server.http_connection import ADMIT, CERTIFICATE
 from gmeta.serving.server.inference_protocol import (
     BINARY_HEADER,
     InferenceRequest,
@@ -113,15 +113,17 @@ def http_app(service: InferenceService) -> FastAPI:
         return Response(page.replace("NOW", now, 1), headers=headers, media_type=content_type)
 
     def check(request: Request, right: Right) -> None:
-        if request.scope.get("extensions", {}).get(TOO_MANY):
+        uris, valid_until_s = _read_certificate(request)
+        authorization = request.headers.get("authorization", "")
+        service.access.check(right, authorization, uris, valid_until_s)
+        # After the proof: strangers take no place of those who have one.
+        admit = request.scope.get("extensions", {}).get(ADMIT)
+        if admit is not None and not admit():
             raise RequestError(
                 503,
                 f"this worker has more than {service.config.max_connections} connections. Call "
                 "another server, or start more workers, or with a higher --max-connections",
             )
-        uris, valid_until_s = _read_certificate(request)
-        authorization = request.headers.get("authorization", "")
-        service.access.check(right, authorization, uris, valid_until_s)
 
     for place in ("/v2/models/{name}", "/v2/models/{name}/versions/{version}"):
         app.add_route(f"{place}/infer", infer, methods=["POST"])

@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
+import socket
 import ssl
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import httptools
@@ -21,8 +25,9 @@ HEAD_TIMEOUT_S = 10.0
 # Longer than nginx and the clouds' balancers keep an idle connection (60 s): the server must not be
 # the first to close, while a request is on its way.
 KEEP_ALIVE_S = 75
-# Keys of the scope's extensions: the client's certificate; whether there are too many connections.
-CERTIFICATE, TOO_MANY = "gmeta.certificate", "gmeta.too_many"
+# Keys of the scope's extensions: the certificate; what gives a caller who has shown a proof
+# a place, and returns whether there was one.
+CERTIFICATE, ADMIT = "gmeta.certificate", "gmeta.admit"
 
 _LOOK_EVERY_S = 1.0  # at the files of the certificate
 
@@ -65,6 +70,22 @@ class _Http11Parser(httptools.HttpRequestParser):
         return b"\r\n".join([*lines, b"", b""])
 
 
+@dataclass
+class _Connections:
+    """Those of one server: strangers, the oldest first, and those whose callers have a place."""
+
+    most: int  # of each
+    strangers: dict[object, Callable[[], None]] = field(default_factory=dict)  # and their ends
+    known: set[object] = field(default_factory=set)
+
+    def add_stranger(self, connection: object, end: Callable[[], None]) -> None:
+        # Whoever has a proof shows it at once: of too many that have not, the oldest makes room.
+        if len(self.strangers) >= self.most:
+            with suppress(OSError):  # it has just ended
+                self.strangers.pop(next(iter(self.strangers)))()
+        self.strangers[connection] = end
+
+
 class HttpConnection(HttpToolsProtocol):
     """One connection of a client."""
 
@@ -73,17 +94,29 @@ class HttpConnection(HttpToolsProtocol):
     _in_head = True
     _head_timer: asyncio.TimerHandle | None = None
 
-    def __init__(self, *args: Any, **settings: Any) -> None:
-        super().__init__(*args, **settings)
+    def __init__(self, kept: _Connections, **settings: Any) -> None:
+        super().__init__(**settings)
         self.parser = _Http11Parser(self)
+        self._kept = kept
 
     def connection_made(self, transport: Any) -> None:
         """Wait for the head of the first request, but not for ever."""
         super().connection_made(transport)
+        self._kept.add_stranger(self, transport.abort)
         self._await_head()
 
+    def admit(self) -> bool:
+        """Give the connection the place of one whose caller is known; return whether it has one."""
+        strangers, known = self._kept.strangers, self._kept.known
+        if self in strangers and len(known) < self._kept.most:  # else it may have ended
+            del strangers[self]
+            known.add(self)
+        return self in known
+
     def connection_lost(self, exc: Exception | None) -> None:
-        """Forget the timer."""
+        """Forget the timer and the place."""
+        self._kept.strangers.pop(self, None)
+        self._kept.known.discard(self)
         self._refuse_slow_head()
         super().connection_lost(exc)
 
@@ -100,20 +133,15 @@ class HttpConnection(HttpToolsProtocol):
         """Begin a request, with the certificate that the connection has shown."""
         super().on_message_begin()
         self._await_head()
-        extensions: dict[str, Any] = {CERTIFICATE: self.transport.get_extra_info("peercert")}
+        certificate = self.transport.get_extra_info("peercert")
+        extensions: dict[str, Any] = {CERTIFICATE: certificate, ADMIT: self.admit}
         self.scope["extensions"] = extensions
 
     def on_headers_complete(self) -> None:
-        """Leave the body's time and size, and a refusal of too many connections, to the app."""
+        """Leave the body's time and size to the app."""
         if self.parser.asks_upgrade:
             return  # the same head comes again, without
         self._refuse_slow_head()
-        # uvicorn's own refusal is no JSON, is not counted, and goes to probes: a busy pod would
-        # die.
-        most, self.limit_concurrency = self.config.limit_concurrency, None
-        busy = max(len(self.connections), len(self.tasks))
-        extensions: Any = self.scope["extensions"]
-        extensions[TOO_MANY] = most is not None and busy >= most
         super().on_headers_complete()
 
     def on_message_complete(self) -> None:
@@ -133,8 +161,36 @@ class HttpConnection(HttpToolsProtocol):
             self._head_timer = None
 
 
+class _TlsDoor(asyncio.Protocol):
+    """Shakes hands on an accepted connection, which is a stranger's; uvicorn's own handshakes last
+    for a minute, and nobody counts them."""
+
+    def __init__(self, kept: _Connections, context: ssl.SSLContext, **settings: Any) -> None:
+        self._kept, self._context = kept, context
+        self._connection = partial(HttpConnection, kept, **settings)
+
+    def connection_made(self, transport: Any) -> None:
+        """Begin the handshake, by a transport of its own."""
+        wire = socket.socket(fileno=os.dup(transport.get_extra_info("socket").fileno()))
+        transport.abort()  # it has read nothing yet
+        self._kept.add_stranger(self, partial(wire.shutdown, socket.SHUT_RDWR))
+        self._handshake = asyncio.ensure_future(self._shake_hands(wire))
+
+    async def _shake_hands(self, wire: socket.socket) -> None:
+        loop, limits = asyncio.get_running_loop(), {"ssl_handshake_timeout": HEAD_TIMEOUT_S}
+        try:
+            with suppress(OSError):  # a caller that left, or whose certificate is not trusted
+                await loop.connect_accepted_socket(
+                    self._connection, wire, ssl=self._context, **limits
+                )
+        finally:
+            self._kept.strangers.pop(self, None)
+
+
 class UvicornServer(uvicorn.Server):
-    """uvicorn's server, whose signals are ours."""
+    """uvicorn's server, whose signals and TLS are ours."""
+
+    context: ssl.SSLContext | None = None
 
     @contextmanager
     def capture_signals(self) -> Iterator[None]:
@@ -155,16 +211,21 @@ def http_server(
         log_config=None,
         access_log=False,
         server_header=False,
-        limit_concurrency=max_connections + 1,  # uvicorn refuses from this number on
         timeout_graceful_shutdown=int(drain_s) + 1,
         timeout_keep_alive=KEEP_ALIVE_S,
     )
     config.load()
-    if tls is not None:
-        config.ssl = tls.context()
+    context = None if tls is None else tls.context()
+    kept = _Connections(max_connections)
+    make_protocol: Any = partial(HttpConnection, kept)
+    if context is not None:
+        make_protocol = partial(_TlsDoor, kept, context)
+    config.http_protocol_class = make_protocol
     # uvicorn logs every request that is no HTTP; the log is for our events alone.
     logging.getLogger("uvicorn").setLevel(logging.CRITICAL)
-    return UvicornServer(config)
+    server = UvicornServer(config)
+    server.context = context
+    return server
 
 
 async def reload_certificates(context: ssl.SSLContext, tls: ServerTls) -> None:

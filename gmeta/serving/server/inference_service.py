@@ -37,6 +37,7 @@ from gmeta.serving.server.versions import LoadedModel, check_successor, version_
 from gmeta_keys.translate_errors import translate_errors
 from metaio.errors import MetaIOError
 
+_STUCK_AFTER_S = 60.0
 CALLER_LEFT = 499  # before the answer: nginx's number, since HTTP has none
 
 
@@ -73,6 +74,11 @@ class InferenceService:
     def refused(self) -> tuple[str, str] | None:
         """Return a version that does not serve, and why; None where the newest does."""
         return self._load_failure.failure
+
+    @property
+    def is_stuck(self) -> bool:
+        """Return whether a batch takes far longer than any caller waits for it."""
+        return self._batcher.busy_s > _STUCK_AFTER_S + self.config.batch.timeout_s
 
     def warm_up(self) -> None:
         """Compute once: the first request must not pay for what torch does once. Raise GMetaError
@@ -142,12 +148,18 @@ class InferenceService:
             raise
         finally:
             # Also what was refused or left: an error rate needs every request.
-            self.metrics.count_answer(protocol, status, began_s)
-            if self.config.access_log:
-                ms = round((time.perf_counter() - began_s) * 1000, 2)
-                fields = {"protocol": protocol, "status": status, "ms": ms, "rows": num_rows}
-                why = {"message": message} if message else {}
-                event(logging.INFO, "infer", **fields, peer=peer, **why)
+            self.note_answer(protocol, status, began_s, num_rows, peer, message)
+
+    def note_answer(
+        self, protocol: str, status: int, began_s: float, num_rows: int, peer: str, message: str
+    ) -> None:
+        """Count and log an answer, or a refusal with its message."""
+        self.metrics.count_answer(protocol, status, began_s)
+        if self.config.access_log:
+            ms = round((time.perf_counter() - began_s) * 1000, 2)
+            fields = {"protocol": protocol, "status": status, "ms": ms, "rows": num_rows}
+            why = {"message": message} if message else {}
+            event(logging.INFO, "infer", **fields, peer=peer, **why)
 
     async def parse(
         self, num_bytes: int, parse: Callable[[], InferenceRequest]

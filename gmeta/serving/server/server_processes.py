@@ -33,6 +33,7 @@ _LOOK_EVERY_S = 0.2
 _RESTART_AFTER_S = 1.0  # twice as long with each start that fails, up to RETRY_S
 _IN_MEMORY = Path("/dev/shm")
 _AFTER_DRAIN_S = 15.0  # then a worker is killed
+_MOST_SILENT_LOOKS = 75  # at a worker that serves, or 15 s: then it hangs, and is killed
 
 
 RunWorker = Callable[[ServeConfig, Callable[[], None]], None]
@@ -68,9 +69,11 @@ def _folder_in_memory() -> AbstractContextManager[str]:
 @dataclass
 class _WorkerProcess:
     process: BaseProcess
-    sign: Connection  # readable once it serves, or has ended
+    sign: Connection  # something comes each second once it serves
     pause_s: float = 0.0  # before its start or, once it has died, the next one's; 0: the first
     serves: bool = False
+    # Not seconds: while this process itself is stopped, nobody is silent.
+    silent_looks: int = 0
     again_at_s: float | None = None  # once it has died: when another takes its place
 
 
@@ -100,11 +103,16 @@ class _WorkerGroup:
     def _restart_dead(self, workers: list[_WorkerProcess]) -> int:
         """Start each dead worker again; return the exit code of one that could never start."""
         for place, worker in enumerate(workers):
-            if not worker.serves and worker.sign.poll():
-                with suppress(EOFError):  # it has ended without having served
-                    worker.serves = worker.sign.recv()
+            worker.silent_looks += worker.serves
+            with suppress(EOFError):  # it has ended
+                while worker.sign.poll():
+                    worker.serves, worker.silent_looks = worker.sign.recv(), 0
             if worker.process.is_alive():
-                continue
+                if worker.silent_looks <= _MOST_SILENT_LOOKS:
+                    continue
+                event(logging.ERROR, "worker_hangs", pid=worker.process.pid)
+                worker.process.kill()
+                worker.process.join()
             if worker.again_at_s is None:
                 # It no longer counts in gauges of the present.
                 mark_process_dead(worker.process.pid or 0)
@@ -155,10 +163,17 @@ class _WorkerGroup:
         self._own_side.close()
         threading.Thread(target=_end_with, args=(self._workers_side,), daemon=True).start()
         try:
-            self._run_worker(self._config, lambda: sign.send(True))
+            os.set_blocking(sign.fileno(), False)
+            self._run_worker(self._config, partial(_send_sign, sign))
         except GMetaError as error:
             event(logging.ERROR, "worker_not_started", message=str(error))
             os._exit(error.exit_code)
+
+
+def _send_sign(sign: Connection) -> None:
+    # A full pipe, or none: the process that reads it is stopped, or has died.
+    with suppress(OSError):
+        sign.send(True)
 
 
 def _end_with(parent: Connection) -> None:

@@ -2,6 +2,7 @@
 
 import asyncio
 import logging
+import resource
 import socket
 from collections.abc import Callable, Coroutine
 from typing import Any
@@ -16,9 +17,14 @@ from gmeta.access.credentials import ServerTls, take_port
 from gmeta.access.log import event
 from gmeta.platform.numerics import keep_freed_memory
 from gmeta.serving.server.access import ServerAccess
-from gmeta.serving.server.grpc_service import SERVICE_NAME, UnknownCalls, inference_handler
+from gmeta.serving.server.grpc_service import (
+    SERVICE_NAME,
+    InferenceGuard,
+    UnknownCalls,
+    inference_handler,
+)
 from gmeta.serving.server.http_app import http_app
-from gmeta.serving.server.http_connection import http_server, reload_certificates
+from gmeta.serving.server.http_connection import KEEP_ALIVE_S, http_server, reload_certificates
 from gmeta.serving.server.inference_service import InferenceService
 from gmeta.serving.server.serve_config import ServeConfig
 from gmeta.serving.server.server_metrics import ServerMetrics, share_metrics
@@ -30,19 +36,23 @@ from gmeta_keys.stop_flag import stop_signals
 
 BACKLOG = 1024
 _HANDSHAKE_MS = 10_000
+# Of open files: as many as a service of shards has; what files and logs take of them.
+_DESCRIPTORS, _RESERVED = 1 << 17, 256
 _KEPT_BYTES = 256 << 20  # of memory that batches freed, kept for the next
 
 
-def run_worker(config: ServeConfig, report_ready: Callable[[], None]) -> None:
-    """Serve until a signal, then answer what is under way and return."""
+def run_worker(config: ServeConfig, report_life: Callable[[], None]) -> None:
+    """Serve until a signal, then answer what is under way and return; `report_life` is called each
+    second while it serves, unless it hangs."""
     torch.set_num_threads(config.threads)
     keep_freed_memory(_KEPT_BYTES)
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        runner.run(_serve_until_stopped(config, report_ready))
+        runner.run(_serve_until_stopped(config, report_life))
 
 
-async def _serve_until_stopped(config: ServeConfig, report_ready: Callable[[], None]) -> None:
+async def _serve_until_stopped(config: ServeConfig, report_life: Callable[[], None]) -> None:
     share_metrics()
+    _raise_descriptor_limit()
     tls, tokens = config.load_credentials()
     certificates = tls is not None and tls.client_ca is not None
     # The addresses first: one that is taken must end the start before a large model is read.
@@ -66,8 +76,8 @@ async def _serve_until_stopped(config: ServeConfig, report_ready: Callable[[], N
     coroutines: list[Coroutine[Any, Any, Any]] = [server.serve(sockets)]
     if config.reload_every_s:
         coroutines.append(service.watch())
-    if tls is not None and server.config.ssl is not None:
-        coroutines.append(reload_certificates(server.config.ssl, tls))
+    if tls is not None and server.context is not None:
+        coroutines.append(reload_certificates(server.context, tls))
     tasks = [asyncio.create_task(each) for each in coroutines]
     # One of several workers listens only now, and the kernel may refuse it.
     while not server.started and not tasks[0].done():
@@ -83,7 +93,7 @@ async def _serve_until_stopped(config: ServeConfig, report_ready: Callable[[], N
     listen = f"{split_address('--listen', config.listen)[0]}:{sockets[0].getsockname()[1]}"
     what = {"model": config.name, "version": service.loaded.version, "folder": str(config.folder)}
     event(logging.INFO, "serving", listen=listen, grpc_port=grpc_port, **what)
-    report_ready()
+    tasks.append(asyncio.create_task(_report_life(service, report_life)))
     await asyncio.wait([asyncio.create_task(ended.wait()), tasks[0]], return_when="FIRST_COMPLETED")
     event(logging.INFO, "draining", listen=config.listen)
     service.ready = False
@@ -104,6 +114,13 @@ async def _serve_until_stopped(config: ServeConfig, report_ready: Callable[[], N
     if shared is not None:
         shared.close()
     event(logging.INFO, "stopped", listen=config.listen)
+
+
+async def _report_life(service: InferenceService, report_life: Callable[[], None]) -> None:
+    while True:
+        if not service.is_stuck:
+            report_life()
+        await asyncio.sleep(1.0)
 
 
 def bind_socket(option: str, address: str, shared: bool) -> socket.socket:
@@ -140,25 +157,36 @@ def _bind_error(option: str, address: str, error: OSError) -> AddressError:
     )
 
 
+def _raise_descriptor_limit() -> int:
+    """Raise the process's limit of open files as far as it may; return it."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    limit = _DESCRIPTORS if hard < 0 else min(_DESCRIPTORS, hard)
+    if 0 <= soft < limit:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (limit, hard))
+    return limit
+
+
 async def _grpc_server(
     config: ServeConfig, service: InferenceService, tls: ServerTls | None
 ) -> tuple[Any, Any, int]:
     """Return a started gRPC server, its health service and its port. Raise AddressError."""
     size = config.limits.body_bytes
+    # gRPC cannot tell who has shown a proof: idle strangers must not use up what there is.
+    connections = _raise_descriptor_limit() - 2 * config.max_connections - _RESERVED
+    certificates = tls is not None and tls.client_ca is not None
     server = grpc.aio.server(
+        interceptors=[InferenceGuard(service, certificates)],
         options=(
             ("grpc.so_reuseport", int(config.workers > 1)),
             ("grpc.max_receive_message_length", size),
             ("grpc.max_send_message_length", size),
             ("grpc.max_metadata_size", 16 << 10),
             ("grpc.server_handshake_timeout_ms", _HANDSHAKE_MS),
-            ("grpc.max_allowed_incoming_connections", config.max_connections),
+            ("grpc.max_connection_idle_ms", KEEP_ALIVE_S * 1000),
+            ("grpc.max_allowed_incoming_connections", max(connections, config.max_connections)),
         ),
-        # Above what may wait, so that the batcher refuses first, with a time to retry after.
-        maximum_concurrent_rpcs=2 * config.batch.waiting,
     )
-    certificates = tls is not None and tls.client_ca is not None
-    server.add_generic_rpc_handlers((inference_handler(service, certificates),))
+    server.add_generic_rpc_handlers((inference_handler(service),))
     checks = health.aio.HealthServicer()
     health_pb2_grpc.add_HealthServicer_to_server(checks, server)
     server.add_generic_rpc_handlers((UnknownCalls(),))  # the last that is asked

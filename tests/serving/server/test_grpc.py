@@ -16,7 +16,7 @@ from google.protobuf.message import DecodeError
 from gmeta.access.auth import Tokens
 from gmeta.serving.served_model import ServedModel
 from gmeta.serving.server.access import ServerAccess
-from gmeta.serving.server.grpc_service import _parse_request, inference_handler
+from gmeta.serving.server.grpc_service import InferenceGuard, _parse_request, inference_handler
 from gmeta.serving.server.inference_service import InferenceService
 from gmeta.serving.server.request_errors import RequestError, bad_request
 from gmeta.serving.server.server_limits import BatchLimits
@@ -36,13 +36,15 @@ def with_stub(service: InferenceService, work: Callable[[Any], Awaitable[T]]) ->
     """What `work` returns, with a stub of a server of this service."""
 
     async def run() -> T:
-        server = grpc.aio.server()
-        server.add_generic_rpc_handlers((inference_handler(service, certificates=False),))
+        server = grpc.aio.server(interceptors=[InferenceGuard(service, certificates=False)])
+        server.add_generic_rpc_handlers((inference_handler(service),))
         port = server.add_insecure_port("127.0.0.1:0")
         await server.start()
         try:
             async with grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel:
-                return await work(pb_grpc.GRPCInferenceServiceStub(channel))
+                stub = pb_grpc.GRPCInferenceServiceStub(channel)
+                stub.channel = channel
+                return await work(stub)
         finally:
             await server.stop(None)
 
@@ -194,6 +196,35 @@ def test_a_token_has_a_role(exported: Path, tmp_path: Path) -> None:
         "worker": "OK", "operator": "OK", "viewer": "PERMISSION_DENIED",
         "nobody": "UNAUTHENTICATED",
     }  # fmt: skip
+
+
+def test_calls_without_a_proof_take_no_place_of_those_with_one(
+    exported: Path, tmp_path: Path
+) -> None:
+    """Calls whose message never comes: refused by their token alone, or ended by later probes."""
+    tokens = make_tokens(tmp_path / "tokens")
+    access = ServerAccess(Tokens(tmp_path / "tokens"), False)
+
+    async def ask(stub: Any) -> list[str]:
+        def open_calls(name: str, count: int) -> list[Any]:
+            method = stub.channel.stream_unary(f"/inference.GRPCInferenceService/{name}")
+            return [method() for _ in range(count)]
+
+        strangers = open_calls("ModelInfer", 40) + open_calls("ModelMetadata", 40)
+        codes = {(await each.code()).name for each in strangers}
+        probes = open_calls("ServerReady", 20)
+        while sum(each.done() for each in probes) < 12:  # all but the newest end
+            await asyncio.sleep(0.005)
+        assert (await stub.ServerReady(pb.ServerReadyRequest())).ready
+        metadata = (("authorization", f"Bearer {tokens['worker']}"),)
+        answer = await stub.ModelInfer(message(request_of(QUERY)), metadata=metadata)
+        assert len(values(answer)) == QUERY.num_rows
+        for each in probes:
+            each.cancel()
+        return sorted(codes)
+
+    with service_of(exported, access, max_connections=8) as service:
+        assert with_stub(service, ask) == ["UNAUTHENTICATED"]
 
 
 def described(module: Any) -> tuple[Any, dict[str, Any]]:

@@ -6,6 +6,7 @@ import logging
 import os
 import re
 import socket
+import ssl
 import struct
 import tracemalloc
 from collections.abc import AsyncIterator
@@ -19,6 +20,7 @@ import torch
 from prometheus_client import values as values_of_metrics
 
 from gmeta.access.auth import Tokens
+from gmeta.access.credentials import ServerTls
 from gmeta.access.log import LOGGER_NAME
 from gmeta.config.algorithm import AlgorithmConfig
 from gmeta.errors import GMetaError
@@ -30,6 +32,7 @@ from gmeta.serving.server.inference_service import InferenceService
 from gmeta.serving.server.server_limits import BatchLimits, RequestLimits
 from gmeta.serving.server.server_metrics import MULTIPROCESS_DIR, ServerMetrics, share_metrics
 from gmeta.serving.server.shared_support import SharedSupport
+from tests.antdt.pki import Authority
 from tests.serving.server.serving import (
     INFER,
     get,
@@ -530,6 +533,47 @@ def test_so_many_connections_are_answered_as_the_option_says(service: InferenceS
     assert asyncio.run(work()) == [200, 503, 200, 503]
     counted = 'gmeta_serve_requests_total{protocol="http",status="503"} 1.0'
     assert counted in get(service, "/metrics").text.splitlines()
+
+
+@pytest.mark.parametrize("kind", ["silent", "probing", "half a hello"])
+def test_strangers_take_no_place_of_callers_with_a_token(
+    exported: Path, tmp_path: Path, kind: str
+) -> None:
+    tokens = make_tokens(tmp_path / "tokens")
+    authority = Authority(tmp_path / "pki")
+    tls = ServerTls.of(*authority.issue("server"), None)
+    trust = ssl.create_default_context(cafile=str(authority.ca))
+
+    async def work(service: InferenceService) -> list[int]:
+        with socket.socket() as listening:
+            listening.bind(("127.0.0.1", 0))
+            server = http_server(http_app.http_app(service), 4, 0.0, tls)
+            serving = asyncio.create_task(server.serve([listening]))
+            while not server.started:
+                await asyncio.sleep(0.005)
+            host, port = listening.getsockname()
+            strangers, codes = [], []
+            for _ in range(20):
+                plain = None if kind == "half a hello" else trust
+                reader, writer = await asyncio.open_connection(host, port, ssl=plain)
+                strangers.append(writer)
+                writer.write(b"\x16\x03\x01" if plain is None else b"")
+                if kind == "probing":
+                    writer.write(b"GET /v2/health/live HTTP/1.1\r\nHost: x\r\n\r\n")
+                    assert (await reader.readline()).endswith(b"200 OK\r\n")
+            headers = {"Authorization": f"Bearer {tokens['worker']}"}
+            async with httpx.AsyncClient(verify=trust, headers=headers) as caller:
+                for _ in range(3):
+                    url = f"https://{host}:{port}{INFER}"
+                    codes.append((await caller.post(url, json=request_of(QUERY))).status_code)
+            for writer in strangers:
+                writer.transport.abort()
+            server.should_exit = True
+            await serving
+        return codes
+
+    with service_of(exported, ServerAccess(Tokens(tmp_path / "tokens"), False)) as service:
+        assert asyncio.run(work(service)) == [200] * 3
 
 
 def test_metrics_count_what_was_answered(service: InferenceService) -> None:

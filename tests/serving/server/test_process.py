@@ -13,6 +13,7 @@ import ssl
 import stat
 import subprocess
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
@@ -36,6 +37,7 @@ from gmeta.serving.served_model import ServedModel
 from gmeta.serving.server import server_processes as process
 from gmeta.serving.server.http_connection import UvicornServer, http_server
 from gmeta.serving.server.serve_config import ServeConfig
+from gmeta.serving.server.server_limits import BatchLimits
 from gmeta.serving.server.server_processes import _folder_in_memory, _WorkerGroup, _WorkerProcess
 from gmeta.serving.server.server_worker import _serve_until_stopped, bind_socket
 from gmeta.serving.server.versions import version_in
@@ -51,8 +53,10 @@ from tests.serving.server.serving import (
     free_port,
     request_of,
     running_server,
+    service_of,
     tensors,
     values,
+    with_client,
 )
 from tests.serving.server.test_grpc import message
 from tests.serving.server.test_http import make_tokens
@@ -243,6 +247,43 @@ def test_a_worker_that_dies_is_started_again(exported: Path) -> None:
         assert server.count("worker_died") == 1
         for _ in range(6):
             assert ask(server, query=QUERY).status_code == 200
+
+
+def lose_patience_soon() -> None:
+    process._MOST_SILENT_LOOKS = 25
+
+
+def test_a_worker_that_hangs_is_replaced(exported: Path) -> None:
+    with running_server(exported, workers=2, first=lose_patience_soon) as server:
+        children = Path(f"/proc/{server.process.pid}/task/{server.process.pid}/children")
+        victim = int(children.read_text().split()[0])
+        os.kill(victim, signal.SIGSTOP)
+        wait_until(lambda: server.count("serving") >= 3, "another worker serves")
+        hung = [each["pid"] for each in server.events if each["event"] == "worker_hangs"]
+        assert hung == [victim]
+        for _ in range(6):
+            assert ask(server, query=QUERY).status_code == 200
+
+
+def test_a_worker_whose_batch_never_ends_says_nothing_more(exported: Path) -> None:
+    limits = BatchLimits(inline_s=-1.0)
+    with service_of(exported, batch=limits) as service:
+        held, run = threading.Event(), service._batcher._run
+        service._batcher._run = lambda requests: (held.wait(PATIENCE_S), run(requests))[1]
+        service._batcher._rows_per_s = 1e-6  # long: in a thread
+
+        async def work(client: httpx.AsyncClient) -> list[bool]:
+            call = asyncio.create_task(client.post(INFER, content=json.dumps(request_of(QUERY))))
+            while not service._batcher.busy_s:
+                await asyncio.sleep(0.005)
+            stuck = [service.is_stuck]
+            service._batcher._began_s -= 100
+            stuck.append(service.is_stuck)
+            held.set()
+            assert (await call).status_code == 200
+            return [*stuck, service.is_stuck]
+
+        assert with_client(service, work) == [False, True, False]
 
 
 def test_a_worker_that_cannot_restart_leaves_others_serving(exported: Path, tmp_path: Path) -> None:
