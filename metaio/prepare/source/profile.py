@@ -24,7 +24,12 @@ from metaio.prepare.source.bad_lines import (
     make_bad_lines_error,
     show_bad_lines,
 )
-from metaio.prepare.source.csv_errors import check_json_objects, explain_csv_error, shorten
+from metaio.prepare.source.csv_errors import (
+    check_json_objects,
+    explain_csv_error,
+    explain_first_bytes,
+    shorten,
+)
 from metaio.prepare.source.input_files import InputFiles, expand_inputs
 from metaio.prepare.source.sql import connect, format_scan, format_text_options, quote_column
 from metaio.prepare.source.text_lines import DELIMITERS
@@ -190,7 +195,7 @@ def _translate_errors(files: InputFiles) -> Iterator[None]:
     try:
         yield
     except (duckdb.Error, pa.ArrowException, OSError) as error:
-        fault = explain_csv_error(str(error))
+        fault = explain_first_bytes(files.names[0]) or explain_csv_error(str(error))
         problem = f"input {files.names[0]} cannot be read: {shorten(str(error))}."
         remedy = "Write a schema by hand (docs/format.md)"
         if isinstance(error, PermissionError):

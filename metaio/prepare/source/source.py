@@ -30,7 +30,11 @@ from metaio.prepare.source.bad_lines import (
     make_bad_lines_error,
     show_bad_lines,
 )
-from metaio.prepare.source.csv_errors import check_json_objects, make_read_error
+from metaio.prepare.source.csv_errors import (
+    check_json_objects,
+    explain_first_bytes,
+    make_read_error,
+)
 from metaio.prepare.source.input_files import expand_inputs, make_no_rows_error
 from metaio.prepare.source.sql import (
     connect,
@@ -321,6 +325,8 @@ class DuckSource:
             num_lines, num_blank, _ = count_lines([name], self._text.encoding, "")
         if num_lines == num_blank:
             raise DataError(f"input {name} holds only blank lines. Remove it, or write its rows")
+        if fault := explain_first_bytes(name):
+            raise DataError(fault)
         if error := self._list_bad_lines():
             raise error
 
@@ -486,8 +492,9 @@ class DuckSource:
 
     def _make_error(self, error: Exception, name: str) -> DataError:
         is_read = not isinstance(error, duckdb.OutOfMemoryException | duckdb.IOException | OSError)
+        made = make_read_error(error, name, self._files.kind)
         bad = self._list_bad_lines() if self._files.kind == "text" and is_read else None
-        return bad or make_read_error(error, name, self._files.kind)
+        return bad or made
 
     def __enter__(self) -> Self:
         return self

@@ -22,6 +22,8 @@ def connect(inputs: InputFiles, folder: str) -> duckdb.DuckDBPyConnection:
         connection.register_filesystem(fs)
     # Times that name no zone are UTC on every machine.
     connection.execute("SET TimeZone = 'UTC'")
+    # Shapes stay the bytes that they are, whatever else a file says of them.
+    connection.execute("SET enable_geoparquet_conversion = false")
     # gmeta prints its own progress.
     connection.execute("SET enable_progress_bar = false")
     # The default is .tmp in the working folder, which may be read-only and survives a kill.

@@ -4,7 +4,7 @@ import csv
 import io
 import re
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import PurePath
 from typing import Any
@@ -85,8 +85,10 @@ def read_header(
 
 
 def split_fields(line: str, delimiter: str) -> list[str]:
-    """Return the fields of one line."""
-    return next(csv.reader([line], delimiter=delimiter), [])
+    """Return the fields of one line; [] if one is longer than 131,072 characters."""
+    with suppress(csv.Error):
+        return next(csv.reader([line], delimiter=delimiter), [])
+    return []
 
 
 def shows_quotes(name: str, encoding: str) -> bool:

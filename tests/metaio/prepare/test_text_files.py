@@ -1,7 +1,9 @@
 """Text files as people have them, and what is said of a line that cannot be read."""
 
+import bz2
 import gzip
 import json
+import lzma
 import zipfile
 from pathlib import Path
 from typing import Any
@@ -14,6 +16,7 @@ from metaio import DataError, Dataset, open_dataset
 from metaio.prepare.engines.local import prepare
 from metaio.prepare.job import PrepareOptions
 from metaio.prepare.schema.schema_file import parse_schema
+from metaio.prepare.source.profile import read_log_sample
 from tests.metaio.conftest import whole_split
 
 HEAD = "user,item,y\n"
@@ -83,6 +86,52 @@ def test_a_file_that_is_no_text_of_the_encoding_is_told(tmp_path: Path) -> None:
         "input a.csv, line 1: it is not UTF-8. Say how the file is written under [text] in the "
         'schema, such as encoding = "latin-1", or convert it to UTF-8'
     )
+
+
+PACKED = (HEAD + ROWS).encode()
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "what", "remedy"),
+    [
+        ("a.csv.bz2", bz2.compress(PACKED), "packed by bzip2", "Unpack it, or pack it by gzip"),
+        ("a.csv", lzma.compress(PACKED), "packed by xz", "Unpack it, or pack it by gzip"),
+        ("a.csv", gzip.compress(PACKED), "packed by gzip", "Let its name end with .gz"),
+        ("a.csv", b"PAR1" + bytes(range(256)), "Parquet", "Let its name end with .parquet"),
+        ("a.parquet", b"PARE" + bytes(999), "encrypted Parquet", "Write it without encryption"),
+        ("a.jsonl", b"Obj\x01" + bytes(99), "an Avro file", "Export it as CSV or Parquet"),
+    ],
+)
+def test_a_file_of_another_kind_is_called_by_it(
+    tmp_path: Path, name: str, content: bytes, what: str, remedy: str
+) -> None:
+    told = f"is {what} by its first bytes: CSV, JSON lines and Parquet are read, packed by gzip, "
+    told += f"zstd or zip if the name says so. {remedy}"
+    assert refused(tmp_path, {name: content}) == f"input {name} {told}"
+    with pytest.raises(DataError, match=f"{name} {told}"):
+        read_log_sample([f"{tmp_path}/in/{name}"])
+
+
+@pytest.mark.parametrize("content", [PACKED, gzip.compress(MANY.encode())[:-30]])
+def test_a_packed_file_that_is_cut_is_the_fault_of_the_file(tmp_path: Path, content: bytes) -> None:
+    message = refused(tmp_path, {"a.csv.gz": content})
+    assert message.startswith("input a.csv.gz cannot be read: IO Error: ")
+    assert message.endswith("It is cut short, damaged or misnamed: write it again")
+
+
+def test_geometry_that_a_file_describes_wrongly_does_no_harm(tmp_path: Path) -> None:
+    rows = {"user": [1, 1], "item": [7, 8], "y": [1, 0], "place": [b"\x01", b"\x02"]}
+    (tmp_path / "in").mkdir()
+    table = pa.table(rows).replace_schema_metadata({"geo": '{"version": "1.0.0"}'})
+    pq.write_table(table, tmp_path / "in/a.parquet")
+    assert prepared(tmp_path, {}).split("train").num_rows == 2
+
+
+def test_a_header_of_any_length_is_read(tmp_path: Path) -> None:
+    header = f"user,item,y,{'x' * 140_000}\n".encode()
+    files: dict[str, str | bytes] = {"a.csv": header + b"1,2,1,caf\xe9\n1,3,0,c\n"}
+    assert refused(tmp_path, files).startswith("input a.csv, line 2: it is not UTF-8. Say")
+    assert prepared(tmp_path, {"a.csv": header + b"1,2,1,a\n1,3,0,c\n"}).split("train").num_rows
 
 
 LATIN = b"6,caf\xe9 \x93,7,1\n"
@@ -286,6 +335,8 @@ def test_a_long_field_is_refused_with_the_setting_that_allows_it(tmp_path: Path)
         "quote that is open, or raise max_line_bytes under [text] in the schema"
     )
     prepared(tmp_path, files, single=single, text={"max_line_bytes": 4_000_000})
+    early: dict[str, str | bytes] = {"a.csv": f"{HEAD}{ROWS}1,{long},1\n{ROWS}"}
+    assert refused(tmp_path / "early", early, single=single).startswith("input a.csv, line 14: it ")
 
 
 @pytest.mark.parametrize("rows", ["1,3,1\n" * 3, "1,3,1\n" * 30_000])
