@@ -241,8 +241,7 @@ class DuckSource:
 
     def _read_header(self, name: str) -> tuple[str, list[str]]:
         """Return delimiter and fields of a text file's first line, or nothing if any is missing."""
-        text = self._text
-        return read_header(name, text.encoding, text.max_line_bytes, self._schema.columns)
+        return read_header(name, self._text, self._schema.columns)
 
     def _infer_column_types(self, name: str) -> dict[str, str]:
         """Return the SQL type of each column of a file, by its first rows."""
@@ -309,7 +308,10 @@ class DuckSource:
                 near = difflib.get_close_matches(column, self._types, n=1)
                 names = to_one_line(", ".join(self._types), 300)
                 hint = f"did you mean {near[0]}?" if near else f"it has {names}."
-                raise DataError(f"input {name} has no column {column}; {hint} Correct the schema")
+                remedy = "Correct the schema"
+                if self._files.kind == "text" and len(self._types) == 1:
+                    remedy = "Name what separates the values: separator under [text] in the schema"
+                raise DataError(f"input {name} has no column {column}; {hint} {remedy}")
             if self._types[column] == "JSON" and column not in numbers:
                 raise DataError(
                     f"column {column} of input {name} holds values of several kinds, or none. "

@@ -57,9 +57,10 @@ def quote_column(column: str) -> str:
 def format_text_options(rule: TextRule) -> str:
     """Return the options of read_csv that decide what is a line and what is a null."""
     # If not set, DuckDB looks for a comment mark, and drops lines that begin with #.
+    mark = f", delim = {quote_literal(rule.delimiter)}" if rule.delimiter else ""
     return (
         f"comment = {quote_literal(rule.comment)}, encoding = {quote_literal(rule.encoding)}, "
-        f"nullstr = {format_list(('', *rule.null))}, max_line_size = {rule.max_line_bytes}"
+        f"nullstr = {format_list(('', *rule.null))}, max_line_size = {rule.max_line_bytes}{mark}"
     )
 
 

@@ -12,7 +12,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from metaio import DataError, Dataset, open_dataset
+from metaio import DataError, Dataset, SchemaError, open_dataset
 from metaio.prepare.engines.local import prepare
 from metaio.prepare.job import PrepareOptions
 from metaio.prepare.schema.schema_file import parse_schema
@@ -154,6 +154,59 @@ def test_bytes_that_are_not_utf8_in_an_unread_column_do_no_harm(tmp_path: Path, 
     content = b"user,city,item,y\n" + rows.encode() + LATIN + rows.encode()
     dataset = prepared(tmp_path, {"a.csv": content, "b.csv": content})
     assert dataset.split("train").num_rows == 2 * (2 * rows.count("\n") + 1)
+
+
+@pytest.mark.parametrize(
+    ("mark", "spelled"),
+    [
+        ("::", "::"),
+        ("\x01", "\x01"),
+        ("\x01", r"\x01"),
+        ("\x01", r"\001"),
+        ("\t", r"\t"),
+        ("~", "~"),
+    ],
+)
+def test_a_separator_is_that_of_the_schema(tmp_path: Path, mark: str, spelled: str) -> None:
+    names = {"user": "u;v", "item": "w"}
+    text = (f"{HEAD}{MANY}" + '1,"2",1\n').replace("user", names["user"]).replace("item", "w")
+    columns: dict[str, Any] = {
+        "task": {"column": names["user"]},
+        "single": [{"column": "w", "hash": 99}],
+    }
+    files: dict[str, str | bytes] = {"a.csv": text.replace(",", mark)}
+    found = prepared(tmp_path, files, text={"separator": spelled}, **columns)
+    other = prepared(tmp_path, {"a.csv": text}, text={"separator": ","}, **columns)
+    assert whole_split(found, "train") == whole_split(other, "train")
+    files["a.csv"] = f"{HEAD}1,2,1,3\n{ROWS}".replace("user", "u;v").replace(",", mark)
+    message = refused(tmp_path / "bad", files, text={"separator": spelled}, **columns)
+    assert message.startswith("input a.csv, line 2: it has 4 fields")
+
+
+@pytest.mark.parametrize("mark", ["", "abcde", '"', "a\n", "\\"])
+def test_a_separator_that_can_be_none_is_refused(mark: str) -> None:
+    body = {
+        "task": {"column": "u"},
+        "label": {"column": "y"},
+        "single": [{"column": "u", "hash": 9}],
+    }
+    with pytest.raises(SchemaError) as caught:
+        parse_schema(body | {"episodes": {"query_rows": 1}, "text": {"separator": mark}})
+    assert str(caught.value) == (
+        f"separator of [text] is {mark!r}; 1 to 4 bytes are allowed, without a quote or an end of "
+        r"line, such as ';', '\t', '::' or '\x01'. Change it"
+    )
+
+
+def test_one_column_alone_is_told_with_the_separator(tmp_path: Path) -> None:
+    message = refused(tmp_path, {"a.csv": (HEAD + ROWS).replace(",", "\x01")})
+    assert message == (
+        r"input a.csv has no column user; it has user\x01item\x01y. Name what separates the "
+        "values: separator under [text] in the schema"
+    )
+    with pytest.raises(DataError, match=r"has one column, .* such as --separator"):
+        read_log_sample([f"{tmp_path}/in/a.csv"])
+    assert read_log_sample([f"{tmp_path}/in/a.csv"], r"\x01").rows.num_rows == len(LINES)
 
 
 @pytest.mark.parametrize(
