@@ -25,6 +25,7 @@ from metaio.prepare.source.bad_lines import (
     make_bad_lines_error,
     show_bad_lines,
 )
+from metaio.prepare.source.column_names import check_names
 from metaio.prepare.source.csv_errors import (
     check_json_objects,
     explain_csv_error,
@@ -175,8 +176,10 @@ def _check_columns(
     """Raise DataError for a file of which each line was read as one value."""
     if files.kind == "JSON":
         check_json_objects(files.names[0], names)
+    options = format_text_options(text)
+    check_names(connection, files, files.names[0], options, names, names)
     if files.kind == "text" and len(names) == 1:
-        table = format_scan(files, files.names[:1], format_text_options(text) + LENIENT)
+        table = format_scan(files, files.names[:1], options + LENIENT)
         rows = find_bad_rows(connection, f"SELECT count(COLUMNS(*)) FROM {table}")
         name = files.names[0]
         if rows:

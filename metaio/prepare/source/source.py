@@ -10,9 +10,7 @@ from pathlib import Path
 from typing import Any, Self
 
 import duckdb
-import fsspec
 import pyarrow as pa
-import pyarrow.parquet as pq
 
 from metaio.errors import DataError, to_one_line
 from metaio.format.atomic_folder import open_temporary_folder
@@ -30,6 +28,7 @@ from metaio.prepare.source.bad_lines import (
     make_bad_lines_error,
     show_bad_lines,
 )
+from metaio.prepare.source.column_names import check_names
 from metaio.prepare.source.csv_errors import (
     check_json_objects,
     explain_first_bytes,
@@ -262,19 +261,10 @@ class DuckSource:
             sql_types = list_declared_types(self._schema).items()
             is_list = {column for column, kind in types.items() if kind.endswith("[]")}
             types |= {c: kind for c, kind in sql_types if c in types and c not in is_list}
-        for column in self._schema.columns:
-            # DuckDB renames the second of two equal names, and would silently read the first.
-            if f"{column}_1" in types and self._read_names(name).count(column) > 1:
-                raise DataError(f"input {name} has two columns {column}. Rename or remove one")
+        wanted = self._schema.columns
+        with self._translate_errors(name):
+            check_names(self._connection, self._files, name, self._options, types, wanted)
         return types
-
-    def _read_names(self, name: str) -> list[str]:
-        """Return the names of a file's columns as written in it."""
-        if self._files.kind != "Parquet":
-            return self._read_header(name)[1]
-        with fsspec.open(name, "rb") as file:
-            names: list[str] = pq.read_schema(file).names
-        return names
 
     def _spell_out(self, name: str, error: duckdb.Error) -> None:
         """Set the types that DuckDB cannot infer where an unread column is not UTF-8."""
