@@ -1,5 +1,6 @@
 """Finds the input files of prepare: files, globs, folders and zip archives, on any URL."""
 
+import re
 import tempfile
 import zipfile
 import zlib
@@ -14,6 +15,11 @@ import fsspec
 
 from metaio.errors import AccessError, DataError, TooFewRowsError
 from metaio.format.storage import find_file_system, is_local
+
+_FOR_PEOPLE = re.compile(
+    r"(read_?me|licen[cs]e|copying|notice|changelog|citation)(\.\w+)?|.+\.(md|rst|pdf|html?)",
+    re.IGNORECASE,
+)
 
 FileKind = Literal["Parquet", "text", "JSON"]
 
@@ -106,8 +112,8 @@ def _find_kind(name: str) -> FileKind:
 
 def is_marker(path: str, given: str) -> bool:
     """Return whether `path`, found by the folder or glob `given`, is a file that an engine left
-    beside its data, such as _SUCCESS: a part of it begins with _ or a dot, unless `given` spells
-    that part out.
+    beside its data, such as _SUCCESS, or a text for people, such as README: a part of it begins
+    with _ or a dot, or is called so, unless `given` spells that part out.
 
     >>> is_marker("/_logs/day=1/_temporary/0/a.csv", "/_logs/*"), is_marker("/_x-1/a", "/_x-*/*")
     (True, False)"""
@@ -119,7 +125,7 @@ def is_marker(path: str, given: str) -> bool:
 
 
 def _is_hidden(name: str) -> bool:
-    return name.startswith(("_", "."))
+    return name.startswith(("_", ".")) or _FOR_PEOPLE.fullmatch(name) is not None
 
 
 def _iterate_files(url: str) -> Iterator[tuple[Any, str]]:

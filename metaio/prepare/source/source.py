@@ -98,7 +98,8 @@ class DuckSource:
         self.names, self.given = self._files.names, self._files.given
         self.members, self.empty = self._files.members, self._files.empty
         self._options = format_text_options(self._text)
-        self._by_name = ""  # set where columns stand in another order in another file
+        self._by_name = ""  # set where columns of another file have another order, or no type
+        self._learnt: dict[str, str] = {}  # types of columns that are null in a Parquet file
         self._spelled: dict[str, str] = {}  # all columns, where DuckDB cannot find them out
         self._as_given, self._given_options = self._files, self._options
         of_rows = next(filter(self.has_rows, self.names), None)  # its types are taken
@@ -126,12 +127,14 @@ class DuckSource:
             first, self._folders = self._files.names[0], []
         self._types = self._infer_column_types(first)
         others = [name for name in self._files.names if name != first]
-        if self._files.kind == "JSON":
+        if self._files.kind != "text":
             self._learn_types(others)
         self._check_columns(first)
         if of_rows is None and rule is None:
             raise make_no_rows_error(self.names, self.given)
         left_out = {name for name in others if not self._has_same_types(name, first)}
+        if self._files.kind == "Parquet" and self._learnt:
+            self._by_name = ", union_by_name = true"
         self.names = [name for name in self.names if name not in left_out]
         kept = [name for name in self._files.names if name not in left_out]
         self._files = replace(self._files, names=kept)
@@ -219,6 +222,7 @@ class DuckSource:
             types = self._choose_types(guessed)
             # Ids beyond 64 bits with a sign are found later (survey).
             types |= {c: "HUGEINT" for c, kind in types.items() if kind == "BIGINT"}
+        columns = [c for c in columns if c in guessed]
         counts = ", ".join(f"count({quote_column(c)})" for c in columns) or "count(COLUMNS(*))"
         tables = [self._scan([name], types, LENIENT) for name in names]
         rows = (find_bad_rows(self._connection, f"SELECT {counts} FROM {t}") for t in tables)
@@ -230,6 +234,7 @@ class DuckSource:
     def _scan(self, names: list[str], types: dict[str, str] | None, more: str = "") -> str:
         """Return the table function that reads these files, with these types where given."""
         columns = f", columns = {format_struct(types)}" if types else ""
+        columns = self._by_name if self._files.kind == "Parquet" else columns
         typed = self._spelled | list_declared_types(self._schema) | (types or {})
         of_folders = {c: typed.pop(c) for c in self._folders if c in typed}
         option = "columns" if self._spelled else "types"
@@ -282,13 +287,17 @@ class DuckSource:
 
     def _learn_types(self, others: list[str]) -> None:
         """Take the types of columns without a value in the first file from other files."""
-        unknown = {c for c in self._schema.columns if self._types.get(c) in OF_NO_VALUE}
+        of_none = OF_NO_VALUE if self._files.kind == "JSON" else OF_NO_VALUE[1:]
+        unknown = {c for c in self._schema.columns if self._types.get(c) in of_none}
         for name in others if unknown else ():
             types = self._infer_column_types(name)
-            self._types |= {c: types[c] for c in unknown & types.keys()}
-            unknown = {c for c in unknown if self._types.get(c) in OF_NO_VALUE}
-        for column in unknown & self._types.keys():
-            self._types[column] = choose_null_type(self._schema, column)
+            learnt = {c: types[c] for c in unknown & types.keys() if types[c] not in of_none}
+            unknown -= learnt.keys()
+            self._learnt |= learnt
+        self._types |= self._learnt
+        if self._files.kind == "JSON":
+            found = unknown & self._types.keys()
+            self._types |= {c: choose_null_type(self._schema, c) for c in found}
 
     def _check_columns(self, name: str) -> None:
         numbers = {*self._schema.label_columns, *(column.column for column in self._schema.dense)}
@@ -339,6 +348,9 @@ class DuckSource:
             # Types of text are guesses, and rows that do not fit are refused later; but the zone of
             # a time would be dropped without a word.
             zones = (types[column] == ZONED) != (kind == ZONED) and column == self._time
+            if self._files.kind == "Parquet" and types[column] in OF_NO_VALUE:
+                self._learnt[column] = kind  # null in all of its rows, whatever their type
+                continue
             if types[column] != kind and (self._files.kind == "Parquet" or zones):
                 if self.has_rows(name):
                     raise DataError(
@@ -452,6 +464,10 @@ class DuckSource:
     def _select(self, columns: list[str], table: str) -> str:
         """Return the query for these columns of a table, times of a format as timestamps."""
         parts = [quote_column(column) for column in columns]
+        if self._files.kind == "Parquet":
+            for column in self._learnt.keys() & {*columns}:
+                name = quote_column(column)
+                parts[columns.index(column)] = f"CAST({name} AS {self._learnt[column]}) AS {name}"
         rule = self._schema.time
         if rule is not None and rule.format is not None and rule.column in columns:
             name, given = quote_column(rule.column), quote_literal(rule.format)

@@ -32,15 +32,16 @@ def connect(inputs: InputFiles, folder: str) -> duckdb.DuckDBPyConnection:
 
 
 def format_scan(
-    inputs: InputFiles, names: Iterable[str], csv: str, json: str = "", folders: bool | None = None
+    inputs: InputFiles, names: Iterable[str], csv: str, more: str = "", folders: bool | None = None
 ) -> str:
-    """Return the table function that reads some of the files, with options by their kind."""
+    """Return the table function that reads some of the files, with options by their kind; `more`
+    is for Parquet and JSON."""
     # None leaves it to DuckDB: columns of folders such as day=1, if all files have them.
     hive = "" if folders is None else f", hive_partitioning = {str(folders).lower()}"
     if inputs.kind == "Parquet":
-        return f"read_parquet({format_paths(names)}{hive})"
+        return f"read_parquet({format_paths(names)}{more}{hive})"
     if inputs.kind == "JSON":
-        return f"read_json({format_paths(names)}, format = 'newline_delimited'{json}{hive})"
+        return f"read_json({format_paths(names)}, format = 'newline_delimited'{more}{hive})"
     return f"read_csv({format_paths(names)}, {csv}{hive})"
 
 

@@ -93,6 +93,19 @@ def test_what_an_engine_has_not_finished_is_no_input(tmp_path: Path) -> None:
     assert expand_inputs([f"{tmp_path}/_lo*/*.csv"], tmp_path).names == [str(logs / "a.csv")]
 
 
+def test_what_is_for_people_is_no_input(tmp_path: Path) -> None:
+    logs = tmp_path / "readme"
+    logs.mkdir()
+    for name in ("README", "ReadMe.txt", "notes.md", "LICENSE.csv", "readme_clicks.csv"):
+        (logs / name).write_text("user,item\n1,2\n")
+    with zipfile.ZipFile(logs / "a.zip", "w") as archive:
+        for name in ("ml/README.txt", "ml/a.csv"):
+            archive.writestr(name, "user,item\n1,2\n")
+    found = expand_inputs([str(logs)], tmp_path).names
+    assert [Path(name).name for name in found] == ["a.csv", "readme_clicks.csv"]
+    assert expand_inputs([f"{logs}/README"], tmp_path).names == [f"{logs}/README"]
+
+
 def test_an_archive_that_does_not_fit_is_told_with_where_it_was_unpacked(tmp_path: Path) -> None:
     with zipfile.ZipFile(tmp_path / "logs.zip", "w", zipfile.ZIP_DEFLATED) as archive:
         archive.writestr("a.csv", "user,item\n" * 1_000)

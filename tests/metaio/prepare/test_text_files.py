@@ -168,17 +168,14 @@ def test_bytes_that_are_not_utf8_in_an_unread_column_do_no_harm(tmp_path: Path, 
     ],
 )
 def test_a_separator_is_that_of_the_schema(tmp_path: Path, mark: str, spelled: str) -> None:
-    names = {"user": "u;v", "item": "w"}
-    text = (f"{HEAD}{MANY}" + '1,"2",1\n').replace("user", names["user"]).replace("item", "w")
-    columns: dict[str, Any] = {
-        "task": {"column": names["user"]},
-        "single": [{"column": "w", "hash": 99}],
-    }
+    head = HEAD.replace("user", "u;v").replace("item", "w")
+    text = f"{head}{MANY}" + '1,"2",1\n'
+    columns: dict[str, Any] = {"task": {"column": "u;v"}, "single": [{"column": "w", "hash": 99}]}
     files: dict[str, str | bytes] = {"a.csv": text.replace(",", mark)}
     found = prepared(tmp_path, files, text={"separator": spelled}, **columns)
     other = prepared(tmp_path, {"a.csv": text}, text={"separator": ","}, **columns)
     assert whole_split(found, "train") == whole_split(other, "train")
-    files["a.csv"] = f"{HEAD}1,2,1,3\n{ROWS}".replace("user", "u;v").replace(",", mark)
+    files["a.csv"] = f"{head}1,2,1,3\n{ROWS}".replace(",", mark)
     message = refused(tmp_path / "bad", files, text={"separator": spelled}, **columns)
     assert message.startswith("input a.csv, line 2: it has 4 fields")
 
