@@ -452,6 +452,12 @@ class DuckSource:
             with self._translate_errors(name):
                 yield from (with_side(batch, self._side_of[name]) for batch in found)
 
+    def read_all_columns(self) -> Iterator[pa.RecordBatch]:
+        """Yield all rows with the columns that the schema does not name, too."""
+        # Of JSON those alone are read that have a type.
+        types = self._types | self._asked if self._files.kind == "JSON" else self._asked
+        return self._stream(self._select(self.columns, self._scan(self._files.names, types)), "")
+
     def _raw_batches(self, name: str, columns: tuple[str, ...]) -> Iterator[pa.RecordBatch]:
         """Yield the rows of a file unchanged: of these columns, or of all."""
         chosen = ", ".join(map(quote_column, columns)) or "*"
