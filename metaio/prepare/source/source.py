@@ -190,6 +190,8 @@ class DuckSource:
                 copy.parent.mkdir(parents=True, exist_ok=True)
                 file = names[index], self._text.encoding, rows, self._describe_file(given)
                 self.bad_lines += copy_good_lines(*file, copy)
+                if names[index] != given:  # a copy of before
+                    Path(names[index]).unlink()
                 names[index] = str(copy)
             num_bad = len(self.bad_lines)
             if num_bad > limit or num_bad == before:
