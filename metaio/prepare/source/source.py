@@ -206,7 +206,8 @@ class DuckSource:
             for index, rows in found.items():
                 given = self._describe_file(self.names[index])
                 shown += show_bad_lines(self._files.names[index], self._text.encoding, rows, given)
-            return make_bad_lines_error(sum(map(len, found.values())), shown) if found else None
+            if shown:
+                return make_bad_lines_error(sum(map(len, found.values())), shown)
         return None
 
     def _describe_file(self, name: str) -> str:
@@ -509,8 +510,9 @@ class DuckSource:
     def _make_error(self, error: Exception, name: str) -> DataError:
         is_read = not isinstance(error, duckdb.OutOfMemoryException | duckdb.IOException | OSError)
         made = make_read_error(error, name, self._files.kind)
-        bad = self._list_bad_lines() if self._files.kind == "text" and is_read else None
-        return bad or made
+        if self._files.kind == "text" and is_read and explain_first_bytes(name) is None:
+            return self._list_bad_lines() or made
+        return made
 
     def __enter__(self) -> Self:
         return self

@@ -101,6 +101,7 @@ PACKED = (HEAD + ROWS).encode()
         ("a.parquet", b"PARE" + bytes(999), "encrypted Parquet", "Write it without encryption"),
         ("a.jsonl", b"Obj\x01" + bytes(99), "an Avro file", "Export it as CSV or Parquet"),
     ],
+    ids=["bzip2", "xz", "gzip", "Parquet", "encrypted", "Avro"],
 )
 def test_a_file_of_another_kind_is_called_by_it(
     tmp_path: Path, name: str, content: bytes, what: str, remedy: str
@@ -112,7 +113,9 @@ def test_a_file_of_another_kind_is_called_by_it(
         read_log_sample([f"{tmp_path}/in/{name}"])
 
 
-@pytest.mark.parametrize("content", [PACKED, gzip.compress(MANY.encode())[:-30]])
+@pytest.mark.parametrize(
+    "content", [PACKED, gzip.compress(MANY.encode())[:-30]], ids=["plain", "cut"]
+)
 def test_a_packed_file_that_is_cut_is_the_fault_of_the_file(tmp_path: Path, content: bytes) -> None:
     message = refused(tmp_path, {"a.csv.gz": content})
     assert message.startswith("input a.csv.gz cannot be read: IO Error: ")
