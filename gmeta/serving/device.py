@@ -18,6 +18,12 @@ def on_the_cpu(function: Callable[P, R]) -> Callable[P, R]:
 
     @wraps(function)
     def run_on_cpu(*args: P.args, **kwargs: P.kwargs) -> R:
+        # Not set for the call: it is the default of all threads.
+        if torch.get_default_dtype() != torch.float32:
+            raise UserError(
+                f"torch's default dtype is {torch.get_default_dtype()}; models compute in "
+                "torch.float32. Call torch.set_default_dtype(torch.float32) before"
+            )
         # Most callers have this default, and a device context slows every call of torch inside it.
         if torch.get_default_device().type == "cpu":
             return function(*args, **kwargs)

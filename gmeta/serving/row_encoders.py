@@ -198,7 +198,13 @@ def _as_column(name: str, values: object, what: str) -> pa.Array | pa.ChunkedArr
             # A tensor that requires a gradient refuses to become an array.
             values = values.detach().numpy()
         is_arrow = isinstance(values, pa.Array | pa.ChunkedArray)
-        return values if is_arrow else pa.array(values)
+        if is_arrow:
+            return values
+        try:
+            return pa.array(values)
+        except OverflowError:  # ids from 2^63 on, alone or in lists
+            is_nested = isinstance(values, Sequence) and isinstance(values[0], Sequence)
+            return pa.array(values, pa.list_(pa.uint64()) if is_nested else pa.uint64())
     except _NOT_READ as error:
         raise UserError(
             f"column {name} of the {what} rows, of type {type(values).__name__}, cannot be read: "

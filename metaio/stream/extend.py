@@ -330,6 +330,7 @@ def _write(
             _write_resets(writer.folder, found.changes)
             new_columns = sorted(set(source.columns) - set(description["columns"]))
             report = _make_report(found, job) | {"tasks": written.tasks, "new_columns": new_columns}
+            report |= {"bad_lines": len(source.bad_lines)} if source.bad_lines else {}
             # Only what there was, as prepare has it.
             lost = written.dropped.report()
             lost |= {name: count for name, count in source.left_out.items() if count}

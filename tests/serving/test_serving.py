@@ -25,6 +25,7 @@ from gmeta.config.algorithm import AlgorithmConfig
 from gmeta.config.inputs import SupportFeaturesConfig
 from gmeta.errors import UserError
 from gmeta.serving import task_matching as tasks
+from gmeta.serving.row_encoders import as_table
 from gmeta.serving.served_model import ServedModel
 from gmeta.serving.table_format import TableFormat
 from gmeta_models import MODELS, ModelConfig
@@ -460,6 +461,24 @@ def test_predict_says_what_is_wrong_with_its_files(exported: Path, tmp_path: Pat
 
 def query_names(path: Path) -> list[str]:
     return list(pq.read_schema(path).names)
+
+
+def test_lists_of_ids_from_2_to_the_63_are_read() -> None:
+    rows = {"item": [2**64 - 1, 3], "tags": [[], [2**64 - 1, 1]]}
+    table = as_table(rows, "query")
+    assert table.schema.types == [pa.uint64(), pa.list_(pa.uint64())]
+    assert table.to_pydict() == rows
+
+
+def test_another_default_dtype_is_refused_in_one_line(served: ServedModel) -> None:
+    torch.set_default_dtype(torch.float64)
+    try:
+        assert catch_message(UserError, served.predict, random_rows(2)) == (
+            "torch's default dtype is torch.float64; models compute in torch.float32. Call "
+            "torch.set_default_dtype(torch.float32) before"
+        )
+    finally:
+        torch.set_default_dtype(torch.float32)
 
 
 def test_an_integer_beyond_64_bits_is_refused_and_a_parameter_is_read(served: ServedModel) -> None:

@@ -83,8 +83,8 @@ def predict(
         str,
         typer.Argument(
             metavar="SUPPORT.parquet",
-            help="labelled rows to adapt by: a path or any URL, a glob, a folder, or several of "
-            "them with commas between",
+            help="labelled rows to adapt by, Parquet, CSV or JSON lines: a path or any URL, a "
+            "glob, a folder, or several of them with commas between",
         ),
     ],
     query: Annotated[

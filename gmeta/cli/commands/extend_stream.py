@@ -63,6 +63,9 @@ def _print_increment(stream: str, record: IncrementRecord) -> None:
     )
     if report["late"] or report["too_late"]:
         console.print(f"late: {report['late']:,} taken as support, {report['too_late']:,} dropped")
+    if bad := report.get("bad_lines"):
+        what = f"{format_count(bad, 'line')} that cannot be read"
+        console.print(f"left out: {what} (bad_lines.jsonl in the increment's folder)")
     for name, table in report["tables"].items():
         if not (table["new"] or table["freed"]):
             continue

@@ -37,6 +37,10 @@ def init(
     task: Annotated[str, typer.Option(help="column of what the model adapts to")] = "",
     label: Annotated[str, typer.Option(help="column of what it predicts")] = "",
     time: Annotated[str, typer.Option(help="column that orders a task's rows")] = "",
+    separator: Annotated[
+        str | None,
+        typer.Option(help=r"between two values of a CSV, such as ';', '\t', '::' or '\x01'"),
+    ] = None,
     overwrite: Annotated[
         bool, typer.Option("--overwrite", help="replace files that are there")
     ] = False,
@@ -55,7 +59,7 @@ def init(
             )
     roles: tuple[tuple[Role, str], ...] = (("task", task), ("label", label), ("time", time))
     roles_given = {role: column for role, column in roles if column}
-    guessed = infer_roles(read_log_sample(inputs), roles_given)
+    guessed = infer_roles(read_log_sample(inputs, separator), roles_given)
     header = (
         f"Made by gmeta init for the label {guessed.label.name}. Rates and sizes are only a "
         "start:\ngmeta tune chooses them on the validation split (docs/tuning.md). The keys that "

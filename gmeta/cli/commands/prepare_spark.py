@@ -51,6 +51,8 @@ def spark_session(inputs: list[str], out: str) -> Iterator["SparkSession"]:
 
     try:
         session = SparkSession.builder.appName(f"gmeta prepare {out}").getOrCreate()
+        # As on one machine: a table may have columns that differ in case, if none of them is read.
+        session.conf.set("spark.sql.caseSensitive", "true")
     except PySparkRuntimeError as error:
         if error.getErrorClass() != "JAVA_GATEWAY_EXITED":
             raise

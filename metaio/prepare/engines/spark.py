@@ -57,7 +57,7 @@ from metaio.prepare.job import (
     make_job,
 )
 from metaio.prepare.schema.schema import Schema
-from metaio.prepare.schema.values import warn_of_mixed_units
+from metaio.prepare.schema.values import check_cases, warn_of_mixed_units
 from metaio.ragged import Int64
 
 if TYPE_CHECKING:
@@ -168,6 +168,7 @@ def _check_frame(frame: "DataFrame", schema: Schema) -> None:
             f"time.format is {schema.time.format!r}, which Spark does not know. Make the column a "
             "timestamp with to_timestamp(), and leave the format out"
         )
+    check_cases("the DataFrame", frame.columns, schema.columns)
     for column in schema.columns:
         if column not in frame.columns:
             raise DataError(

@@ -3,6 +3,7 @@
 docs/format.md shows a complete schema."""
 
 import json
+import re
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
@@ -113,9 +114,20 @@ class TextRule:
     encoding: Literal["utf-8", "latin-1", "utf-16"] = "utf-8"
     null: tuple[str, ...] = ()  # words that mean a null, such as NA; an empty field always does
     comment: str = ""  # what begins a line that is left out; without it every line is a row
+    separator: str | None = None  # of values, 1 to 4 bytes; absent: as the first lines look
     max_line_bytes: int = key(2_000_000, "longer lines are refused", min=1, max=2**31 - 1)
     bad_lines: Literal["skip"] | None = None  # absent: a line that cannot be read is refused
     max_bad_lines: int | None = None  # more are refused, too; absent: 1,000
+
+    @property
+    def delimiter(self) -> str | None:
+        """Return the separator, of which a tab may be spelled \\t, and Hive's \\x01 or \\001."""
+        pattern = r"\\(?:x([0-9a-fA-F]{2})|([0-7]{3})|t)"
+        return self.separator and re.sub(
+            pattern,
+            lambda m: chr(int(m[1], 16) if m[1] else int(m[2], 8) if m[2] else 9),
+            self.separator,
+        )
 
 
 @dataclass(frozen=True)

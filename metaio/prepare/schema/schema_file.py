@@ -21,7 +21,7 @@ from metaio.prepare.schema.rule_checks import (
     check_stream,
 )
 from metaio.prepare.schema.rules import ItemRule, SplitRule, StreamRule
-from metaio.prepare.schema.schema import Schema
+from metaio.prepare.schema.schema import Schema, TextRule
 
 MAX_DENSE_NUMBERS = 65_536  # of one vector
 
@@ -130,6 +130,8 @@ def check_schema(schema: Schema) -> None:
                 f'column {column.column} has separator ""; a list is split at a text of one '
                 "character or more. Change it"
             )
+    if schema.text is not None:
+        check_separator(schema.text)
     # Hashes mix the seed in as an unsigned 64-bit number.
     if not 0 <= schema.seed < 1 << 64:
         raise SchemaError(f"seed is {schema.seed}; 0 to 2^64 - 1 is allowed. Change it")
@@ -153,6 +155,16 @@ def check_schema(schema: Schema) -> None:
         }
         check_stream(schema.stream, given, by)
     _check_item(schema)
+
+
+def check_separator(rule: TextRule) -> None:
+    """Raise SchemaError for what cannot stand between two values of a text file."""
+    mark = rule.delimiter
+    if mark is not None and (not 1 <= len(mark.encode()) <= 4 or {*mark} & {*'\r\n"\\'}):
+        raise SchemaError(
+            f"separator of [text] is {rule.separator!r}; 1 to 4 bytes are allowed, without a "
+            r"quote or an end of line, such as ';', '\t', '::' or '\x01'. Change it"
+        )
 
 
 def _check_vectors(schema: Schema) -> None:

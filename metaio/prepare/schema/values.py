@@ -1,7 +1,7 @@
 """Turns raw Arrow columns into integers, hashes and times, in the same way on every engine."""
 
 import logging
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from itertools import pairwise
 from typing import Any, Literal
 
@@ -31,6 +31,17 @@ def infer_kind(name: str, kind: pa.DataType, role: str) -> Kind:
         f"{role} column {name} has type {kind}; integer or text is needed. Cast it, or choose "
         "another column"
     )
+
+
+def check_cases(where: str, names: Sequence[str], wanted: Iterable[str]) -> None:
+    """Raise DataError for a wanted column that `names` has twice, perhaps in other letters."""
+    for column in wanted:
+        alike = sorted(name for name in names if name.casefold() == column.casefold())
+        if len(alike) > 1:
+            what = f"two columns {alike[0]}"
+            if alike[0] != alike[1]:
+                what = f"columns {alike[0]} and {alike[1]}, which differ only in case"
+            raise DataError(f"{where} has {what}. Rename or remove one")
 
 
 def to_float64(name: str, column: pa.Array, role: str) -> npt.NDArray[np.float64]:

@@ -4,6 +4,7 @@ import re
 from collections.abc import Sequence
 
 import duckdb
+import fsspec
 
 from metaio.errors import AccessError, DataError, to_one_line
 from metaio.prepare.source.input_files import FileKind
@@ -40,20 +41,56 @@ _CSV_ERRORS = (
 )
 
 
+_UNPACK, _EXPORT = "Unpack it, or pack it by gzip", "Export it as CSV or Parquet"
+# What a file is that begins with these bytes, how it would be named, and what to do.
+_FIRST_BYTES: dict[bytes, tuple[str, str | tuple[str, ...], str]] = {
+    b"BZh": ("packed by bzip2", "", _UNPACK),
+    b"\xfd7zXZ": ("packed by xz", "", _UNPACK),
+    b"\x1f\x8b": ("packed by gzip", ".gz", "Let its name end with .gz"),
+    b"\x28\xb5\x2f\xfd": ("packed by zstd", ".zst", "Let its name end with .zst"),
+    b"PK\x03\x04": ("a zip archive or a workbook", ".zip", _EXPORT),
+    b"PAR1": ("Parquet", (".parquet", ".pq"), "Let its name end with .parquet"),
+    b"PARE": ("encrypted Parquet", "", "Write it without encryption"),
+    b"ORC": ("an ORC file", "", _EXPORT),
+    b"Obj\x01": ("an Avro file", "", _EXPORT),
+}
+
+
 def make_read_error(error: Exception, name: str, kind: FileKind) -> DataError:
     """Return the DataError that says in one line what DuckDB or pyarrow complained of."""
     what, problem = str(error), f"{f'input {name}' if name else 'an input'} cannot be read"
+    if fault := explain_first_bytes(name):
+        return DataError(fault)
     if isinstance(error, duckdb.OutOfMemoryException):
         return AccessError(
             f"{problem} within the memory allowed: {shorten(what)}. Allow more (--memory)"
         )
     problem += f": {shorten(what)}. "
+    is_io = isinstance(error, duckdb.IOException)
+    if is_io and re.search("GZIP|frame parameter|[Zz][Ss][Tt][Dd]", what):
+        return DataError(f"{problem}It is cut short, damaged or misnamed: write it again")
     # Disk or network, not the data: the caller may try again.
-    if isinstance(error, duckdb.IOException) or getattr(error, "errno", None):
+    if is_io or getattr(error, "errno", None):
         return AccessError(f"{problem}Look after the disk or the network, then try again")
     if kind == "Parquet":
         return DataError(f"{problem}Write that file again")
     return DataError(explain_csv_error(what) or f"{problem}{_FIT}")
+
+
+def explain_first_bytes(name: str) -> str | None:
+    """Return one line on a file whose first bytes say what it is, unlike its name; None if none."""
+    try:
+        with fsspec.open(name, "rb") as file:
+            begin = file.read(8)
+    except (OSError, ValueError):
+        return None
+    for mark, (what, suffix, remedy) in _FIRST_BYTES.items():
+        if begin.startswith(mark) and not (suffix and name.lower().endswith(suffix)):
+            return (
+                f"input {name} is {what} by its first bytes: CSV, JSON lines and Parquet are read, "
+                f"packed by gzip, zstd or zip if the name says so. {remedy}"
+            )
+    return None
 
 
 def explain_csv_error(message: str) -> str | None:
@@ -85,7 +122,18 @@ def explain_csv_error(message: str) -> str | None:
     # The last match: the quoted line before it may hold anything, even such a line.
     file = re.findall(r"^  file = (.*)$", message, re.MULTILINE)[-1]
     fault, remedy = explain_fault(message)
-    return f"input {file}, line {line[1]}: {fault}. {remedy}"
+    number = _find_long_line(file, message) or line[1]
+    return f"input {file}, line {number}: {fault}. {remedy}"
+
+
+def _find_long_line(name: str, message: str) -> int:
+    """Return the number of the line of which DuckDB says that it is too long, 0 for others."""
+    limit = re.search(r"Maximum line size of (\d+) bytes", message)
+    if limit is None:
+        return 0
+    # Among the first lines DuckDB counts none.
+    with open_text_lines(name, "utf-8") as lines:
+        return next((n for n, line in iterate_lines(lines) if len(line) > int(limit[1])), 0)
 
 
 def explain_fault(message: str, column: str | None = None) -> tuple[str, str]:

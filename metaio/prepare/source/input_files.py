@@ -3,6 +3,7 @@
 import errno
 import os
 import shutil
+import re
 import tempfile
 import zipfile
 import zlib
@@ -20,6 +21,10 @@ from metaio.format.storage import find_file_system, is_local
 
 # An archive that unpacks to more bytes than this, and than so many times its size, is refused.
 _LEAST_BOMB, _MOST_PACKED = 256 << 20, 250
+_FOR_PEOPLE = re.compile(
+    r"(read_?me|licen[cs]e|copying|notice|changelog|citation)(\.\w+)?|.+\.(md|rst|pdf|html?)",
+    re.IGNORECASE,
+)
 
 FileKind = Literal["Parquet", "text", "JSON"]
 
@@ -112,8 +117,8 @@ def _find_kind(name: str) -> FileKind:
 
 def is_marker(path: str, given: str) -> bool:
     """Return whether `path`, found by the folder or glob `given`, is a file that an engine left
-    beside its data, such as _SUCCESS: a part of it begins with _ or a dot, unless `given` spells
-    that part out.
+    beside its data, such as _SUCCESS, or a text for people, such as README: a part of it begins
+    with _ or a dot, or is called so, unless `given` spells that part out.
 
     >>> is_marker("/_logs/day=1/_temporary/0/a.csv", "/_logs/*"), is_marker("/_x-1/a", "/_x-*/*")
     (True, False)"""
@@ -125,7 +130,7 @@ def is_marker(path: str, given: str) -> bool:
 
 
 def _is_hidden(name: str) -> bool:
-    return name.startswith(("_", "."))
+    return name.startswith(("_", ".")) or _FOR_PEOPLE.fullmatch(name) is not None
 
 
 def _iterate_files(url: str) -> Iterator[tuple[Any, str]]:

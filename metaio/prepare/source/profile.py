@@ -6,7 +6,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from datetime import datetime
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import duckdb
 import fsspec
@@ -15,19 +15,25 @@ import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from metaio.errors import DataError
+from metaio.errors import DataError, to_one_line
 from metaio.format.atomic_folder import open_temporary_folder
 from metaio.prepare.schema.schema import TextRule
+from metaio.prepare.schema.schema_file import check_separator
 from metaio.prepare.source.bad_lines import (
     LENIENT,
     find_bad_rows,
     make_bad_lines_error,
     show_bad_lines,
 )
-from metaio.prepare.source.csv_errors import check_json_objects, explain_csv_error, shorten
+from metaio.prepare.source.column_names import check_names
+from metaio.prepare.source.csv_errors import (
+    check_json_objects,
+    explain_csv_error,
+    explain_first_bytes,
+    shorten,
+)
 from metaio.prepare.source.input_files import InputFiles, expand_inputs
 from metaio.prepare.source.sql import connect, format_scan, format_text_options, quote_column
-from metaio.prepare.source.text_lines import DELIMITERS
 
 SAMPLE_ROWS = 1_000_000
 MIN_SEPARATED_IDS = 0.3  # of the rows of a text column hold a separator: a list
@@ -115,19 +121,21 @@ class LogSample:
         return np.sort(np.asarray(found["n"], np.int64))
 
 
-def read_log_sample(urls: Sequence[str]) -> LogSample:
+def read_log_sample(urls: Sequence[str], separator: str | None = None) -> LogSample:
     """Return the first rows of a log: files, globs or folders of CSV, JSON lines or Parquet."""
     with _open_log(urls) as (connection, files), _translate_errors(files):
         # DuckDB reads UTF-16 only where its options say so.
         with fsspec.open(files.names[0], "rb", compression="infer") as file:
-            text = TextRule("utf-16" if file.read(2) == _UTF_16 else "utf-8")
+            encoding: Literal["utf-8", "utf-16"] = "utf-16" if file.read(2) == _UTF_16 else "utf-8"
+            text = TextRule(encoding, separator=separator)
+            check_separator(text)
         try:
             found = _fetch_rows(connection, files, text)
         except duckdb.InvalidInputException as error:
             if "Invalid unicode" not in str(error) or files.kind != "text":
                 raise
             # Latin-1 decodes any bytes, so it is the last guess.
-            text = TextRule("latin-1")
+            text = replace(text, encoding="latin-1")
             found = _fetch_rows(connection, files, text)
         _check_columns(connection, files, found.column_names, text)
         text = replace(text, null=_find_null_words(found) if files.kind == "text" else ())
@@ -168,13 +176,19 @@ def _check_columns(
     """Raise DataError for a file of which each line was read as one value."""
     if files.kind == "JSON":
         check_json_objects(files.names[0], names)
-    if files.kind == "text" and len(names) == 1 and any(mark in names[0] for mark in DELIMITERS):
-        table = format_scan(files, files.names[:1], format_text_options(text) + LENIENT)
+    options = format_text_options(text)
+    check_names(connection, files, files.names[0], options, names, names)
+    if files.kind == "text" and len(names) == 1:
+        table = format_scan(files, files.names[:1], options + LENIENT)
         rows = find_bad_rows(connection, f"SELECT count(COLUMNS(*)) FROM {table}")
         name = files.names[0]
         if rows:
             shown = show_bad_lines(name, text.encoding, rows, name)
             raise make_bad_lines_error(len(rows), shown)
+        raise DataError(
+            f"input {name} has one column, {to_one_line(names[0], 300)}; task, label and an input "
+            r"are needed. Say what separates the values, such as --separator '\x01'"
+        )
 
 
 @contextmanager
@@ -190,7 +204,7 @@ def _translate_errors(files: InputFiles) -> Iterator[None]:
     try:
         yield
     except (duckdb.Error, pa.ArrowException, OSError) as error:
-        fault = explain_csv_error(str(error))
+        fault = explain_first_bytes(files.names[0]) or explain_csv_error(str(error))
         problem = f"input {files.names[0]} cannot be read: {shorten(str(error))}."
         remedy = "Write a schema by hand (docs/format.md)"
         if isinstance(error, PermissionError):

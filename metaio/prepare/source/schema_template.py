@@ -78,6 +78,8 @@ def format_schema(found: InferredRoles, urls: Sequence[str]) -> str:
         lines += ["", "[text]"]
     if found.text.encoding != "utf-8":
         lines.append(f"encoding = {_quote_text(found.text.encoding)}")
+    if found.text.separator is not None:
+        lines.append(f"separator = {_quote_text(found.text.separator)}")
     if found.text.null:
         lines.append(
             f"null = [{', '.join(map(_quote_text, found.text.null))}]  # these mean a null"

@@ -10,9 +10,7 @@ from pathlib import Path
 from typing import Any, Self
 
 import duckdb
-import fsspec
 import pyarrow as pa
-import pyarrow.parquet as pq
 
 from metaio.errors import DataError, to_one_line
 from metaio.format.atomic_folder import open_temporary_folder
@@ -30,7 +28,12 @@ from metaio.prepare.source.bad_lines import (
     make_bad_lines_error,
     show_bad_lines,
 )
-from metaio.prepare.source.csv_errors import check_json_objects, make_read_error
+from metaio.prepare.source.column_names import check_names
+from metaio.prepare.source.csv_errors import (
+    check_json_objects,
+    explain_first_bytes,
+    make_read_error,
+)
 from metaio.prepare.source.input_files import expand_inputs, make_no_rows_error
 from metaio.prepare.source.sql import (
     connect,
@@ -95,7 +98,8 @@ class DuckSource:
         self.names, self.given = self._files.names, self._files.given
         self.members, self.empty = self._files.members, self._files.empty
         self._options = format_text_options(self._text)
-        self._by_name = ""  # set where columns stand in another order in another file
+        self._by_name = ""  # set where columns of another file have another order, or no type
+        self._learnt: dict[str, str] = {}  # types of columns that are null in a Parquet file
         self._spelled: dict[str, str] = {}  # all columns, where DuckDB cannot find them out
         self._as_given, self._given_options = self._files, self._options
         of_rows = next(filter(self.has_rows, self.names), None)  # its types are taken
@@ -123,12 +127,14 @@ class DuckSource:
             first, self._folders = self._files.names[0], []
         self._types = self._infer_column_types(first)
         others = [name for name in self._files.names if name != first]
-        if self._files.kind == "JSON":
+        if self._files.kind != "text":
             self._learn_types(others)
         self._check_columns(first)
         if of_rows is None and rule is None:
             raise make_no_rows_error(self.names, self.given)
         left_out = {name for name in others if not self._has_same_types(name, first)}
+        if self._files.kind == "Parquet" and self._learnt:
+            self._by_name = ", union_by_name = true"
         self.names = [name for name in self.names if name not in left_out]
         kept = [name for name in self._files.names if name not in left_out]
         self._files = replace(self._files, names=kept)
@@ -184,6 +190,8 @@ class DuckSource:
                 copy.parent.mkdir(parents=True, exist_ok=True)
                 file = names[index], self._text.encoding, rows, self._describe_file(given)
                 self.bad_lines += copy_good_lines(*file, copy)
+                if names[index] != given:  # a copy of before
+                    Path(names[index]).unlink()
                 names[index] = str(copy)
             num_bad = len(self.bad_lines)
             if num_bad > limit or num_bad == before:
@@ -198,7 +206,8 @@ class DuckSource:
             for index, rows in found.items():
                 given = self._describe_file(self.names[index])
                 shown += show_bad_lines(self._files.names[index], self._text.encoding, rows, given)
-            return make_bad_lines_error(sum(map(len, found.values())), shown) if found else None
+            if shown:
+                return make_bad_lines_error(sum(map(len, found.values())), shown)
         return None
 
     def _describe_file(self, name: str) -> str:
@@ -216,6 +225,7 @@ class DuckSource:
             types = self._choose_types(guessed)
             # Ids beyond 64 bits with a sign are found later (survey).
             types |= {c: "HUGEINT" for c, kind in types.items() if kind == "BIGINT"}
+        columns = [c for c in columns if c in guessed]
         counts = ", ".join(f"count({quote_column(c)})" for c in columns) or "count(COLUMNS(*))"
         tables = [self._scan([name], types, LENIENT) for name in names]
         rows = (find_bad_rows(self._connection, f"SELECT {counts} FROM {t}") for t in tables)
@@ -227,6 +237,7 @@ class DuckSource:
     def _scan(self, names: list[str], types: dict[str, str] | None, more: str = "") -> str:
         """Return the table function that reads these files, with these types where given."""
         columns = f", columns = {format_struct(types)}" if types else ""
+        columns = self._by_name if self._files.kind == "Parquet" else columns
         typed = self._spelled | list_declared_types(self._schema) | (types or {})
         of_folders = {c: typed.pop(c) for c in self._folders if c in typed}
         option = "columns" if self._spelled else "types"
@@ -237,8 +248,7 @@ class DuckSource:
 
     def _read_header(self, name: str) -> tuple[str, list[str]]:
         """Return delimiter and fields of a text file's first line, or nothing if any is missing."""
-        text = self._text
-        return read_header(name, text.encoding, text.max_line_bytes, self._schema.columns)
+        return read_header(name, self._text, self._schema.columns)
 
     def _infer_column_types(self, name: str) -> dict[str, str]:
         """Return the SQL type of each column of a file, by its first rows."""
@@ -259,19 +269,10 @@ class DuckSource:
             sql_types = list_declared_types(self._schema).items()
             is_list = {column for column, kind in types.items() if kind.endswith("[]")}
             types |= {c: kind for c, kind in sql_types if c in types and c not in is_list}
-        for column in self._schema.columns:
-            # DuckDB renames the second of two equal names, and would silently read the first.
-            if f"{column}_1" in types and self._read_names(name).count(column) > 1:
-                raise DataError(f"input {name} has two columns {column}. Rename or remove one")
+        wanted = self._schema.columns
+        with self._translate_errors(name):
+            check_names(self._connection, self._files, name, self._options, types, wanted)
         return types
-
-    def _read_names(self, name: str) -> list[str]:
-        """Return the names of a file's columns as written in it."""
-        if self._files.kind != "Parquet":
-            return self._read_header(name)[1]
-        with fsspec.open(name, "rb") as file:
-            names: list[str] = pq.read_schema(file).names
-        return names
 
     def _spell_out(self, name: str, error: duckdb.Error) -> None:
         """Set the types that DuckDB cannot infer where an unread column is not UTF-8."""
@@ -289,13 +290,17 @@ class DuckSource:
 
     def _learn_types(self, others: list[str]) -> None:
         """Take the types of columns without a value in the first file from other files."""
-        unknown = {c for c in self._schema.columns if self._types.get(c) in OF_NO_VALUE}
+        of_none = OF_NO_VALUE if self._files.kind == "JSON" else OF_NO_VALUE[1:]
+        unknown = {c for c in self._schema.columns if self._types.get(c) in of_none}
         for name in others if unknown else ():
             types = self._infer_column_types(name)
-            self._types |= {c: types[c] for c in unknown & types.keys()}
-            unknown = {c for c in unknown if self._types.get(c) in OF_NO_VALUE}
-        for column in unknown & self._types.keys():
-            self._types[column] = choose_null_type(self._schema, column)
+            learnt = {c: types[c] for c in unknown & types.keys() if types[c] not in of_none}
+            unknown -= learnt.keys()
+            self._learnt |= learnt
+        self._types |= self._learnt
+        if self._files.kind == "JSON":
+            found = unknown & self._types.keys()
+            self._types |= {c: choose_null_type(self._schema, c) for c in found}
 
     def _check_columns(self, name: str) -> None:
         numbers = {*self._schema.label_columns, *(column.column for column in self._schema.dense)}
@@ -305,7 +310,10 @@ class DuckSource:
                 near = difflib.get_close_matches(column, self._types, n=1)
                 names = to_one_line(", ".join(self._types), 300)
                 hint = f"did you mean {near[0]}?" if near else f"it has {names}."
-                raise DataError(f"input {name} has no column {column}; {hint} Correct the schema")
+                remedy = "Correct the schema"
+                if self._files.kind == "text" and len(self._types) == 1:
+                    remedy = "Name what separates the values: separator under [text] in the schema"
+                raise DataError(f"input {name} has no column {column}; {hint} {remedy}")
             if self._types[column] == "JSON" and column not in numbers:
                 raise DataError(
                     f"column {column} of input {name} holds values of several kinds, or none. "
@@ -321,6 +329,8 @@ class DuckSource:
             num_lines, num_blank, _ = count_lines([name], self._text.encoding, "")
         if num_lines == num_blank:
             raise DataError(f"input {name} holds only blank lines. Remove it, or write its rows")
+        if fault := explain_first_bytes(name):
+            raise DataError(fault)
         if error := self._list_bad_lines():
             raise error
 
@@ -341,6 +351,9 @@ class DuckSource:
             # Types of text are guesses, and rows that do not fit are refused later; but the zone of
             # a time would be dropped without a word.
             zones = (types[column] == ZONED) != (kind == ZONED) and column == self._time
+            if self._files.kind == "Parquet" and types[column] in OF_NO_VALUE:
+                self._learnt[column] = kind  # null in all of its rows, whatever their type
+                continue
             if types[column] != kind and (self._files.kind == "Parquet" or zones):
                 if self.has_rows(name):
                     raise DataError(
@@ -442,6 +455,12 @@ class DuckSource:
             with self._translate_errors(name):
                 yield from (with_side(batch, self._side_of[name]) for batch in found)
 
+    def read_all_columns(self) -> Iterator[pa.RecordBatch]:
+        """Yield all rows with the columns that the schema does not name, too."""
+        # Of JSON those alone are read that have a type.
+        types = self._types | self._asked if self._files.kind == "JSON" else self._asked
+        return self._stream(self._select(self.columns, self._scan(self._files.names, types)), "")
+
     def _raw_batches(self, name: str, columns: tuple[str, ...]) -> Iterator[pa.RecordBatch]:
         """Yield the rows of a file unchanged: of these columns, or of all."""
         chosen = ", ".join(map(quote_column, columns)) or "*"
@@ -454,6 +473,10 @@ class DuckSource:
     def _select(self, columns: list[str], table: str) -> str:
         """Return the query for these columns of a table, times of a format as timestamps."""
         parts = [quote_column(column) for column in columns]
+        if self._files.kind == "Parquet":
+            for column in self._learnt.keys() & {*columns}:
+                name = quote_column(column)
+                parts[columns.index(column)] = f"CAST({name} AS {self._learnt[column]}) AS {name}"
         rule = self._schema.time
         if rule is not None and rule.format is not None and rule.column in columns:
             name, given = quote_column(rule.column), quote_literal(rule.format)
@@ -486,8 +509,10 @@ class DuckSource:
 
     def _make_error(self, error: Exception, name: str) -> DataError:
         is_read = not isinstance(error, duckdb.OutOfMemoryException | duckdb.IOException | OSError)
-        bad = self._list_bad_lines() if self._files.kind == "text" and is_read else None
-        return bad or make_read_error(error, name, self._files.kind)
+        made = make_read_error(error, name, self._files.kind)
+        if self._files.kind == "text" and is_read and explain_first_bytes(name) is None:
+            return self._list_bad_lines() or made
+        return made
 
     def __enter__(self) -> Self:
         return self

@@ -22,6 +22,8 @@ def connect(inputs: InputFiles, folder: str) -> duckdb.DuckDBPyConnection:
         connection.register_filesystem(fs)
     # Times that name no zone are UTC on every machine.
     connection.execute("SET TimeZone = 'UTC'")
+    # Shapes stay the bytes that they are, whatever else a file says of them.
+    connection.execute("SET enable_geoparquet_conversion = false")
     # gmeta prints its own progress.
     connection.execute("SET enable_progress_bar = false")
     # The default is .tmp in the working folder, which may be read-only and survives a kill.
@@ -30,15 +32,16 @@ def connect(inputs: InputFiles, folder: str) -> duckdb.DuckDBPyConnection:
 
 
 def format_scan(
-    inputs: InputFiles, names: Iterable[str], csv: str, json: str = "", folders: bool | None = None
+    inputs: InputFiles, names: Iterable[str], csv: str, more: str = "", folders: bool | None = None
 ) -> str:
-    """Return the table function that reads some of the files, with options by their kind."""
+    """Return the table function that reads some of the files, with options by their kind; `more`
+    is for Parquet and JSON."""
     # None leaves it to DuckDB: columns of folders such as day=1, if all files have them.
     hive = "" if folders is None else f", hive_partitioning = {str(folders).lower()}"
     if inputs.kind == "Parquet":
-        return f"read_parquet({format_paths(names)}{hive})"
+        return f"read_parquet({format_paths(names)}{more}{hive})"
     if inputs.kind == "JSON":
-        return f"read_json({format_paths(names)}, format = 'newline_delimited'{json}{hive})"
+        return f"read_json({format_paths(names)}, format = 'newline_delimited'{more}{hive})"
     return f"read_csv({format_paths(names)}, {csv}{hive})"
 
 
@@ -55,9 +58,10 @@ def quote_column(column: str) -> str:
 def format_text_options(rule: TextRule) -> str:
     """Return the options of read_csv that decide what is a line and what is a null."""
     # If not set, DuckDB looks for a comment mark, and drops lines that begin with #.
+    mark = f", delim = {quote_literal(rule.delimiter)}" if rule.delimiter else ""
     return (
         f"comment = {quote_literal(rule.comment)}, encoding = {quote_literal(rule.encoding)}, "
-        f"nullstr = {format_list(('', *rule.null))}, max_line_size = {rule.max_line_bytes}"
+        f"nullstr = {format_list(('', *rule.null))}, max_line_size = {rule.max_line_bytes}{mark}"
     )
 
 

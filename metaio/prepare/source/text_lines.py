@@ -4,13 +4,15 @@ import csv
 import io
 import re
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import PurePath
 from typing import Any
 
 import fsspec
 import pyarrow as pa
+
+from metaio.prepare.schema.schema import TextRule
 
 DELIMITERS = ",;\t|"
 _SAMPLE_LINES = 20_480  # as many as DuckDB looks at
@@ -64,19 +66,17 @@ def _iterate_blocks(file: io.TextIOWrapper, size: int) -> Iterator[list[str]]:
         yield [rest]
 
 
-def read_header(
-    name: str, encoding: str, max_line_bytes: int, wanted: Sequence[str]
-) -> tuple[str, list[str]]:
+def read_header(name: str, text: TextRule, wanted: Sequence[str]) -> tuple[str, list[str]]:
     """Return delimiter and fields of a file's first line; ("", []) if `wanted` ones are missing."""
     try:
-        with open_text_lines(name, encoding) as file:
-            line = file.readline(max_line_bytes).rstrip("\r\n")
+        with open_text_lines(name, text.encoding) as file:
+            line = file.readline(text.max_line_bytes).rstrip("\r\n")
     except (OSError, pa.ArrowException):
         return "", []
-    if encoding == "utf-8":
+    if text.encoding == "utf-8":
         # Undoes the reading as Latin-1.
         line = line.encode("latin-1").decode(errors="replace")
-    for delimiter in DELIMITERS:
+    for delimiter in [text.delimiter] if text.delimiter else DELIMITERS:
         # A byte order mark is no part of the first name.
         fields = split_fields(line.removeprefix("\ufeff"), delimiter)
         if set(wanted) <= set(fields):
@@ -85,8 +85,12 @@ def read_header(
 
 
 def split_fields(line: str, delimiter: str) -> list[str]:
-    """Return the fields of one line."""
-    return next(csv.reader([line], delimiter=delimiter), [])
+    """Return the fields of one line; [] if one is longer than 131,072 characters."""
+    if len(delimiter) > 1:  # which csv does not know
+        return line.split(delimiter)
+    with suppress(csv.Error):
+        return next(csv.reader([line], delimiter=delimiter), [])
+    return []
 
 
 def shows_quotes(name: str, encoding: str) -> bool:

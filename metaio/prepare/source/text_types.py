@@ -2,6 +2,7 @@
 
 # DuckDB guesses types by the first rows and holds all rows to them: 9.5 among integers becomes 10,
 # 007 becomes 7, a time among dates loses its hour, one among zoned times its zone.
+import re
 from collections.abc import Mapping
 
 from metaio.errors import DataError
@@ -20,6 +21,8 @@ OF_NO_VALUE = (None, '"NULL"', '"NULL"[]', "JSON[]")
 _INTEGER = r"\s*-?(0|[1-9]\d*)(\.0*)?\s*"
 # True if a truth value is spelled in two ways.
 _SPELLINGS = "count(DISTINCT lower({0})) > count(DISTINCT TRY_CAST({0} AS BOOLEAN))"
+# How spreadsheets write a long number; with a sign, as no hexadecimal id has.
+_CUT = r"\s*\d(\.\d+)?[eE]\+\d+\s*"
 _ALIKE = "Write all of its times alike"
 _SQL_TYPES = {"integer": "BIGINT", "text": "VARCHAR"}
 
@@ -96,8 +99,10 @@ def choose_revealing_types(
         "BOOLEAN": ("VARCHAR", "lower({0}) NOT IN ('true', 'false')"),
     }
     time = "" if schema.time is None else schema.time.column
+    cut = f"contains(upper({{0}}), 'E+') AND regexp_full_match({{0}}, '{_CUT}')"
     # Not columns that the schema declares as integers.
-    ids = _list_id_columns(schema) - list_declared_types(schema).keys()
+    all_ids = _list_id_columns(schema)
+    ids = all_ids - list_declared_types(schema).keys()
     zones = {"TIMESTAMP": _NAMES_ZONE, ZONED: f"NOT {_NAMES_ZONE}"}
     found = {}
     for column, kind in types.items():
@@ -109,6 +114,8 @@ def choose_revealing_types(
                 in_utc = _NAMES_UTC.replace("{0}", name)
                 value = f"CASE WHEN NOT bool_and({in_utc}) THEN {value} END"
             found[column] = "VARCHAR", value
+        elif file_kind == "text" and column in all_ids and (kind == "VARCHAR" or column not in ids):
+            found[column] = "VARCHAR", f"min(CASE WHEN {cut.format(name)} THEN {name} END)"
         elif inner in conditions:
             strict = of_ids if file_kind == "text" and column in ids else {}
             read, lost = (conditions | strict)[inner]
@@ -123,6 +130,11 @@ def choose_revealing_types(
 
 def explain_loss(schema: Schema, column: str, kind: str, value: float | str) -> str:
     """Return the message about a value that a column of the type `kind` would cut."""
+    if isinstance(value, str) and re.fullmatch(_CUT, value):
+        return (
+            f"column {column} holds {value!r}, a number that a spreadsheet has cut to its first "
+            "digits: different ids became one. Export the log anew, with that column as text"
+        )
     before, loss, remedy = {
         "BIGINT": ("integers", "as one it would be rounded", "Write all with a decimal point"),
         "BOOLEAN": ("truth values", "as one it would be true", "Write numbers in all rows"),

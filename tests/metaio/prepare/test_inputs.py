@@ -23,6 +23,7 @@ from metaio.prepare.job import PrepareOptions
 from metaio.prepare.schema.schema_file import parse_schema
 from metaio.prepare.source import input_files
 from metaio.prepare.source.input_files import expand_inputs
+from metaio.prepare.source.profile import read_log_sample
 from tests.metaio.prepare.test_local import changed, raw_table
 from tests.support.full_disk import files_of_at_most
 from tests.support.refusals import catch_message
@@ -93,6 +94,19 @@ def test_what_an_engine_has_not_finished_is_no_input(tmp_path: Path) -> None:
     own = f"{logs}/_temporary/0/*.csv"  # whoever spells it means it
     assert expand_inputs([own], tmp_path).names == [str(logs / "_temporary/0/a.csv")]
     assert expand_inputs([f"{tmp_path}/_lo*/*.csv"], tmp_path).names == [str(logs / "a.csv")]
+
+
+def test_what_is_for_people_is_no_input(tmp_path: Path) -> None:
+    logs = tmp_path / "readme"
+    logs.mkdir()
+    for name in ("README", "ReadMe.txt", "notes.md", "LICENSE.csv", "readme_clicks.csv"):
+        (logs / name).write_text("user,item\n1,2\n")
+    with zipfile.ZipFile(logs / "a.zip", "w") as archive:
+        for name in ("ml/README.txt", "ml/a.csv"):
+            archive.writestr(name, "user,item\n1,2\n")
+    found = expand_inputs([str(logs)], tmp_path).names
+    assert [Path(name).name for name in found] == ["a.csv", "readme_clicks.csv"]
+    assert expand_inputs([f"{logs}/README"], tmp_path).names == [f"{logs}/README"]
 
 
 def test_an_archive_that_does_not_fit_is_told_with_where_it_was_unpacked(tmp_path: Path) -> None:
@@ -194,3 +208,32 @@ def test_columns_of_csv_files_are_read_by_name(tmp_path: Path) -> None:
     prepare([str(tmp_path / "*.csv")], str(tmp_path / "out"), parse_schema(body))
     assert pq.read_table(tmp_path / "out/vocabulary/word.parquet")["value"].to_pylist() == [*"abcd"]
     assert open_dataset(str(tmp_path / "out")).split("train").num_episodes == 2
+
+
+@pytest.mark.parametrize("kind", ["csv", "jsonl", "parquet"])
+@pytest.mark.parametrize("names", [("word", "Word"), ("Word", "word")])
+def test_columns_that_differ_in_case_alone_are_refused_if_they_are_read(
+    tmp_path: Path, kind: str, names: tuple[str, str]
+) -> None:
+    path = tmp_path / f"a.{kind}"
+    table = pa.table({"user": [1, 1], names[0]: [7, 8], names[1]: [9, 9], "clicked": [0, 1]})
+    if kind == "parquet":
+        pq.write_table(table, path)
+    elif kind == "csv":
+        pa_csv.write_csv(table, path)
+    else:
+        path.write_text("".join(f"{json.dumps(row)}\n" for row in table.to_pylist()))
+    told = {
+        "word": "has columns Word and word, which differ only in case. Rename or remove one",
+        f"{names[1]}_1": f"has no column {names[1]}_1. Correct the schema",
+    }
+    for column, message in told.items():
+        body = BODY | {"single": [{"column": column, "vocabulary": 1}]}
+        with pytest.raises(DataError) as caught:
+            prepare([str(path)], str(tmp_path / "out"), parse_schema(body))
+        assert str(caught.value) == f"input {path} {message}"
+    with pytest.raises(DataError) as caught:
+        read_log_sample([str(path)])
+    assert str(caught.value) == f"input {path} {told['word']}"
+    body = BODY | {"single": [{"column": "user", "vocabulary": 1}]}
+    prepare([str(path)], str(tmp_path / "out"), parse_schema(body))

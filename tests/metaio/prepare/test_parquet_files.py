@@ -5,6 +5,7 @@ import datetime
 import decimal
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -130,3 +131,29 @@ def test_reading_holds_many_row_groups_as_one(tmp_path: Path, own_memory: pa.Mem
         del batch
         held[num_groups] = most
     assert 0 < held[40] < 2 * held[1]
+
+
+@pytest.mark.parametrize("names", [("a", "b"), ("b", "a")])
+@pytest.mark.parametrize("by_files", [False, True])
+def test_a_column_without_a_type_in_one_file_has_that_of_the_others(
+    tmp_path: Path, names: tuple[str, str], by_files: bool
+) -> None:
+    found = []
+    for kind in (pa.null(), pa.int64()):
+        folder = tmp_path / str(kind)
+        folder.mkdir()
+        for name, values in zip(
+            names, (pa.nulls(4, kind), pa.array([2**40, 7, 2**40, 9])), strict=True
+        ):
+            rows = {"user": [1, 1, 2, 2], "item": values, "y": [0.0, 1.0, 1.0, 0.0]}
+            pq.write_table(pa.table(rows), folder / f"{name}.parquet")
+        body: dict[str, Any] = {
+            "task": {"column": "user"}, "label": {"column": "y"}, "episodes": {"query_rows": 1},
+            "single": [{"column": "item", "vocabulary": 1, "null": "unknown"}],
+        }  # fmt: skip
+        if by_files:
+            body["membership"] = {"support": "a*", "query": "b*"}
+        prepare([str(folder)], str(folder / "out"), parse_schema(body))
+        found.append(open_dataset(str(folder / "out")))
+    assert found[0].fingerprint == found[1].fingerprint
+    assert found[0].manifest.recipe["kinds"] == {"item": "integer"}

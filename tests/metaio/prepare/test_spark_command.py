@@ -147,6 +147,28 @@ def test_an_input_that_is_cut_short_is_one_line(logs: Path) -> None:
     assert not (logs / "many").exists()
 
 
+@needs_spark
+@pytest.mark.parametrize(
+    ("name", "told"),
+    [
+        ("Item", "error: the DataFrame has columns Item and item, which differ only in case. "
+         "Rename or remove one"),
+        ("Other", ""),
+    ],
+)  # fmt: skip
+def test_columns_that_differ_in_case_are_refused_if_they_are_read(
+    logs: Path, name: str, told: str
+) -> None:
+    table = pq.read_table(logs / "raw.parquet")
+    for column in (name, "other"):
+        table = table.append_column(column, table["item"])
+    pq.write_table(table, logs / "raw.parquet", row_group_size=900)
+    done = prepare_many(logs, "spark.master local[1]\nspark.ui.enabled false\n")
+    assert done.returncode == (2 if told else 0), done.stderr
+    assert told in done.stderr.splitlines() or not told
+    assert told or files(logs / "many") == files(logs / "one")
+
+
 def test_what_spark_is_not_for_is_refused_before_anything_starts(tmp_path: Path) -> None:
     done = run(tmp_path, "--spark", "--recipe", "synthetic", str(tmp_path / "out"))
     assert (done.returncode, done.stderr) == (

@@ -1,7 +1,9 @@
 """Text files as people have them, and what is said of a line that cannot be read."""
 
+import bz2
 import gzip
 import json
+import lzma
 import zipfile
 from pathlib import Path
 from typing import Any
@@ -10,10 +12,11 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from metaio import DataError, Dataset, open_dataset
+from metaio import DataError, Dataset, SchemaError, open_dataset
 from metaio.prepare.engines.local import prepare
 from metaio.prepare.job import PrepareOptions
 from metaio.prepare.schema.schema_file import parse_schema
+from metaio.prepare.source.profile import read_log_sample
 from tests.metaio.conftest import whole_split
 
 HEAD = "user,item,y\n"
@@ -85,6 +88,55 @@ def test_a_file_that_is_no_text_of_the_encoding_is_told(tmp_path: Path) -> None:
     )
 
 
+PACKED = (HEAD + ROWS).encode()
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "what", "remedy"),
+    [
+        ("a.csv.bz2", bz2.compress(PACKED), "packed by bzip2", "Unpack it, or pack it by gzip"),
+        ("a.csv", lzma.compress(PACKED), "packed by xz", "Unpack it, or pack it by gzip"),
+        ("a.csv", gzip.compress(PACKED), "packed by gzip", "Let its name end with .gz"),
+        ("a.csv", b"PAR1" + bytes(range(256)), "Parquet", "Let its name end with .parquet"),
+        ("a.parquet", b"PARE" + bytes(999), "encrypted Parquet", "Write it without encryption"),
+        ("a.jsonl", b"Obj\x01" + bytes(99), "an Avro file", "Export it as CSV or Parquet"),
+    ],
+    ids=["bzip2", "xz", "gzip", "Parquet", "encrypted", "Avro"],
+)
+def test_a_file_of_another_kind_is_called_by_it(
+    tmp_path: Path, name: str, content: bytes, what: str, remedy: str
+) -> None:
+    told = f"is {what} by its first bytes: CSV, JSON lines and Parquet are read, packed by gzip, "
+    told += f"zstd or zip if the name says so. {remedy}"
+    assert refused(tmp_path, {name: content}) == f"input {name} {told}"
+    with pytest.raises(DataError, match=f"{name} {told}"):
+        read_log_sample([f"{tmp_path}/in/{name}"])
+
+
+@pytest.mark.parametrize(
+    "content", [PACKED, gzip.compress(MANY.encode())[:-30]], ids=["plain", "cut"]
+)
+def test_a_packed_file_that_is_cut_is_the_fault_of_the_file(tmp_path: Path, content: bytes) -> None:
+    message = refused(tmp_path, {"a.csv.gz": content})
+    assert message.startswith("input a.csv.gz cannot be read: IO Error: ")
+    assert message.endswith("It is cut short, damaged or misnamed: write it again")
+
+
+def test_geometry_that_a_file_describes_wrongly_does_no_harm(tmp_path: Path) -> None:
+    rows = {"user": [1, 1], "item": [7, 8], "y": [1, 0], "place": [b"\x01", b"\x02"]}
+    (tmp_path / "in").mkdir()
+    table = pa.table(rows).replace_schema_metadata({"geo": '{"version": "1.0.0"}'})
+    pq.write_table(table, tmp_path / "in/a.parquet")
+    assert prepared(tmp_path, {}).split("train").num_rows == 2
+
+
+def test_a_header_of_any_length_is_read(tmp_path: Path) -> None:
+    header = f"user,item,y,{'x' * 140_000}\n".encode()
+    files: dict[str, str | bytes] = {"a.csv": header + b"1,2,1,caf\xe9\n1,3,0,c\n"}
+    assert refused(tmp_path, files).startswith("input a.csv, line 2: it is not UTF-8. Say")
+    assert prepared(tmp_path, {"a.csv": header + b"1,2,1,a\n1,3,0,c\n"}).split("train").num_rows
+
+
 LATIN = b"6,caf\xe9 \x93,7,1\n"
 
 
@@ -105,6 +157,56 @@ def test_bytes_that_are_not_utf8_in_an_unread_column_do_no_harm(tmp_path: Path, 
     content = b"user,city,item,y\n" + rows.encode() + LATIN + rows.encode()
     dataset = prepared(tmp_path, {"a.csv": content, "b.csv": content})
     assert dataset.split("train").num_rows == 2 * (2 * rows.count("\n") + 1)
+
+
+@pytest.mark.parametrize(
+    ("mark", "spelled"),
+    [
+        ("::", "::"),
+        ("\x01", "\x01"),
+        ("\x01", r"\x01"),
+        ("\x01", r"\001"),
+        ("\t", r"\t"),
+        ("~", "~"),
+    ],
+)
+def test_a_separator_is_that_of_the_schema(tmp_path: Path, mark: str, spelled: str) -> None:
+    head = HEAD.replace("user", "u;v").replace("item", "w")
+    text = f"{head}{MANY}" + '1,"2",1\n'
+    columns: dict[str, Any] = {"task": {"column": "u;v"}, "single": [{"column": "w", "hash": 99}]}
+    files: dict[str, str | bytes] = {"a.csv": text.replace(",", mark)}
+    found = prepared(tmp_path, files, text={"separator": spelled}, **columns)
+    other = prepared(tmp_path, {"a.csv": text}, text={"separator": ","}, **columns)
+    assert whole_split(found, "train") == whole_split(other, "train")
+    files["a.csv"] = f"{head}1,2,1,3\n{ROWS}".replace(",", mark)
+    message = refused(tmp_path / "bad", files, text={"separator": spelled}, **columns)
+    assert message.startswith("input a.csv, line 2: it has 4 fields")
+
+
+@pytest.mark.parametrize("mark", ["", "abcde", '"', "a\n", "\\"])
+def test_a_separator_that_can_be_none_is_refused(mark: str) -> None:
+    body = {
+        "task": {"column": "u"},
+        "label": {"column": "y"},
+        "single": [{"column": "u", "hash": 9}],
+    }
+    with pytest.raises(SchemaError) as caught:
+        parse_schema(body | {"episodes": {"query_rows": 1}, "text": {"separator": mark}})
+    assert str(caught.value) == (
+        f"separator of [text] is {mark!r}; 1 to 4 bytes are allowed, without a quote or an end of "
+        r"line, such as ';', '\t', '::' or '\x01'. Change it"
+    )
+
+
+def test_one_column_alone_is_told_with_the_separator(tmp_path: Path) -> None:
+    message = refused(tmp_path, {"a.csv": (HEAD + ROWS).replace(",", "\x01")})
+    assert message == (
+        r"input a.csv has no column user; it has user\x01item\x01y. Name what separates the "
+        "values: separator under [text] in the schema"
+    )
+    with pytest.raises(DataError, match=r"has one column, .* such as --separator"):
+        read_log_sample([f"{tmp_path}/in/a.csv"])
+    assert read_log_sample([f"{tmp_path}/in/a.csv"], r"\x01").rows.num_rows == len(LINES)
 
 
 @pytest.mark.parametrize(
@@ -286,6 +388,8 @@ def test_a_long_field_is_refused_with_the_setting_that_allows_it(tmp_path: Path)
         "quote that is open, or raise max_line_bytes under [text] in the schema"
     )
     prepared(tmp_path, files, single=single, text={"max_line_bytes": 4_000_000})
+    early: dict[str, str | bytes] = {"a.csv": f"{HEAD}{ROWS}1,{long},1\n{ROWS}"}
+    assert refused(tmp_path / "early", early, single=single).startswith("input a.csv, line 14: it ")
 
 
 @pytest.mark.parametrize("rows", ["1,3,1\n" * 3, "1,3,1\n" * 30_000])

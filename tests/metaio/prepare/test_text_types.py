@@ -266,3 +266,38 @@ def test_lists_of_json_stay_lists_where_text_would_be_split(tmp_path: Path) -> N
     multi = [{"column": "many", "vocabulary": 1, "separator": "|"}]
     dataset = of_json(tmp_path, "many", [[1, 2], [3]], multi=multi)
     assert values_of(dataset, "many") == [1, 2, 3]
+
+
+@pytest.mark.parametrize("kind", [{}, {"type": "integer"}, {"type": "text"}])
+@pytest.mark.parametrize("others", ["1234567890123", "1.23457E+12", "u7"])
+@pytest.mark.parametrize("role", ["user", "item"])
+def test_ids_that_a_spreadsheet_has_cut_are_refused(
+    tmp_path: Path, role: str, others: str, kind: dict[str, str]
+) -> None:
+    """Each has lost its last digits, so that different ids have become one."""
+    lines = [(others, i % 2) for i in range(4)] + [("1.23457E+12", 0), ("1.23457E+12", 1)]
+    swap = role == "item"
+    text = "user,item,y\n" + "".join(f"1,{i},{y}\n" if swap else f"{i},1,{y}\n" for i, y in lines)
+    columns: dict[str, Any] = {
+        "task": {"column": "user"},
+        "single": [{"column": "item", "hash": 99}],
+    }
+    (columns["single"][0] if swap else columns["task"]).update(kind)
+    message = refused(tmp_path, [text], **columns)
+    if not kind and others != "u7":
+        assert 'set type = "integer" beside the column' in message
+    elif kind.get("type") == "integer" and others == "u7":
+        assert 'holds "u7", which is no BIGINT' in message
+    else:
+        assert message == (
+            f"column {role} holds '1.23457E+12', a number that a spreadsheet has cut to its first "
+            "digits: different ids became one. Export the log anew, with that column as text"
+        )
+
+
+def test_hexadecimal_ids_are_no_cut_numbers(tmp_path: Path) -> None:
+    text = "user,item,y\n" + "".join(
+        f"{user},1,{y}\n" for user in ("1e12", "2E10", "3a+7") for y in (0, 1)
+    )
+    task = {"column": "user", "type": "text"}
+    assert prepared(tmp_path, [text], task=task).split("train").num_episodes == 3

@@ -1,5 +1,6 @@
 """`gmeta predict` on files larger than what is in memory at once: the same rows and numbers."""
 
+import json
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -19,8 +20,12 @@ from gmeta.serving.bulk import predict_files as predict
 from gmeta.serving.bulk import row_files as files
 from gmeta.serving.bulk.predict_files import predict_files
 from gmeta.serving.bulk.row_files import RowFiles, check_fits
+from gmeta.serving.bulk.text_rows import open_rows
 from gmeta.serving.encoded_rows import EncodedColumns
+from gmeta.serving.exported_folder import ExportedColumns
 from gmeta.serving.served_model import ServedModel
+from metaio import DataError
+from metaio.prepare.schema.schema_file import parse_schema
 from tests.support.exported import FEATURES, random_rows, write_random_model
 
 OUTPUT = ["prediction", "prediction_before", "support_rows"]
@@ -210,3 +215,65 @@ def test_files_that_cannot_be_read_as_one_are_told(
     both = f"{tmp_path}/query/part-0.parquet,{tmp_path}/query/part-1.parquet"
     assert invoked(exported, support, both, "--out", out).exit_code == 0
     assert pq.read_table(out).num_rows == 600
+
+
+@pytest.mark.parametrize("name", ["part-{}.jsonl", "part-{}.csv", "part-{}.csv.gz"])
+def test_text_is_predicted_as_parquet(tmp_path: Path, name: str) -> None:
+    features = FEATURES if "jsonl" in name else replace(FEATURES, multi=())
+    write_random_model(tmp_path / "model", features)
+    tables, paths = {"SUPPORT": random_rows(60, 1, 9), "QUERY": random_rows(90, 2, 9)}, {}
+    for side, table in tables.items():
+        if not features.multi:
+            table = table.drop_columns(["tags", "seen"])
+        if side == "QUERY":
+            words = pa.array([f"row, {n}" for n in range(90)])
+            table = table.drop_columns(["click"]).append_column("note", words)
+        pq.write_table(table, tmp_path / f"{side}.parquet")
+        paths[side] = tmp_path / side
+        paths[side].mkdir()
+        for part in range(3):
+            rows, size = table.slice(part * len(table) // 3, len(table) // 3), len(table) // 3
+            path = str(paths[side] / name.format(part))
+            assert rows.num_rows == size
+            if features.multi:
+                lines = (json.dumps(row) for row in rows.to_pylist())
+                Path(path).write_text("\n".join(lines))
+            else:
+                with (
+                    pa.CompressedOutputStream(path, "gzip")
+                    if path.endswith("gz")
+                    else open(path, "wb") as file
+                ):
+                    csv.write_csv(rows, file)
+    for out, given in (("a", paths), ("b", {side: f"{tmp_path}/{side}.parquet" for side in paths})):
+        found = invoked(tmp_path / "model", *given.values(), "--out", tmp_path / f"{out}.parquet")
+        assert found.exit_code == 0, found.exception
+    found, expected = (pq.read_table(tmp_path / f"{out}.parquet") for out in "ab")
+    assert found.column_names == expected.column_names
+    assert found.select(OUTPUT).equals(expected.select(OUTPUT))
+    assert found["note"].to_pylist() == expected["note"].to_pylist()
+
+
+def test_text_is_read_by_the_schema_of_the_model(served: ServedModel, tmp_path: Path) -> None:
+    schema = parse_schema(
+        {
+            "task": {"column": "user"}, "label": {"column": "click"}, "time": {"column": "ts"},
+            "single": [{"column": "item", "hash": 9, "null": "unknown"}],
+            "text": {"separator": "::", "null": ["NA"], "bad_lines": "skip"},
+            "episodes": {"query_rows": 1},
+        }
+    )  # fmt: skip
+    columns = ExportedColumns("user", "click", schema, {}, {"item": "text"})
+    config = replace(served.config, columns=columns)
+    path = tmp_path / "rows.csv"
+    path.write_text("user::item::more\n7::12::x\n7::NA::y\n")
+    with open_rows(str(path), config, False) as rows:
+        (batch,) = rows.batches()
+        assert batch.to_pydict() == {"user": [7, 7], "item": ["12", None], "more": ["x", "y"]}
+        assert rows.names == [str(path)]
+    path.write_text("user::item::more\n7::12::x\n7::NA::y::z\n")
+    with (
+        pytest.raises(DataError, match="line 3: it has 4 fields"),
+        open_rows(str(path), config, False),
+    ):
+        pass
