@@ -1,7 +1,9 @@
 """`gmeta prepare --extend`: appends the next increment to a stream and prints what is in it."""
 
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 from gmeta.cli.commands.console import make_console, print_result, show_phases
 from gmeta.cli.commands.prepare_spark import refuse_transform, spark_session
@@ -20,14 +22,16 @@ def extend_stream(
     stream: str,
     schema: Path | None,
     options: PrepareOptions,
-    accept: bool,
+    screening: dict[str, Any],
     spark: bool,
 ) -> None:
     """Append an increment and print it. Raises QuarantinedError: the screen refuses its rows."""
     known = load_schema(schema) if schema is not None else None
     left_out: list[RefusedFilesError] = []
     # The files of --along that the screen refuses are left out: they must not hold up the others.
-    append = partial(extend, accept=accept, along=along, left_out=left_out.append)
+    append: Callable[..., IncrementRecord] = partial(
+        extend, along=along, left_out=left_out.append, **screening
+    )
     if spark:
         if schema is not None and known is not None:
             refuse_transform(schema, known)

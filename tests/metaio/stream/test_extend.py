@@ -335,10 +335,15 @@ def test_a_column_that_is_missing_or_of_another_type_is_refused_by_name(
     append(stream, log(0), schema=schema())
     assert callable(change)
     with pytest.raises(DataError) as error:
-        append(stream, change(log(1)), "b.parquet")
+        append(stream, change(log(1)), "b.parquet", strict=True)
     file = tmp_path / "logs" / "b.parquet"
-    assert str(error.value) == message.format(file=file, stream=stream)
+    reason = message.format(file=file, stream=stream)
+    assert str(error.value) == reason
     assert not isinstance(error.value, QuarantinedError)
+    with pytest.raises(QuarantinedError):
+        append(stream, change(log(1)), "b.parquet")
+    (note,) = list_quarantine(stream)
+    assert (note["reasons"], note["kind"], note["rows"]) == ([reason], "rows", 400)
 
 
 def test_a_column_that_nobody_reads_is_told(tmp_path: Path) -> None:
