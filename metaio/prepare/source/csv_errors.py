@@ -50,11 +50,8 @@ def make_read_error(error: Exception, name: str, kind: FileKind, header_of: _Hea
             f"{problem} within the memory allowed: {shorten(what)}. Allow more (--memory)"
         )
     problem += f": {shorten(what)}. "
-    # Disk or network, not the data: the caller may try again. A packed file may be damaged, too.
-    is_of_disk = isinstance(error, duckdb.IOException) and not re.search(
-        r"(?i)gzip stream|frame|checksum|corrupt|dictionary|version not|src size|literals", what
-    )
-    if is_of_disk or getattr(error, "errno", None):
+    # Disk or network, not the data: the caller may try again.
+    if isinstance(error, duckdb.IOException) or getattr(error, "errno", None):
         return AccessError(f"{problem}Look after the disk or the network, then try again")
     if kind == "Parquet":
         return DataError(f"{problem}Write that file again")
