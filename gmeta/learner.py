@@ -8,7 +8,7 @@ Shape suffixes: T tasks, N rows, K dense columns, B tables, U unique ids, D embe
 task-row pairs"""
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from itertools import pairwise
@@ -33,6 +33,7 @@ from gmeta.data.collate import CollateOptions
 from gmeta.data.cuda_graphs import Capture, LossGraphs
 from gmeta.data.episodes import Episodes, collate_support_query
 from gmeta.data.features.item_statistics import ItemStatistics
+from gmeta.data.features.regression import Regression, fit_regression, select_query_rows
 from gmeta.data.features.support_statistics import NO_STATISTICS, SupportStatistics
 from gmeta.data.task_groups import GROUP_WORK, least_gain
 from gmeta.errors import ConfigError, GMetaError
@@ -40,6 +41,8 @@ from gmeta.losses.objectives import Objectives
 from gmeta_keys.plugins import is_ours
 from gmeta_keys.translate_errors import format_foreign_error, translate_errors
 from gmeta_models.decision_model import DecisionModel
+from gmeta_models.initial_sum import list_sum_layers, start_as_sum
+from gmeta_models.mlp import DropoutReLU
 from gmeta_models.table_projections import TableProjections
 from metaio.read.batch import TaskBatch
 
@@ -131,6 +134,23 @@ class MetaLearner(nn.Module):
         """Return the number of inner steps on a task's support rows."""
         return self._config.inner_steps
 
+    def fit_regression(self, batches: Iterable[TaskBatch]) -> Regression:
+        """Return the regression of labels on the inputs that training gives query rows."""
+        features = self.collate_options().with_features
+        parts = [select_query_rows(features(batch)) for batch in batches]
+        input_NK, label_N, weight_N = (
+            torch.cat(part).double() for part in zip(*parts, strict=True)
+        )
+        losses = self.objectives.outer
+        return fit_regression(losses.losses[0], input_NK, losses.standardise(label_N), weight_N)
+
+    def start_as(self, regression: Regression) -> None:
+        """Have a fresh model's output be that of a regression, whatever the embeddings."""
+        start_as_sum(list_sum_layers(self.model), regression.weight_K, regression.bias)
+        if self.encoder is not None:
+            # Its draw is small, but not 0: the sum would be scaled a little.
+            nn.init.zeros_(self.encoder.modulations.weight)
+
     def use_general_loop(self) -> None:
         """Take the general inner loop, which computes the same as the fused one, step by step."""
         if self.route == "fused":
@@ -144,6 +164,8 @@ class MetaLearner(nn.Module):
             return f"{self._config.name} adapts this model in the general loop"
         if own:
             return f"{type(own[0]).__name__} is no part of gmeta, and may read values or draw them"
+        if any(isinstance(part, DropoutReLU) for part in self.model.modules()):
+            return "model.dropout draws anew in each step"
         if not self.in_buckets:
             return "batches are not arranged in few shapes (run.shape_buckets)"
         self._graphs = LossGraphs(self, self._loss_sum, capture)

@@ -26,12 +26,13 @@ from gmeta.feeds.batch_request import BatchSettings
 from gmeta.feeds.item_statistics_reader import read_item_statistics
 from gmeta.feeds.open_source import open_batch_source
 from gmeta.feeds.step_agent import iterate_batches, open_agent
+from gmeta.feeds.training_sample import fit_to_sample
 from gmeta.platform.numerics import choose_products, make_deterministic, seed_step
 from gmeta.runs.build import build, find_all_plugins
 from gmeta.runs.checkpoints.beginning import beginning_of
 from gmeta.runs.checkpoints.checkpoint_writer import CheckpointWriter
 from gmeta.runs.checkpoints.progress_file import restore_replaced
-from gmeta.runs.early_stop import make_early_stop
+from gmeta.runs.early_stop import describe_end, make_early_stop
 from gmeta.runs.environment import describe_environment
 from gmeta.runs.guards import StepGuard
 from gmeta.runs.logging.run_hooks import RunHooks
@@ -103,6 +104,14 @@ class TrainingRun:
         # Of this dataset, whatever weights the run begins with; a forecast may not know its labels.
         if not self._forecasts:
             self._start_messages += self._take_item_statistics()
+        if self._beginning.how == "fresh" and config.model.linear_start:
+            fit = self._learner.fit_regression
+            regression = fit_to_sample(fit, batches, self._dataset, ranks)
+            self._learner.start_as(regression)
+            self._start_messages += [
+                f"model.linear_start: from {regression.num_rows:,} query rows and "
+                f"{len(regression.weight_K):,} inputs"
+            ]
         run_on_first(lambda: self._describe_run(plan), ranks)
 
         self._step_limit = config.run.max_steps or sys.maxsize
@@ -150,8 +159,7 @@ class TrainingRun:
                 self._end_early(gather_stop_reason(stop, self._ranks))
                 break
             self._end_epoch()
-        if self._early_stop.is_over(self._progress):
-            self.hooks.show_lines([self._early_stop.stop_message(self._progress)])
+        self.hooks.show_lines(describe_end(self._config, self._progress, self.feed.num_steps))
         self.profiler.end()
         self.hooks.show_lines(self.profiler.summary_lines())
 

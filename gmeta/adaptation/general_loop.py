@@ -9,6 +9,7 @@ Shape suffixes: T tasks, N rows, S support rows, D embedding width, P task-row p
 all inputs side by side, J parts of a gate"""
 
 from collections.abc import Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 
 import torch
@@ -26,6 +27,7 @@ from gmeta.losses.objectives import LabelLosses, Objectives, known_labels
 from gmeta.losses.row_losses import weighted_sum
 from gmeta_models.gated import GatedModel, row_layers
 from gmeta_models.inputs import RowInputs
+from gmeta_models.mlp import drop_units
 from gmeta_models.model_config import resolve_pooling
 from gmeta_models.support_encoder import SupportRows
 
@@ -85,7 +87,9 @@ class GeneralLoop:
         support losses differentiable in first order too, at the price of their graphs."""
         # `query_rows`, of the longest task, only helps to choose the cheaper path of a layer.
         adapted = self._started(rows, support, query_rows)
-        for _ in range(self.config.inner_steps):
+        # Where no step changes anything, none is taken, however many there are.
+        is_idle = not (self.plan.adapts and support.layout.num_rows)
+        for _ in range(0 if is_idle else self.config.inner_steps):
             adapted = self.step(adapted, second_order, keep_path)
         return adapted
 
@@ -120,8 +124,10 @@ class GeneralLoop:
         return self._objectives.outer.logits(output)
 
     def losses_N(self, adapted: AdaptedModel, side: Side) -> Tensor:
-        """Return the loss of each row of a side, at the adapted parameters."""
-        return _losses_N(self._objectives.outer, self.output_N(adapted, side), side)
+        """Return the loss of each row of a side, at the adapted parameters, with dropout."""
+        with drop_units(self._model):
+            output_N = self.output_N(adapted, side)
+        return _losses_N(self._objectives.outer, output_N, side)
 
     def _inputs(self, side: Side, rows_PD: Tensor) -> RowInputs:
         inputs, generator = side.inputs(rows_PD), self._learned.generator
@@ -147,7 +153,7 @@ class GeneralLoop:
             # The encoder also reads the error of the unadapted model: what adapting has to mend.
             cold_N = self.output_N(self.unadapted(rows, side), side)
             error_N = self._objectives.outer.errors(cold_N, label_N, side.weight, layout)
-            label_N = known_labels(label_N, side.weight)
+            label_N = self._objectives.outer.standardise(known_labels(label_N, side.weight))
         features_NX = inputs.pooled(resolve_pooling(model)).side_by_side_NX()
         dtype = features_NX.dtype
         support = SupportRows(features_NX, label_N.to(dtype), error_N.to(dtype), layout.lengths_T)
@@ -175,7 +181,9 @@ class GeneralLoop:
         if adapts_rows and not rows_PD.requires_grad:
             # Predictions fetch rows without a gradient, but their inner steps need one.
             rows_PD.requires_grad_()
-        with adapted.layers.apply(support.layout) as tape:
+        # Where the path is what learns (Reptile), its steps have dropout.
+        drops = drop_units(self._model) if keep_path else nullcontext()
+        with adapted.layers.apply(support.layout) as tape, drops:
             output_N = self._model(self._inputs(support, rows_PD))
         inner = self._objectives.inner
         losses_N = _losses_N(inner, inner.logits(output_N), support)
@@ -200,7 +208,8 @@ class GeneralLoop:
             output_N = self._model(self._inputs(support, adapted.rows_PD))
         # One loss: check_solvable refused several when the learner was made.
         (loss,) = self._objectives.inner.losses
-        label_N = known_labels(support.label_N, support.weight)
+        known_N = known_labels(support.label_N, support.weight)
+        label_N = self._objectives.inner.standardise(known_N)
         grad_N, hessian_N = grad_and_hessian_N(loss, output_N, label_N)
         if support.weight is not None:
             grad_N, hessian_N = grad_N * support.weight, hessian_N * support.weight

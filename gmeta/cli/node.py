@@ -9,11 +9,13 @@ from pathlib import Path
 
 from gmeta.cli.commands.config import load_checked_config
 from gmeta.cli.main import main
+from gmeta.distributed.launch import run_agent
 from gmeta.errors import UserError
 
 
 def run_node(arguments: Sequence[str]) -> None:
-    """Check the config of `gmeta train` against its data and model, then start the node's ranks."""
+    """Check the config of `gmeta train` against its data and model, then run the node's ranks and
+    exit with their code."""
     match [one for one in arguments if not one.startswith("-")]:
         case []:
             raise UserError("train-node needs a command: name one, such as train CONFIG")
@@ -24,7 +26,7 @@ def run_node(arguments: Sequence[str]) -> None:
     # Late, as the check has loaded most of torch by now, and a wrong command needs none of it.
     from torch.distributed.run import main as torchrun
 
-    torchrun()
+    sys.exit(run_agent(torchrun))
 
 
 if __name__ == "__main__":

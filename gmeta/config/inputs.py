@@ -58,12 +58,6 @@ class SupportFeaturesConfig:
         "training rows say of their values in it, so that the means above tell how far the task "
         'lies above its items; "": from the mean of all labels',
     )
-    bias_start: bool = key(
-        False,
-        "a fresh model starts as a bias model, mean + item + task: what residual_of's column and "
-        "the task's support rows say, added up; training adds to it. Needs task, residual_of and, "
-        "for clicks, item_features.log_odds; in place of model.output_bias",
-    )
     label_prior: tuple[float, ...] = key(
         (),
         "mean and standard deviation of the labels; []: those of the first block of the training "

@@ -28,11 +28,24 @@ class LabelsConfig:
         "probability is then the product of both, over all rows (ESMM)",
     )
     judged: str = key("", "label of the headline metrics; empty: the first")
+    standardise: bool = key(
+        False,
+        "labels that are any number are learnt less their mean, in deviations, so that rates suit "
+        "seconds as they suit stars; outer.huber_delta then counts deviations. Predictions and "
+        "metrics are in the label's own units",
+    )
+    moments: tuple[float, ...] = key(
+        (),
+        "standardise: mean and deviation of each label, one after the other; []: those of the run "
+        "that this one goes on from or starts from, else of the first block of the training split",
+    )
 
     def check(self, names: tuple[str, ...]) -> None:
         """Raise ValueError for a label not in a dataset's `names`, or a senseless value."""
         named = {
-            item.name: getattr(self, item.name) for item in fields(self) if item.name != "judged"
+            item.name: getattr(self, item.name)
+            for item in fields(self)
+            if item.name not in ("judged", "standardise", "moments")
         }
         named["judged"] = [self.judged] if self.judged else []
         for own, columns in named.items():
@@ -49,6 +62,13 @@ class LabelsConfig:
                     f"labels.loss.{name} = {loss!r} is not allowed: choose one of "
                     f"{', '.join(LOSSES)}"
                 )
+        if self.moments and (
+            len(self.moments) != 2 * max(len(names), 1) or min(self.moments[1::2]) <= 0
+        ):
+            raise ValueError(
+                f"labels.moments = {list(self.moments)} is no mean and deviation above 0 of each "
+                "label. Write e.g. [3.6, 1.1], or [] to take them from the training split"
+            )
         for name, weight in self.weight.items():
             if weight < 0:
                 raise ValueError(

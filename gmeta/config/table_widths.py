@@ -14,7 +14,7 @@ def widths_of_tables(features: Features, model: ModelConfig) -> dict[str, int]:
     """Return the width of each table by name, in their order: that of `model.widths`, else that of
     the data's schema, else by the rule of `model.width`. Raises ValueError: an entry of
     `model.widths` names no table, or no width that one may have; or the schema's is larger than the
-    model's."""
+    model's; or `model.without` names no table."""
     widths = {}
     for table in features.tables:
         rule = auto_width(table.num_rows) if model.width == "auto" else model.embedding_dim
@@ -33,6 +33,13 @@ def widths_of_tables(features: Features, model: ModelConfig) -> dict[str, int]:
                 f"{', '.join(widths)}. Name one of them"
             )
         widths[name] = width
+    for name in model.without:
+        if name not in widths:
+            raise ValueError(
+                f"model.without names {name!r}, which is no table: the dataset has "
+                f"{', '.join(widths)}. Name some of them"
+            )
+        widths[name] = WIDTH_MULTIPLE
     for name, width in widths.items():
         if width > model.embedding_dim:
             raise ValueError(

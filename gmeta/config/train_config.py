@@ -131,6 +131,12 @@ class OuterConfig:
         "step alone",
     )
     sparse_lr: float = key(0.05, "learning rate of the tables", min=0.0)
+    sparse_weight_decay: float = key(
+        0.0,
+        "decoupled decay of table rows: those of a step shrink by this times sparse_lr before it, "
+        "others stay",
+        min=0.0,
+    )
     adagrad_decay: float = key(
         1.0,
         "run.continue_from: factor of Adagrad's sums of squares, of layers and tables, before the "
@@ -270,10 +276,11 @@ class TrainConfig:
 
 
 def load_config(path: str | Path, overrides: Sequence[str] = ()) -> TrainConfig:
-    """Return the config at `path` (TOML) with `section.key=value` overrides, whose values are TOML
-    (bare words are text). Raises ConfigError: no such file, no TOML, an unknown key, a bad value, a
-    required key left empty."""
-    raw = with_current_keys(read_toml("config", Path(path), ConfigError, "run"))
+    """Return the config at `path` (TOML, or config.json of a run) with `section.key=value`
+    overrides, whose values are TOML (bare words are text). Raises ConfigError: no such file, no
+    TOML, an unknown key, a bad value, a required key left empty."""
+    raw = read_toml("config", Path(path), ConfigError, "run")
+    raw = with_current_keys(raw, is_saved=Path(path).suffix == ".json")
     for override in overrides:
         _override(raw, override)
     config = config_from_dict(raw)

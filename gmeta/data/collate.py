@@ -63,11 +63,15 @@ class CollateOptions:
         """Return `collate` for the batches of one epoch."""
         return lambda batch: self.collate(batch, epoch)
 
-    def collate(self, batch: TaskBatch, epoch: int) -> Episodes:
-        """Return the input of the learner's `forward` in this epoch of a run, counted from 0."""
+    def with_features(self, batch: TaskBatch) -> TaskBatch:
+        """Return a training batch with all statistics of each row behind its dense columns."""
         if self.items is not None:
             batch = self.items.with_features(batch)
-        batch = self.statistics.with_features(batch)
+        return self.statistics.with_features(batch)
+
+    def collate(self, batch: TaskBatch, epoch: int) -> Episodes:
+        """Return the input of the learner's `forward` in this epoch of a run, counted from 0."""
+        batch = self.with_features(batch)
         if self.route == "plain" or epoch < self.plain_epochs:
             return collate_plain_rows(batch, self.device)
         if self.layout is not None:

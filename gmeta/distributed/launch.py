@@ -6,11 +6,15 @@ import signal
 import socket
 import sys
 import uuid
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from tempfile import TemporaryDirectory
 
 from gmeta.errors import GMetaError, UserError
+
+# For ranks: the process here that runs their agent.
+AGENT_PID_VARIABLE = "GMETA_AGENT_PID"
+STORE_TIMEOUT_S = 10.0
 
 
 def has_agent() -> bool:
@@ -30,14 +34,58 @@ def restarts() -> tuple[int, int]:
     return used, allowed
 
 
+def check_reachable() -> None:
+    """Raise UserError or GMetaError where this rank of several would wait for others in vain."""
+    name = os.environ.get("GLOO_SOCKET_IFNAME", "")
+    # The loopback's last.
+    interfaces = sorted((each for _, each in socket.if_nameindex()), key=lambda each: each == "lo")
+    if missing := set(filter(None, name.split(","))) - {*interfaces}:
+        raise UserError(
+            f"GLOO_SOCKET_IFNAME = {name!r}: this host has no interface {min(missing)!r}, but "
+            f"{', '.join(interfaces)}. Name the one by which the other hosts reach this one"
+        )
+    first, port = os.environ.get("MASTER_ADDR", ""), os.environ.get("MASTER_PORT", "0")
+    world_size = int(os.environ.get("WORLD_SIZE", "1"))
+    is_spread = world_size > int(os.environ.get("LOCAL_WORLD_SIZE", world_size))
+    # gloo, which carries ids, tells the others the address that this host's name stands for. Where
+    # that of the first is the loopback's, too, all are on this host.
+    own = _find_address(socket.gethostname())
+    if is_spread and not name and _is_loopback(own) and not _is_loopback(_find_address(first)):
+        raise UserError(
+            f"this host's name, {socket.gethostname()!r}, stands for {own}, by which no other host "
+            f"reaches it: set GLOO_SOCKET_IFNAME to the interface that they reach, of "
+            f"{', '.join(interfaces)}"
+        )
+    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+        try:
+            # A rank whose agent was killed first would try it again for minutes.
+            with suppress(TimeoutError, socket.gaierror):
+                socket.create_connection((first, int(port)), STORE_TIMEOUT_S).close()
+        except ConnectionRefusedError as error:
+            raise GMetaError(
+                f"torchrun, which started this rank, no longer answers at {first}:{port}: start "
+                "the job again"
+            ) from error
+
+
+def _find_address(host: str) -> str:
+    """Return a host's first address; the loopback's if there is none, as gloo does."""
+    with suppress(socket.gaierror):
+        return str(socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)[0][4][0])
+    return "127.0.0.1"
+
+
+def _is_loopback(address: str) -> bool:
+    return address.startswith(("127.", "::1"))
+
+
 def launch(arguments: Sequence[str], nproc_per_node: int, port: int, max_restarts: int) -> int:
     """Run `python -m gmeta ARGUMENTS` as `nproc_per_node` ranks; return the job's exit code. Raises
     GMetaError: a rank was killed."""
     # Not os.cpu_count(): a container may have fewer.
     cores = len(os.sched_getaffinity(0))
     # Imported here: a single rank, and --help, need no agent.
-    from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException
-    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+    from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
     _check_port(port)
@@ -53,7 +101,8 @@ def launch(arguments: Sequence[str], nproc_per_node: int, port: int, max_restart
         # Each has a level of its own.
         if name.startswith("torch.distributed.elastic"):
             logging.getLogger(name).setLevel(logging.CRITICAL)
-    try:
+
+    def start_agent() -> None:
         # For what ranks redirect and for their errors; by itself the agent would leave its folder.
         with TemporaryDirectory(prefix="gmeta-ranks-") as folder:
             config = LaunchConfig(
@@ -67,10 +116,30 @@ def launch(arguments: Sequence[str], nproc_per_node: int, port: int, max_restart
                 monitor_interval=0.2,
                 logs_specs=DefaultLogsSpecs(folder),
             )
-            with _pass_over_ended_ranks():
-                elastic_launch(config, sys.executable)("-m", "gmeta", *arguments)
+            elastic_launch(config, sys.executable)("-m", "gmeta", *arguments)
+
+    return run_agent(start_agent)
+
+
+def run_agent(start_agent: Callable[[], object]) -> int:
+    """Run torchrun's agent in this process; return the job's exit code. Raises GMetaError: a rank
+    was killed, or the job's nodes did not meet."""
+    from torch.distributed import DistError  # type: ignore[attr-defined]
+    from torch.distributed.elastic.multiprocessing import SignalException
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+    from torch.distributed.elastic.rendezvous import RendezvousError
+
+    os.environ[AGENT_PID_VARIABLE] = str(os.getpid())
+    try:
+        with _pass_over_ended_ranks():
+            start_agent()
     except SignalException as stopped:
         return 128 + stopped.sigval  # the ranks have said what they kept
+    except (RendezvousError, DistError) as error:
+        raise GMetaError(
+            f"the nodes of this job did not meet ({type(error).__name__}): see whether all of them "
+            "run, and whether each reaches the endpoint of the rendezvous"
+        ) from error
     except ChildFailedError as error:
         failures = error.failures
         # A killed rank is the cause even where a survivor that lost contact with it was seen first.

@@ -2,6 +2,7 @@
 
 import logging
 import os
+import threading
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -16,11 +17,18 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import HashStore, Store  # type: ignore[attr-defined]
 
+from gmeta.distributed.launch import check_reachable
 from gmeta.distributed.transport.transport import Transport
 from gmeta.errors import GMetaError, UserError
 from gmeta.platform.numerics import keep_freed_memory
 
 T = TypeVar("T")
+LONG_WAIT_S = 30.0
+LONG_WAIT = (
+    "rank %d has waited for the other ranks for %g s: see whether all of them run, and whether "
+    "GLOO_SOCKET_IFNAME on each host names an interface by which the others reach it"
+)
+_log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -45,7 +53,8 @@ class Ranks:
 
 def start_ranks(device: str, timeout_s: int, store: Store | None = None) -> Ranks:
     """Join the process group that torchrun describes in the environment; one rank without torchrun.
-    A `store` replaces the rendezvous. Raises UserError: no GPU is visible, or fewer than ranks."""
+    A `store` replaces the rendezvous. Raises UserError: no GPU is visible, or fewer than ranks; the
+    other hosts could not reach this one."""
     quieten()
     if device == "cuda" and not torch.cuda.is_available():
         raise UserError(
@@ -64,16 +73,25 @@ def start_ranks(device: str, timeout_s: int, store: Store | None = None) -> Rank
     timeout = timedelta(seconds=timeout_s)
     backend = "nccl" if use_cuda else "gloo"
     rank, world_size = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
-    if store is None and "RANK" in os.environ:
-        dist.init_process_group(backend, timeout=timeout)
-    else:
-        # One rank meets no other: a store in its own memory needs no port.
-        dist.init_process_group(
-            backend, store=store or HashStore(), rank=rank, world_size=world_size, timeout=timeout
-        )
-    # torch tells groups apart by the order in which they are made: the same on every rank.
-    control = dist.new_group(backend="gloo", timeout=timeout)
-    rows = dist.new_group(backend="gloo", timeout=timeout)
+    waiting = threading.Timer(LONG_WAIT_S, _log.warning, (LONG_WAIT, rank, LONG_WAIT_S))
+    waiting.daemon = True
+    if world_size > 1:
+        waiting.start()
+    try:
+        if store is None and "RANK" in os.environ:
+            check_reachable()
+            dist.init_process_group(backend, timeout=timeout)
+        else:
+            # One rank meets no other: a store in its own memory needs no port.
+            store = store or HashStore()
+            dist.init_process_group(
+                backend, store=store, rank=rank, world_size=world_size, timeout=timeout
+            )
+        # torch tells groups apart by the order in which they are made: the same on every rank.
+        control = dist.new_group(backend="gloo", timeout=timeout)
+        rows = dist.new_group(backend="gloo", timeout=timeout)
+    finally:
+        waiting.cancel()
     return Ranks(rank, world_size, where, control, rows, Transport(rows, control))
 
 

@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from types import FrameType
 
-from gmeta.distributed.launch import has_agent
+from gmeta.distributed.launch import AGENT_PID_VARIABLE, has_agent
 from gmeta.errors import GMetaError
 
 PR_SET_PDEATHSIG = 1
@@ -42,6 +42,10 @@ def end_with_agent() -> None:
     if sys.platform == "linux" and has_agent():
         number = signal.SIGKILL if AGENT_SERVES_VARIABLE in os.environ else signal.SIGTERM
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, number)
+        # It may be gone already. The number is not for what this rank starts in its turn.
+        parent = str(os.getppid())
+        if os.environ.pop(AGENT_PID_VARIABLE, parent) != parent:
+            os.kill(os.getpid(), number)
 
 
 @contextmanager

@@ -244,6 +244,18 @@ def choose_splits(data: DataConfig, dataset: Dataset, requested: Sequence[str]) 
     return chosen
 
 
+def describe_plain_best(run: EvaluatedRun) -> str:
+    """Return a line on a meta-learned run whose checkpoint is of its plain epochs, else ""."""
+    plain_epochs = run.config["algorithm"].get("plain_epochs", 0)
+    epochs = [one["epoch"] for one in run.history if "valid" in one and one["step"] == run.step]
+    if run.algorithm == PLAIN or not epochs or epochs[-1] >= plain_epochs:
+        return ""
+    return (
+        f"{run.name}: its best checkpoint, step {run.step}, is of its {plain_epochs} plain epochs: "
+        f"it is a plain model that adapts, and says nothing of {run.algorithm}"
+    )
+
+
 def describe_trained_splits(
     name: str,
     folder: RunFolder,

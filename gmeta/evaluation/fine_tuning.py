@@ -27,7 +27,6 @@ from gmeta.evaluation.predictions import (
 )
 from gmeta.evaluation.report.evaluation_schema import FineTuning
 from gmeta.learner import MetaLearner
-from gmeta.metrics.catalogue import loss_metric
 from gmeta.metrics.scores import evaluate_split
 from gmeta.runs.early_stop import make_scoring
 from metaio.format.dataset import Dataset
@@ -90,8 +89,7 @@ def adapt_with(algorithm: AlgorithmConfig, sharded: DistributedLearner) -> None:
 def choose_fine_tuning(context: EvalContext, splits: Sequence[str]) -> FineTuning:
     """Return the best inner rate and steps on some splits, or those of each half. Collective."""
     config, ranks = context.config, context.ranks
-    # Not AUC, which does not notice outputs that run away, as where the rate is too high.
-    metric = loss_metric(config.loss_of())
+    metric = make_scoring(config).measure
     is_halved = has_too_few_tasks(config.data, context.dataset)
     # A half of the tasks judges as many as a validation split would.
     most = config.evaluation.tuning_tasks * (1 + is_halved)

@@ -22,7 +22,14 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from gmeta.losses.ranking import list_grads, list_losses
-from gmeta.losses.row_losses import LossFunction, errors_N, in_float32, row_grads_N, row_losses_N
+from gmeta.losses.row_losses import (
+    ANY_NUMBER,
+    LossFunction,
+    errors_N,
+    in_float32,
+    row_grads_N,
+    row_losses_N,
+)
 
 if TYPE_CHECKING:
     from gmeta.config.labels import LabelsConfig
@@ -36,6 +43,8 @@ class LabelLosses(NamedTuple):
     losses: tuple[LossFunction, ...]
     weights: tuple[float, ...]
     before: tuple[int, ...]  # the label that each takes place among, an earlier one; -1: all rows
+    # Mean and deviation of each label, which the losses and outputs are in units of; (): 0 and 1.
+    moments: tuple[tuple[float, float], ...] = ()
 
     def logits(self, output: Tensor) -> Tensor:
         """Return the labels' logits: the model's outputs, or the product's for the entire space."""
@@ -49,7 +58,8 @@ class LabelLosses(NamedTuple):
         self, logits: Tensor, label: Tensor, weight: Tensor | None, lists: TaskLists
     ) -> Tensor:
         """Return the loss of each row, in float32 at least; see `known_labels`."""
-        losses = self._losses(logits, known_labels(label, weight), weight, lists)
+        label = self.standardise(known_labels(label, weight))
+        losses = self._losses(logits, label, weight, lists)
         # An unknown label adds 0, and means over a task's rows stay means over all of them: few
         # known labels move a task as little as few rows do.
         losses = losses if weight is None else losses * weight.to(losses.dtype)
@@ -57,17 +67,37 @@ class LabelLosses(NamedTuple):
         return losses if len(self.losses) == 1 else losses.sum(dim=1)
 
     def predictions(self, logits: Tensor) -> Tensor:
-        """Return a probability for bce, a score for a ranking loss, else the predicted label."""
+        """Return a probability for bce, a score for a ranking loss, else the predicted label, in
+        its own units."""
 
         def predict_label(loss: LossFunction, logit: Tensor) -> Tensor:
             return logit.sigmoid() if loss.kind == "bce" else logit.clone()
 
-        return self._map_labels(predict_label, logits)
+        predicted = self._map_labels(predict_label, logits)
+        if not self.moments:
+            return predicted
+        mean, deviation = self._moments_of(predicted)
+        return predicted * deviation + mean
+
+    def standardise(self, label: Tensor) -> Tensor:
+        """Return labels, [N], [N, 1] or [N, L], as the losses take them."""
+        if not self.moments:
+            return label
+        mean, deviation = self._moments_of(label)
+        return (label - mean) / deviation
+
+    def _moments_of(self, values: Tensor) -> tuple[float | Tensor, float | Tensor]:
+        if len(self.moments) == 1:
+            return self.moments[0]
+        means, deviations = zip(*self.moments, strict=True)
+        at = values.dtype, values.device
+        return _tensor(means, *at), _tensor(deviations, *at)
 
     def errors(
         self, logits: Tensor, label: Tensor, weight: Tensor | None, lists: TaskLists
     ) -> Tensor:
-        """Return label minus prediction, or how a ranking loss pulls an output; 0 if unknown."""
+        """Return label minus prediction, standardised, or how a ranking loss pulls an output; 0 if
+        unknown."""
         known = None if weight is None else (weight > 0).to(label.dtype)
 
         def error(loss: LossFunction, logit: Tensor, label: Tensor, known: Tensor | None) -> Tensor:
@@ -76,7 +106,8 @@ class LabelLosses(NamedTuple):
             errors = errors_N(loss, logit, label)
             return errors if known is None else torch.where(known > 0, errors, 0.0)
 
-        return self._map_labels(error, logits, known_labels(label, weight), known)
+        label = self.standardise(known_labels(label, weight))
+        return self._map_labels(error, logits, label, known)
 
     def scale(self, values: Tensor) -> Tensor:
         """Return the values times the labels' weights: [N, L] from [N, L] or [N, 1]."""
@@ -157,9 +188,11 @@ class Objectives(NamedTuple):
     outer: LabelLosses
 
     @classmethod
-    def of(cls, loss: str, huber_delta: float = 1.0) -> Objectives:
+    def of(
+        cls, loss: str, huber_delta: float = 1.0, moments: tuple[tuple[float, float], ...] = ()
+    ) -> Objectives:
         """Return the objectives of one label that has this loss."""
-        losses = LabelLosses((LossFunction(loss, huber_delta),), (1.0,), (-1,))
+        losses = LabelLosses((LossFunction(loss, huber_delta),), (1.0,), (-1,), moments)
         return cls(losses, losses)
 
     @property
@@ -225,8 +258,20 @@ def make_objectives(
 ) -> Objectives:
     """Return the objectives of a dataset's labels, `names`; of one without a name by `loss`."""
     config.check(names)
+    moments: tuple[tuple[float, float], ...] = ()
+    if config.standardise:
+        # Probabilities and scores have no units.
+        moments = tuple(
+            (mean, deviation) if kind in ANY_NUMBER else (0.0, 1.0)
+            for kind, mean, deviation in zip(
+                config.loss_kinds(loss, names),
+                config.moments[::2],
+                config.moments[1::2],
+                strict=True,
+            )
+        )
     if not names:
-        return Objectives.of(loss, huber_delta)
+        return Objectives.of(loss, huber_delta, moments)
     losses = tuple(LossFunction(config.loss.get(name, loss), huber_delta) for name in names)
     before = tuple(
         names.index(config.entire_space[name]) if name in config.entire_space else -1
@@ -244,7 +289,7 @@ def make_objectives(
     inner = tuple(
         weight if name in adapts else 0.0 for name, weight in zip(names, weights, strict=True)
     )
-    return Objectives(LabelLosses(losses, inner, before), LabelLosses(losses, weights, before))
+    return Objectives(*(LabelLosses(losses, each, before, moments) for each in (inner, weights)))
 
 
 def _softplus(values: Tensor) -> Tensor:

@@ -15,6 +15,7 @@ from torch import Tensor
 
 HALVES = (torch.bfloat16, torch.float16)
 RANKING = ("softmax", "pairwise")
+ANY_NUMBER = ("mse", "huber", "mae")  # labels without a scale of their own
 
 
 def defined_labels_N(kind: str, label_N: npt.NDArray[np.float32]) -> npt.NDArray[np.bool_]:

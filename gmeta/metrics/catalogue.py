@@ -117,6 +117,21 @@ class Scoring:
         return self.config.metrics or usual[predicted_by(self.loss)]
 
     @property
+    def measure(self) -> str:
+        """Return the metric that chooses rates: the headline if it is a distance, else the loss."""
+        # Not AUC, which does not notice outputs that run away, as where a rate is too high.
+        headline = self.names[0]
+        return headline if headline in OF_PROBABILITIES + OF_VALUES else loss_metric(self.loss)
+
+    @property
+    def fitted_loss(self) -> Loss:
+        """Return what baselines are fitted to: the headline of ratings, else the loss."""
+        if predicted_by(self.loss) != "rating":
+            return self.loss
+        fitted: dict[str, Loss] = {"mae": "mae", "rmse": "mse"}
+        return fitted.get(self.names[0], self.loss)
+
+    @property
     def threshold(self) -> float:
         """Return the least label that counts as positive."""
         if self.loss == "bce":

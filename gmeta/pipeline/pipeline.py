@@ -26,11 +26,12 @@ from gmeta.pipeline.log_partitions import (
     sort_partitions,
 )
 from gmeta.pipeline.stage_outcome import ENDED_FILE, FROZEN_FILE, RunningStage, StageOutcome
-from gmeta.platform.files.checked_json import read_json
 from gmeta.runs.run_folder import CONFIG_FILE as RUN_CONFIG_FILE
 from gmeta.runs.run_folder import RunFolder, write_json
-from gmeta.serving.channel.channel import PROMOTED, PROMOTIONS, Channel, CurrentVersion
+from gmeta.serving.channel.channel import Channel, CurrentVersion
 from gmeta.serving.channel.model_version import Version
+from gmeta.serving.channel.promotion_log import PROMOTED, PROMOTIONS, REFUSED
+from gmeta.serving.channel.verdict_file import read_verdict, write_verdict
 from gmeta.serving.channel.version_retention import prune
 from gmeta.serving.exported_folder import CONFIG_FILE
 from metaio.errors import MetaIOError
@@ -89,6 +90,8 @@ class Pipeline:
 
     def _step(self) -> StageOutcome | None:
         self.idle = None
+        if (restored := self._restore_verdicts()) is not None:
+            return restored
         current = self.channel.current()
         if current is None or not self.config.follow.mirror or current.at == self._published:
             return self._take_next(current)
@@ -183,14 +186,48 @@ class Pipeline:
         path, known_verdict = self.folder(number) / "verdict.json", self._verdicts.get(number)
         try:
             # A verdict does not change: else each step would read all of them.
-            known_verdict = self._verdicts[number] = known_verdict or read_json(path)
+            known_verdict = self._verdicts[number] = known_verdict or read_verdict(path)
             return known_verdict
         except FileNotFoundError:
             return None
-        except ValueError as error:
+        except (OSError, ValueError) as error:
             raise GMetaError(
                 f"{path} is damaged: {error}. Remove it, and the candidate is judged again"
             ) from error
+
+    def _restore_verdicts(self) -> StageOutcome | None:
+        """Write verdicts that are damaged, or lost though their model was promoted, anew from the
+        channel's log; None if there are none."""
+        restored = []
+        for number in list_increment_numbers(self._stream):
+            damage, root = None, self.folder(number)
+            path = root / "verdict.json"
+            try:
+                # One that was trained and not judged yet has none.
+                if self.verdict(number) or not (root / "trained.json").exists():
+                    continue
+            except GMetaError as error:
+                damage = error
+            logged = self._logged_verdict(number, (PROMOTED, REFUSED) if damage else (PROMOTED,))
+            if logged is not None and not path.is_dir():
+                write_verdict(path, logged)
+                restored.append(number)
+            elif damage is not None:
+                raise damage
+        if not restored:
+            return None
+        numbers = ", ".join(map(str, restored))
+        summary = f"the verdict of increment {numbers} was damaged or lost: restored from the log"
+        return StageOutcome("judge", restored[0], 0.0, f"{summary} of {self.channel.root}")
+
+    def _logged_verdict(self, number: int, actions: Sequence[str]) -> dict[str, Any] | None:
+        """Return the newest verdict on an increment's candidate in the channel's log."""
+        judged_on = open_stream(self._stream).record(number).fingerprint
+        for entry in reversed(self.channel.promotions()):
+            verdict: dict[str, Any] = entry.get("verdict") or {}
+            if entry["action"] in actions and verdict.get("dataset") == judged_on:
+                return verdict
+        return None
 
     def _is_outdated(self, number: int, current: CurrentVersion | None) -> bool:
         """Return whether a person promoted or rolled back since a candidate was judged."""
@@ -336,6 +373,12 @@ class Pipeline:
         arguments = ["promote", str(root / "model"), str(self.channel.root)]
         _, took_s = self._run(number, [*arguments, "--verdict", str(root / "verdict.json")])
         version = self.channel.version(self.channel.require_current().number)
+        # Else it would be promoted again and again.
+        if self.promoted_version(number) is None:
+            raise GMetaError(
+                f"{self.channel.root / PROMOTIONS} does not name the model of {root} though it was "
+                "promoted: it was edited. Put the file back from a copy"
+            )
         summary = f"version {version.name}, {version.kind}{self._remove_old()}"
         return StageOutcome("promote", number, took_s, summary)
 
@@ -380,7 +423,7 @@ class Pipeline:
         if stamp != self._promoted[0]:
             versions = {}
             for entry in self.channel.promotions():
-                if entry.get("action") == PROMOTED:
+                if entry["action"] == PROMOTED:
                     # Without a verdict (a person promoted) the entry itself has the model.
                     model = (entry.get("verdict") or {}).get("model") or entry.get("model")
                     versions[str(model)] = int(entry["number"])

@@ -2,16 +2,21 @@
 
 import multiprocessing
 import os
+import select
 import shutil
 import signal
+import tempfile
 import threading
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from multiprocessing import forkserver, resource_tracker, util
 from multiprocessing.context import ForkServerContext
 from multiprocessing.process import BaseProcess
 
+from gmeta.errors import GMetaError
 from gmeta_keys.stop_flag import StopFlag
+
+END_TIMEOUT_S = 2.0  # of a server that closed its pipe: it is exiting
 
 
 def forking_context(preload: Sequence[str]) -> ForkServerContext:
@@ -30,7 +35,8 @@ def forking_context(preload: Sequence[str]) -> ForkServerContext:
     # ends them: they must not get it too.
     mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:
-        forkserver.ensure_running()
+        with _explain_failure():
+            forkserver.ensure_running()
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, mask)
     if multiprocessing.parent_process() is None:  # else the folder may be that of the parent
@@ -48,13 +54,47 @@ def remove_folder() -> None:
 
 
 def start(process: BaseProcess) -> None:
-    """Start a process of `forking_context`; end it and raise KeyboardInterrupt after Ctrl-C."""
+    """Start a process of `forking_context`; end it and raise KeyboardInterrupt after Ctrl-C. Raises
+    GMetaError: the server cannot fork it."""
     # Cut off in the middle, a start leaves a process that dies by a traceback, or that nobody ends.
-    with _hold_interrupt() as is_heard:
+    with _hold_interrupt() as is_heard, _explain_failure():
         process.start()
     if is_heard:
         process.terminate()
         raise KeyboardInterrupt
+
+
+@contextmanager
+def _explain_failure() -> Iterator[None]:
+    """Raise GMetaError for what multiprocessing raises where the server does not run."""
+    try:
+        yield
+    # The pipe that only ends, "Connection refused" and a socket that is gone tell no cause.
+    except (EOFError, OSError) as error:
+        server = vars(forkserver)["_forkserver"]._forkserver_pid
+        if server is not None and (ended := _wait_for_end(server)) is not None:
+            how = f"ended with exit code {ended.si_status}: mend what it wrote above"
+            if ended.si_code != os.CLD_EXITED:
+                name = signal.Signals(ended.si_status).name
+                how = f"was ended by {name}: if memory ran out, run less at a time"
+            raise GMetaError(
+                f"the process that others are forked from {how}, then run the same command again"
+            ) from error
+        raise GMetaError(
+            f"no process can be forked: {error}. Its socket lies below TMPDIR, "
+            f"{tempfile.gettempdir()}: see whether that can be written, and is a short path"
+        ) from error
+
+
+def _wait_for_end(child: int) -> os.waitid_result | None:
+    """Return how a child that may be ending has ended; None if it goes on."""
+    with suppress(OSError):
+        ending = os.pidfd_open(child)
+        select.select([ending], [], [], END_TIMEOUT_S)
+        os.close(ending)
+        # It is left to be reaped: multiprocessing starts another server once it sees its end.
+        return os.waitid(os.P_PID, child, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+    return None
 
 
 @contextmanager

@@ -14,7 +14,7 @@ from gmeta.adaptation.algorithms.registry import NAMED_ALGORITHMS
 from gmeta.config.algorithm import PLAIN, AlgorithmConfig
 from gmeta.config.evaluation import EvaluationConfig
 from gmeta.config.inputs import NO_PRIOR, ItemFeaturesConfig, LabelPrior, SupportFeaturesConfig
-from gmeta.config.labels import LabelsConfig, Loss
+from gmeta.config.labels import LabelsConfig
 from gmeta.config.sharding import check_sharding
 from gmeta.config.table_names import module_name
 from gmeta.config.table_widths import widths_of_tables
@@ -24,18 +24,17 @@ from gmeta.data.features.item_statistics import ItemStatistics
 from gmeta.data.features.support_statistics import NO_STATISTICS, SupportStatistics
 from gmeta.data.label_checks import check_first_labels, scored_labels
 from gmeta.data.opening import open_data
-from gmeta.data.sums import log_odds
 from gmeta.errors import ConfigError, GMetaError
 from gmeta.learner import MetaLearner
-from gmeta.losses.objectives import make_objectives
+from gmeta.losses.objectives import Objectives, make_objectives
 from gmeta.losses.row_losses import defined_labels_N
-from gmeta.metrics.catalogue import custom_names, label_of, predicted_by
+from gmeta.metrics.catalogue import custom_names, label_of
 from gmeta.metrics.custom_metrics import NAMED_METRICS, try_out
 from gmeta.runs.early_stop import make_early_stop
 from gmeta.runs.logging.hook_registry import NAMED_CALLBACKS, NAMED_LOGGERS, find_hooks
 from gmeta_keys.plugins import Registry, describe_package
 from gmeta_models.gated import head_layers
-from gmeta_models.initial_sum import start_as_sum
+from gmeta_models.initial_sum import list_sum_layers
 from gmeta_models.model_config import InputSizes, ModelConfig, SparseColumn
 from gmeta_models.registry import NAMED_MODELS, build_model, check_outputs
 from gmeta_models.table_projections import TableProjections
@@ -90,11 +89,15 @@ def build(config: TrainConfig) -> tuple[Dataset, MetaLearner]:
     _check_plain_epochs(config.algorithm, config.run.epochs)
     tables = [table.name for table in dataset.features.tables]
     check_sharding(config.sharding, tables, config.outer.sparse_optimizer)
+    if decay := config.outer.sparse_weight_decay:
+        _check_decay(decay, config)
     # Right before the model is built: all ranks must begin with equal layers.
     torch.manual_seed(config.run.seed)
     try:
         check_augment(config.augment, dataset.features)
         settings, items, labels = config.support_features, config.item_features, config.labels
+        if labels.standardise and not labels.moments:
+            labels = replace(labels, moments=estimate_moments(config, dataset))
         losses = config.outer.loss, config.outer.huber_delta
         # A config may have the prior of an earlier run: then the inputs mean the same.
         if settings.is_used and LabelPrior.from_config(settings) is None:
@@ -107,6 +110,19 @@ def build(config: TrainConfig) -> tuple[Dataset, MetaLearner]:
     except ValueError as error:
         raise ConfigError(str(error)) from error
     return dataset, learner
+
+
+def _check_decay(decay: float, config: TrainConfig) -> None:
+    idle = {
+        'sharding.exchange = "torchrec"': config.sharding.exchange == "torchrec",
+        "algorithm.options.train_base = false": not config.algorithm.train_base,
+    }
+    for setting, is_so in idle.items():
+        if is_so:
+            raise ConfigError(
+                f"outer.sparse_weight_decay = {decay} with {setting}: the rows of our own exchange "
+                "decay, as they learn. Set it to 0, or change the other one"
+            )
 
 
 def _check_plain_epochs(algorithm: AlgorithmConfig, epochs: int) -> None:
@@ -226,12 +242,23 @@ def check_source(data: DataConfig) -> None:
         )
 
 
-def estimate_label_prior(split: str, loss: Loss, dataset: Dataset) -> LabelPrior:
-    """Return mean and deviation of the labels of the training split's first block."""
+def estimate_label_prior(split: str, loss: str, dataset: Dataset, place: int = 0) -> LabelPrior:
+    """Return mean and deviation of the labels of the training split's first block; of several
+    labels of that at `place`."""
     label_N = dataset.read_block(split, 0).label_N
-    label_N = label_N.reshape(len(label_N), -1)[:, 0]
+    label_N = label_N.reshape(len(label_N), -1)[:, place]
     # Labels that the loss does not take are refused elsewhere, with their row.
     return LabelPrior.of(label_N[defined_labels_N(loss, label_N)])
+
+
+def estimate_moments(config: TrainConfig, dataset: Dataset) -> tuple[float, ...]:
+    """Return mean and deviation of each label, one after the other; see estimate_label_prior."""
+    kinds = config.labels.loss_kinds(config.outer.loss, dataset.features.labels)
+    priors = [
+        estimate_label_prior(config.data.train_split, kind, dataset, place)
+        for place, kind in enumerate(kinds)
+    ]
+    return tuple(moment for prior in priors for moment in prior)
 
 
 def build_statistics(
@@ -257,6 +284,11 @@ def build_learner(
     or they do not fit each other or the columns."""
     sizes = measure_inputs(features)
     objectives = make_objectives(loss, huber_delta, labels, features.labels)
+    if model.output_bias and objectives.outer.moments[:1] not in ((), ((0.0, 1.0),)):
+        raise ValueError(
+            f"model.output_bias = {model.output_bias} with labels.standardise: outputs are "
+            "deviations from the mean label already. Leave one of them out"
+        )
     items = None
     if item_features is not None and item_features.columns:
         items = ItemStatistics(item_features, features)
@@ -264,7 +296,7 @@ def build_learner(
     # Statistics reach the model as dense columns.
     sizes = replace(sizes, num_dense=sizes.num_dense + width)
     names = tuple(table.name for table in features.tables)
-    tables = TableSizes(len(names), model.embedding_dim, names, sizes)
+    tables = TableSizes(len(names), model.embedding_dim, names, sizes, model.without)
     built = build_model(model, sizes)
     # An unfit head would only show as wrong shapes in the first loss.
     num_outputs = sum(head.out_features for head in head_layers(built).values())
@@ -280,7 +312,8 @@ def build_learner(
     width_of = {
         module_name(name): width for name, width in widths_of_tables(features, model).items()
     }
-    projections = TableProjections(width_of, model.embedding_dim)
+    left_out = tuple(map(module_name, model.without))
+    projections = TableProjections(width_of, model.embedding_dim, left_out)
     learner = MetaLearner(
         built,
         algorithm,
@@ -292,33 +325,18 @@ def build_learner(
     )
     if features.labels:
         _check_one_label(features.labels, algorithm.name, learner)
-    if statistics.bias_start:
-        _start_as_bias_model(built, sizes.num_dense, loss, statistics)
+    if model.linear_start:
+        _check_linear_start(built, sizes, objectives)
     return learner
 
 
-def _start_as_bias_model(
-    model: nn.Module, num_dense: int, loss: str, statistics: SupportStatistics
-) -> None:
-    """Set a model's output to mean + item + task. Raises ValueError: it lacks these inputs."""
-    item, kind, prior = statistics.expected_place, predicted_by(loss), statistics.prior
-    is_of_clicks = kind == "probability"
-    if item is None or not statistics.of_task or kind == "score":
+def _check_linear_start(model: nn.Module, sizes: InputSizes, objectives: Objectives) -> None:
+    list_sum_layers(model)
+    if sizes.outputs > 1 or objectives.outer.losses[0].ranks or not sizes.num_dense:
         raise ValueError(
-            "support_features.bias_start adds up the mean, an item's and a task's: it needs "
-            "support_features.task = true, support_features.residual_of and a loss of each row "
-            "alone. Set them, or leave it out"
+            "model.linear_start is a regression of one label on dense columns and statistics: it "
+            "needs one of these inputs at least, and a loss of each row alone. Leave it out"
         )
-    if statistics.log_odds != is_of_clicks:
-        raise ValueError(
-            f"support_features.bias_start with outer.loss = {loss!r} needs item_features.log_odds "
-            f"= {str(is_of_clicks).lower()}. Set it so"
-        )
-    weight = 1.0 if is_of_clicks else prior.deviation
-    # Outputs for bce are logits: the mean becomes its log-odds.
-    base_output = float(log_odds(prior.mean)) if is_of_clicks else prior.mean
-    # Counted from the last dense column: the statistics of the task stand behind all others.
-    start_as_sum(model, {item - num_dense: weight, -statistics.width: weight}, base_output)
 
 
 def _check_one_label(names: tuple[str, ...], algorithm: str, learner: MetaLearner) -> None:

@@ -4,6 +4,7 @@ import math
 from dataclasses import dataclass, replace
 from typing import final
 
+from gmeta.config.algorithm import PLAIN
 from gmeta.config.train_config import TrainConfig
 from gmeta.errors import ConfigError
 from gmeta.metrics.catalogue import Scoring, label_of, predicted_by
@@ -50,6 +51,27 @@ class EarlyStop:
         )
 
 
+def describe_end(config: TrainConfig, progress: RunProgress, epoch_steps: int) -> list[str]:
+    """Return the lines on why a run of `epoch_steps` an epoch ended, and where its best lies."""
+    early_stop, lines, run, algorithm = make_early_stop(config), [], config.run, config.algorithm
+    is_last_best = progress.best_step == progress.scored_step == progress.step
+    if early_stop.is_over(progress):
+        lines.append(early_stop.stop_message(progress))
+    elif progress.best_step and is_last_best and progress.epoch >= run.epochs > 1:
+        lines.append(
+            f"ended by run.epochs = {run.epochs} while {early_stop.metric} still got better: more "
+            "epochs may be better yet"
+        )
+    plain_steps = algorithm.plain_epochs * epoch_steps * (algorithm.name != PLAIN)
+    if run.keep_best and 0 < progress.best_step <= plain_steps < progress.step:
+        lines.append(
+            f"the best {early_stop.metric}, of step {progress.best_step}, lies in the "
+            f"{algorithm.plain_epochs} plain epochs: {algorithm.name} made nothing better. Lower "
+            "algorithm.inner_lr, or train plainly and fine-tune (algorithm.name = none)"
+        )
+    return lines
+
+
 def make_scoring(config: TrainConfig, label: str = "") -> Scoring:
     """Return the metrics of predictions of a label; "" stands for the judged one."""
     judged = Scoring(config.loss_of(), config.evaluation)
@@ -57,6 +79,17 @@ def make_scoring(config: TrainConfig, label: str = "") -> Scoring:
         judged
         if label in ("", config.labels.judged)
         else judged.for_other_label(config.loss_of(label))
+    )
+
+
+def describe_choices(config: TrainConfig) -> str:
+    """Return the line that says by what a run is trained, chosen and compared."""
+    scoring, valid = make_scoring(config), ", ".join(config.data.valid_splits)
+    kept = f"checkpoints by {make_early_stop(config).metric} of {valid}, " if valid else ""
+    units = " of standardised labels" if config.labels.standardise else ""
+    return (
+        f"judged by: {scoring.names[0]}; trained with {scoring.loss}{units}, {kept}inner rates by "
+        f"{scoring.measure}, trees fitted to {scoring.fitted_loss}"
     )
 
 

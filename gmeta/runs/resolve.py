@@ -6,7 +6,7 @@ from pathlib import Path
 from gmeta.config.train_config import DataConfig, RunConfig, TrainConfig, with_every_option
 from gmeta.distributed.collective_errors import run_on_first
 from gmeta.distributed.ranks import Ranks, broadcast_value
-from gmeta.runs.build import estimate_label_prior
+from gmeta.runs.build import estimate_label_prior, estimate_moments
 from gmeta.runs.checkpoints.run_mirror import fetch_run
 from gmeta.runs.checkpoints.selected_checkpoint import named_checkpoint
 from gmeta.runs.rank_agreement import OF_ONE_MACHINE, check_alike, settings_of_all
@@ -20,7 +20,8 @@ def resolve(config: TrainConfig) -> TrainConfig:
     # A caller of train() may leave some options out.
     config, dataset = with_names(with_every_option(config))
     data, run = _without_empty_splits(config.data, config.run, dataset)
-    config, inputs = replace(config, data=data, run=run), config.support_features
+    config = _with_moments(replace(config, data=data, run=run), dataset)
+    inputs = config.support_features
     if not inputs.is_used or inputs.label_prior or dataset.manifest.stream is None:
         return config
     before = config_of_begun_run(run.dir)
@@ -30,6 +31,20 @@ def resolve(config: TrainConfig) -> TrainConfig:
     known = before.support_features.label_prior if before else ()
     prior = known or tuple(estimate_label_prior(data.train_split, config.outer.loss, dataset))
     return replace(config, support_features=replace(inputs, label_prior=prior))
+
+
+def _with_moments(config: TrainConfig, dataset: Dataset) -> TrainConfig:
+    labels, run = config.labels, config.run
+    if not labels.standardise or labels.moments:
+        return config
+    before = config_of_begun_run(run.dir)
+    for name in ("continue_from", "start_from"):
+        if before is None and (named := getattr(run, name)):
+            before = named_checkpoint(f"run.{name}", named)[0].read_config()
+    # Weights keep their units; that they have some is checked with the checkpoint.
+    known = before.labels.moments if before else ()
+    moments = known or estimate_moments(config, dataset)
+    return replace(config, labels=replace(labels, moments=moments))
 
 
 def resolve_on_first(config: TrainConfig, ranks: Ranks) -> TrainConfig:

@@ -37,6 +37,7 @@ from gmeta.serving.exported_folder import (
     write_config,
 )
 from gmeta.serving.finite_values import check_layers
+from gmeta.serving.model_loader import load
 from gmeta.serving.stored_tables import store_table
 from gmeta.serving.table_format import TableFormat
 from metaio.errors import NoDatasetError
@@ -139,6 +140,13 @@ def export_run(
     with new_folder(out, overwrite) as partial:
         _copy_vocabularies(dataset, partial)
         write_model(partial, description, layers, table)
+        try:
+            load(partial, verify=False)
+        except GMetaError as error:
+            problem = str(error).replace(str(partial), str(out))
+            raise GMetaError(
+                f"run {root} is not exported, as it could not be loaded: {problem}"
+            ) from error
         sizes = {path: path.stat().st_size for path in partial.rglob("*") if path.is_file()}
     table_bytes = sum(size for path, size in sizes.items() if path.name.startswith("table-"))
     num_values = sum(table.num_rows * widths[table.name] for table in dataset.features.tables)

@@ -1,5 +1,6 @@
 """Reads an exported folder into a ServedModel; each kind of damage ends in one line."""
 
+from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 
@@ -9,8 +10,8 @@ import torch
 from gmeta.config.table_widths import widths_of_tables
 from gmeta.errors import GMetaError
 from gmeta.learner import MetaLearner
-from gmeta.platform.files.tensor_files import read_tensors
-from gmeta.runs.build import build_learner, build_statistics, check_registered
+from gmeta.platform.files.tensor_files import MappedFiles, read_tensors
+from gmeta.runs.build import build_learner, build_statistics, check_registered, find_plugins
 from gmeta.serving.device import on_the_cpu, parse_device
 from gmeta.serving.exported_folder import (
     LAYERS_FILE,
@@ -37,15 +38,18 @@ def load(path: str | Path, verify: bool = True, device: str = "cpu") -> ServedMo
     folder, computes_on = Path(path), parse_device(device)
     config, checksum = read_config(folder), checksum_in(folder)
     # Before anything is mapped: a file cut short under a map kills the process.
-    check_files(folder, config, checksums=verify)
+    check_files(folder, config, checksums=False)
+    files = [folder / table_file(index) for index in range(len(config.features.tables))]
+    mapped = MappedFiles(files)
+    if verify:
+        check_files(folder, config, checksums=True)
     tables, widths = [], widths_of_tables(config.features, config.model)
-    for index, table in enumerate(config.features.tables):
-        file = folder / table_file(index)
+    for file, table in zip(files, config.features.tables, strict=True):
         shape = (table.num_rows, widths[table.name])
         tables.append(check_table(str(file), read_tensors(file), shape, config.table_format))
     reload = partial(_load_again, folder.absolute(), config, device)
     learner, encoder = _load_learner(folder, config), _load_encoder(folder, config)
-    return ServedModel(config, checksum, learner, tables, encoder, reload, computes_on)
+    return ServedModel(config, checksum, learner, tables, mapped, encoder, reload, computes_on)
 
 
 def _load_again(folder: Path, config: ExportedConfig, device: str) -> ServedModel:
@@ -64,24 +68,27 @@ def _load_learner(folder: Path, config: ExportedConfig) -> MetaLearner:
     tensors = read_tensors(folder / LAYERS_FILE)
 
     def build() -> MetaLearner:
-        return build_learner(
-            config.features,
-            config.model,
-            config.algorithm,
-            config.loss,
-            config.huber_delta,
-            build_statistics(config.support_features, config.features, config.item_features),
-            config.item_features,
-            config.labels,
-        )
+        try:
+            return build_learner(
+                config.features,
+                config.model,
+                config.algorithm,
+                config.loss,
+                config.huber_delta,
+                build_statistics(config.support_features, config.features, config.item_features),
+                config.item_features,
+                config.labels,
+            )
+        except (ValueError, RuntimeError) as error:
+            raise GMetaError(
+                f"{folder} cannot be built ({error}). Load it with the release that wrote it"
+            ) from error
 
-    try:
-        with torch.device("meta"):  # takes no memory, whatever widths the config asks for
-            wanted = build().state_dict()
-    except (ValueError, RuntimeError) as error:
-        raise GMetaError(
-            f"{folder} cannot be built ({error}). Load it with the release that wrote it"
-        ) from error
+    # Without values it takes no memory, whatever widths the config asks for; but what another
+    # package makes is tried on rows, as in training, and may need values.
+    is_own = bool(find_plugins(config.model, config.algorithm))
+    with nullcontext() if is_own else torch.device("meta"):
+        wanted = build().state_dict()
     # Compared here, since torch reports a misfit in as many lines as there are layers.
     shapes = {name: tensor.shape for name, tensor in tensors.items()}
     lacking = [name for name, value in wanted.items() if shapes.get(name) != value.shape]

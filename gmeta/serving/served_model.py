@@ -22,6 +22,7 @@ from gmeta.adaptation.layout.sides import WorkingRows
 from gmeta.data.episodes import make_full_side, with_row_copies
 from gmeta.data.transfer import move_to_device
 from gmeta.errors import UserError
+from gmeta.platform.files.tensor_files import MappedFiles
 from gmeta.platform.threads import ThreadChoice, work_to_predict
 from gmeta.serving.device import HOST, on_the_cpu
 from gmeta.serving.encoded_rows import EncodedColumns, empty_rows, join_rows, split_rows
@@ -64,7 +65,7 @@ class ServedModel:
     Rows are columns: a mapping of names to equally long lists, arrays or tensors, or any Arrow,
     pandas or polars table. Columns that the model does not read are ignored. Every method raises
     UserError for a missing column, DataError for a column that holds what the model cannot take,
-    NotFiniteError for a result that is not finite."""
+    NotFiniteError for a result that is not finite, ChangedFileError for files changed in place."""
 
     def __init__(
         self,
@@ -72,6 +73,7 @@ class ServedModel:
         checksum: str,
         learner: "MetaLearner",
         tables: list[StoredTable],
+        files: MappedFiles,
         encoder: ColumnEncoder,
         reload: "partial[ServedModel]",
         device: torch.device = HOST,
@@ -88,6 +90,7 @@ class ServedModel:
         self._inner = learner.general_loop
         self._statistics = learner.statistics
         self.tables = tables
+        self.files = files  # of the tables
         self._encoder = encoder
         # A key numbers the rows of all tables: one integer names a row of any table.
         rows_B = torch.tensor([table.num_rows for table in config.features.tables])
@@ -201,7 +204,7 @@ class ServedModel:
             chosen = self._threads.use_for(work)
         with self._exclusive(), chosen:
             # Rows as they are stored: the learner itself turns them into what the inner loop takes.
-            stored_UD = fetch_UD(self.tables, batch.unique_ids_U, batch.unique_lengths_B)
+            stored_UD = self._read_rows_UD(batch)
             on_host = self.learner.collate_to_predict(batch), stored_UD
             episodes, rows_UD = self._to_device(on_host)
             return self._to_host(self.learner.predict(rows_UD, episodes))
@@ -326,8 +329,14 @@ class ServedModel:
         return tree if self._device == HOST else move_to_device(tree, HOST)
 
     def _fetch_UD(self, batch: TaskBatch) -> Tensor:
-        rows_UD = fetch_UD(self.tables, batch.unique_ids_U, batch.unique_lengths_B)
+        rows_UD = self._read_rows_UD(batch)
         return self.learner.starting_rows_UD(rows_UD, batch.unique_lengths_B.tolist())
+
+    def _read_rows_UD(self, batch: TaskBatch) -> Tensor:
+        self.files.check()  # a read behind the end of a file that was cut would kill the process
+        rows_UD = fetch_UD(self.tables, batch.unique_ids_U, batch.unique_lengths_B)
+        self.files.check()  # a change meanwhile would mix two versions
+        return rows_UD
 
     def _key_U(self, batch: TaskBatch) -> Tensor:
         """Return the key [U] of each fetched row; ascending, as the ids of a table are sorted."""

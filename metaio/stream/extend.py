@@ -30,6 +30,7 @@ from metaio.prepare.job import Job, PrepareOptions, make_job
 from metaio.prepare.schema.raw_columns import read_dense
 from metaio.prepare.schema.schema import Schema, TextRule
 from metaio.prepare.schema.values import parse_time
+from metaio.prepare.source.bad_lines import write_bad_lines
 from metaio.prepare.source.input_files import list_file_names
 from metaio.prepare.source.source import DuckSource, count_rows
 from metaio.prepare.source.transform import check_trusted, describe_transform
@@ -460,10 +461,12 @@ def _write(
             with _refuse_files(found.files):
                 written = engine.write(window, found.tables, writer, partial, report_progress)
             job.write_vocabularies(writer.folder)
+            write_bad_lines(writer.folder, source.bad_lines)
             _write_resets(writer.folder, found.changes)
             new_columns = sorted(set(source.columns) - set(description["columns"]))
             report = _make_report(found, job) | {"tasks": written.tasks, "new_columns": new_columns}
-            report["account"] |= written.rows
+            account, num_bad = report["account"], len(source.bad_lines)
+            account |= {**written.rows, "bad_lines": num_bad, "read": account["read"] + num_bad}
             # Only what there was, as prepare has it.
             lost = written.dropped.report()
             lost |= {name: count for name, count in source.left_out.items() if count}

@@ -48,7 +48,9 @@ class StackedDCN(DecisionModel):
         width = sizes.side_by_side(config.embedding_dim)
         # Crossed features are no longer those of a task alone: features_from stays None.
         self.cross = CrossLayers(width, options.cross_layers, options.cross_rank)
-        self.deep = mlp([width, *config.hidden, sizes.outputs], activate_last=False)
+        self.deep = mlp(
+            [width, *config.hidden, sizes.outputs], activate_last=False, dropout=config.dropout
+        )
 
     @property
     def decision_layers(self) -> nn.Sequential:
@@ -69,7 +71,7 @@ class ParallelDCN(nn.Module):
         self.pooling = config.pooling
         width = sizes.side_by_side(config.embedding_dim)
         self.cross = CrossLayers(width, options.cross_layers, options.cross_rank)
-        self.deep = mlp([width, *config.hidden], activate_last=True)
+        self.deep = mlp([width, *config.hidden], activate_last=True, dropout=config.dropout)
         # Without hidden layers the MLP is empty and passes its inputs on.
         deep = [width, *config.hidden][-1]
         self.output = nn.Linear(width + deep, sizes.outputs)

@@ -40,7 +40,9 @@ class DIN(DecisionModel):
         width = config.embedding_dim
         self.attention = mlp([4 * width, *options.attention, 1], activate_last=False)
         inputs = sizes.side_by_side(width)
-        self.decision = mlp([inputs, *config.hidden, sizes.outputs], activate_last=False)
+        self.decision = mlp(
+            [inputs, *config.hidden, sizes.outputs], activate_last=False, dropout=config.dropout
+        )
 
     @property
     def decision_layers(self) -> nn.Sequential:

@@ -1,46 +1,43 @@
-"""Fresh decision layers whose output is a known weighted sum of some inputs at the start."""
+"""Fresh decision layers whose output is a known weighted sum of the dense columns at the start."""
 
-from collections.abc import Mapping
+from itertools import pairwise
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from gmeta_models.decision_model import DecisionModel
 
 
-def start_as_sum(model: nn.Module, weight_of: Mapping[int, float], bias: float) -> None:
-    """Make the decision layers' output `bias` plus the dense columns at these places times their
-    weights; the last column has place -1. Raises ValueError: the layers do not see dense columns as
-    they are, or one has a single unit."""
+def list_sum_layers(model: nn.Module) -> list[nn.Linear]:
+    """Return the layers that can carry a sum of dense columns to the output. Raises ValueError: the
+    layers do not see dense columns as they are, or one has a single unit."""
     layers = []
     if isinstance(model, DecisionModel) and model.sees_dense_last:
         layers = [each for each in model.decision_layers if isinstance(each, nn.Linear)]
     if not layers or any(each.out_features < 2 for each in layers[:-1]):
         raise ValueError(
-            "support_features.bias_start: a layer has a single unit, or the first does not take "
-            "dense columns as they are. Choose melu or din, and two units or more in "
-            "model.hidden, or leave it out"
+            "model.linear_start: a layer has a single unit, or the first does not take dense "
+            "columns as they are. Choose melu or din, and two units or more in model.hidden, or "
+            "leave it out"
         )
+    return layers
+
+
+@torch.no_grad()
+def start_as_sum(layers: list[nn.Linear], weight_K: Tensor, bias: float) -> None:
+    """Make the output of these layers `bias` plus the dense columns times their weights."""
+    first, last = layers[0], layers[-1]
     # Two units of each hidden layer carry the sum and its negative through the ReLUs; the others
     # are as drawn, but the output has no weight for them until it learns one.
-    with torch.no_grad():
-        _only_inputs(layers[0], weight_of, is_last=len(layers) == 1)
-        for layer in layers[1:]:
-            is_last = layer is layers[-1]
-            layer.weight[: 1 if is_last else 2] = 0.0
-            if is_last:
-                # relu(s) - relu(-s) = s.
-                layer.weight[0, 0], layer.weight[0, 1] = 1.0, -1.0
-            else:
-                layer.weight[0, 0] = layer.weight[1, 1] = 1.0
-                layer.bias[:2] = 0.0
-        layers[-1].bias.fill_(bias)
-
-
-def _only_inputs(layer: nn.Linear, weight_of: Mapping[int, float], is_last: bool) -> None:
-    signs = (1.0,) if is_last else (1.0, -1.0)
-    for unit, sign in enumerate(signs):
-        layer.weight[unit] = 0.0
-        layer.bias[unit] = 0.0
-        for place, weight in weight_of.items():
-            layer.weight[unit, place] = sign * weight
+    for unit, sign in enumerate((1.0,) if first is last else (1.0, -1.0)):
+        first.weight[unit] = first.bias[unit] = 0.0
+        first.weight[unit, first.in_features - len(weight_K) :] = sign * weight_K.to(first.weight)
+    for _, layer in pairwise(layers):
+        if layer is last:
+            # relu(s) - relu(-s) = s.
+            layer.weight[0] = 0.0
+            layer.weight[0, 0], layer.weight[0, 1] = 1.0, -1.0
+        else:
+            layer.weight[:2] = layer.bias[:2] = 0.0
+            layer.weight[0, 0] = layer.weight[1, 1] = 1.0
+    last.bias.fill_(bias)

@@ -25,7 +25,9 @@ class MeLU(DecisionModel):
         super().__init__()
         self.pooling = config.pooling
         width = sizes.side_by_side(config.embedding_dim)
-        self.decision = mlp([width, *config.hidden, sizes.outputs], activate_last=False)
+        self.decision = mlp(
+            [width, *config.hidden, sizes.outputs], activate_last=False, dropout=config.dropout
+        )
 
     @property
     def decision_layers(self) -> nn.Sequential:

@@ -2,20 +2,56 @@
 
 Shape suffixes: N rows, O outputs"""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from itertools import pairwise
 
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 
-def mlp(widths: Sequence[int], activate_last: bool) -> nn.Sequential:
+class DropoutReLU(nn.ReLU):
+    """ReLU that leaves out each unit of a row with chance `share` while `drop_units` says so."""
+
+    # In the place of a ReLU, so that layers have the same names with dropout and without.
+    def __init__(self, share: float) -> None:
+        super().__init__()
+        self.share = share
+        self.is_dropping = False
+
+    def forward(self, input: Tensor) -> Tensor:
+        """Return max(x, 0), or while units are left out, that of the others / (1 - share)."""
+        hidden: Tensor = super().forward(input)
+        return F.dropout(hidden, self.share) if self.is_dropping else hidden
+
+
+@contextmanager
+def drop_units(model: nn.Module) -> Iterator[None]:
+    """Have a model in training mode leave units out, inside; one in eval mode has them all."""
+    # By hand, not by the mode alone: a training step's inner steps have all units, too.
+    parts = [part for part in model.modules() if isinstance(part, DropoutReLU) and part.training]
+    for part in parts:
+        part.is_dropping = True
+    try:
+        yield
+    finally:
+        for part in parts:
+            part.is_dropping = False
+
+
+def dropout_share(layers: nn.Sequential) -> float:
+    """Return the share of the units that layers of `mlp` leave out."""
+    return max((part.share for part in layers if isinstance(part, DropoutReLU)), default=0.0)
+
+
+def mlp(widths: Sequence[int], activate_last: bool, dropout: float = 0.0) -> nn.Sequential:
     """Return linear layers of these widths, from input to output, with ReLU between them, and at
-    the end if `activate_last`."""
+    the end if `activate_last`; behind each ReLU `dropout`, see drop_units."""
     layers: list[nn.Module] = []
     for index, (width_in, width_out) in enumerate(pairwise(widths)):
         layers.append(nn.Linear(width_in, width_out))
         if activate_last or index + 2 < len(widths):
-            layers.append(nn.ReLU())
+            layers.append(DropoutReLU(dropout) if dropout else nn.ReLU())
     return nn.Sequential(*layers)
 
 
@@ -24,7 +60,7 @@ def is_mlp(layers: nn.Module, activate_last: bool) -> bool:
     # A subclass may do anything in its forward pass.
     if type(layers) is not nn.Sequential:
         return False
-    kinds = [type(layer) for layer in layers]
+    kinds = [nn.ReLU if type(layer) is DropoutReLU else type(layer) for layer in layers]
     num_linear = kinds.count(nn.Linear)
     wanted = [nn.Linear, nn.ReLU] * num_linear
     return kinds == (wanted if activate_last else wanted[:-1])

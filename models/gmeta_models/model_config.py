@@ -32,6 +32,12 @@ class ModelConfig:
     output_bias: float = key(
         0.0, "added to the last layer's initial bias: the mean label, or its logit"
     )
+    linear_start: bool = key(
+        False,
+        "a fresh model starts as the linear (bce: logistic) regression of the label on all dense "
+        "inputs, statistics included, over at most 200,000 training rows; training adds to it. "
+        "melu and din; in place of output_bias",
+    )
     pooling: Pooling = key("mean", "how the ids of a multi-id feature become one vector")
     width: Literal["equal", "auto"] = key(
         "equal",
@@ -40,6 +46,18 @@ class ModelConfig:
     )
     widths: tuple[str, ...] = key(
         (), 'exceptions: the widths of single tables, multiples of 4, e.g. ["city=4"]'
+    )
+    dropout: float = key(
+        0.0,
+        "share of the units behind each hidden layer that a training step leaves out of the outer "
+        "loss, drawn anew in each row; inner steps and predictions have all units",
+        min=0.0,
+        max=0.9,
+    )
+    without: tuple[str, ...] = key(
+        (),
+        'tables whose ids the model does not see, e.g. ["item"]: their columns are zeros to it; '
+        "statistics of items stay inputs. Such a table is 4 wide and learns nothing",
     )
     options: dict[str, Any] = key(
         dict,

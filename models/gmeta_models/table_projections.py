@@ -5,7 +5,7 @@ Systems", ISIT 2021 (arXiv 1909.11810), section 3: e = P r for a row r, without 
 
 Shape suffixes: U unique ids, D embedding width"""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import cast
 
 import torch
@@ -14,16 +14,22 @@ from torch.nn.functional import pad
 
 
 class TableProjections(nn.Module):
-    """A linear layer for each narrow table, from its width W to D; tables of the model's width stay
-    as they are.
+    """A linear layer for each narrow table, from its width W to D, or zeros for one that is left
+    out; tables of the model's width stay as they are.
 
     `width_of` are the widths of all tables in their order, by names that modules may have."""
 
-    def __init__(self, width_of: Mapping[str, int], dim: int) -> None:
+    def __init__(
+        self, width_of: Mapping[str, int], dim: int, left_out: Collection[str] = ()
+    ) -> None:
         super().__init__()
-        self._names = tuple(width_of)
-        self.narrow = tuple(place for place, width in enumerate(width_of.values()) if width < dim)
-        narrow = {name: width for name, width in width_of.items() if width < dim}
+        self._names, self._left_out, self._dim = tuple(width_of), left_out, dim
+        self.narrow = tuple(
+            place
+            for place, (name, width) in enumerate(width_of.items())
+            if width < dim or name in left_out
+        )
+        narrow = {n: width for n, width in width_of.items() if width < dim and n not in left_out}
         self.layers = nn.ModuleDict(
             {name: nn.Linear(width, dim, bias=False) for name, width in narrow.items()}
         )
@@ -35,6 +41,9 @@ class TableProjections(nn.Module):
     def of_table(self, place: int, rows_UD: Tensor) -> Tensor:
         """Return rows of one table, as a model takes them: [U, D]."""
         name = self._names[place]
+        if name in self._left_out:
+            # By a product: the rows still send their gradients of 0.
+            return (rows_UD[:, :1] * 0.0).expand(-1, self._dim)
         if name not in self.layers:
             return rows_UD
         layer = cast(nn.Linear, self.layers[name])
@@ -44,7 +53,7 @@ class TableProjections(nn.Module):
 
     def forward(self, rows_UD: Tensor, rows_of_tables: Sequence[int]) -> Tensor:
         """Return the rows of all tables, which stand table by table, as a model takes them."""
-        if not self.layers:
+        if not self.narrow:
             return rows_UD
         parts = rows_UD.split(list(rows_of_tables))
         return torch.cat([self.of_table(place, part) for place, part in enumerate(parts)])

@@ -5,6 +5,7 @@
 import dataclasses
 import difflib
 import functools
+import json
 import math
 import sys
 import tomllib
@@ -39,11 +40,12 @@ def key(default: Any, help: str, **bounds: float) -> Any:
 
 
 def read_toml(what: str, path: Path, error: type[Exception], own_table: str = "") -> dict[str, Any]:
-    """Return the tables of a TOML file; `what` names the file's role in messages. A file that lacks
-    `own_table` may turn out to be of another kind."""
+    """Return the tables of a TOML file, or of a .json that holds the same; `what` names the file's
+    role in messages. A file that lacks `own_table` may turn out to be of another kind."""
     try:
         # Editors on Windows begin UTF-8 files with a byte order mark, which TOML does not allow.
-        raw = tomllib.loads(path.read_text(encoding="utf-8-sig"))
+        text = path.read_text(encoding="utf-8-sig")
+        raw = dict(json.loads(text)) if path.suffix == ".json" else tomllib.loads(text)
     except OSError as fault:
         if other := describe_folder(path):
             raise error(f"{what} {str(path)!r} is no TOML file but {other}") from fault
@@ -52,7 +54,7 @@ def read_toml(what: str, path: Path, error: type[Exception], own_table: str = ""
             f"{suggest_path(path)}"
         ) from fault
     # ValueError covers bytes that are not UTF-8; deep nesting overflows tomllib's recursion.
-    except (ValueError, RecursionError) as fault:
+    except (ValueError, TypeError, RecursionError) as fault:
         raise error(f"{what} {str(path)!r} is no TOML: {fault}. Mend that line") from fault
     if own_table and (other := describe_toml(path, raw, own_table)):
         raise error(f"{what} {str(path)!r} is {other}")

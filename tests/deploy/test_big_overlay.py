@@ -38,6 +38,7 @@ def test_its_tables_fit_on_its_gpus_and_on_no_quarter_of_them(
     for command in (first, second):
         succeed(*command)
     env = {each["name"]: each.get("value") for each in train(manifests)["containers"][0]["env"]}
+    assert env["GLOO_SOCKET_IFNAME"] == env["NCCL_SOCKET_IFNAME"]  # ids travel by gloo
     gpus = int(env["NNODES"]) * int(env["NPROC_PER_NODE"])
     assert gpus == 32
 

@@ -86,6 +86,7 @@ class Run:
             dense_lr=0.01,
             sparse_optimizer="adagrad",
             sparse_lr=0.1,
+            sparse_weight_decay=0.5,
         )
         config = TrainConfig(model=model, outer=outer, sharding=PLANS[plan], run=RunConfig(seed=11))
         torch.manual_seed(3)

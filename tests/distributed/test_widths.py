@@ -67,11 +67,13 @@ def test_narrow_tables_and_projections_train_as_plain_tensors_do() -> None:
     alone: Any = type("Alone", (), {"rank": 0, "world_size": 1})
     losses = []
     for batch in batches_of_rank(alone):
-        episodes = learner.collate(batch)
+        episodes, lengths = learner.collate(batch), batch.unique_lengths_B.tolist()
         loss = learner(torch.cat([*rows_of(batch, tables)]), episodes, 1 / episodes.num_terms)
         for optimizer in (dense, sparse):
             optimizer.zero_grad()
         loss.backward()
+        for name, mine in zip(tables, batch.unique_ids_U.split(lengths), strict=True):
+            tables[name].data[mine] *= 1 - 0.1 * 0.5  # the decay of a step's rows
         for optimizer in (dense, sparse):
             optimizer.step()
         losses.append(loss.item())

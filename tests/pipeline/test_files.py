@@ -1,7 +1,6 @@
 """Files that are late, empty, without rows, doubled, mended or archived: each is trained once or
 told, and none keeps a loop from the partitions that come after it."""
 
-import gzip
 import json
 import math
 import shutil
@@ -199,14 +198,10 @@ def spoil(folder: Path, kind: str) -> None:
     else:
         part.unlink()
         pyarrow.csv.write_csv(table, csv)
-        text = csv.read_bytes() + (b"1,2\n" if kind == "ragged" else b"")
-        csv.write_bytes(text)
-        if kind == "cut gzip":
-            csv.unlink()
-            (folder / "part-0.csv.gz").write_bytes(gzip.compress(text)[:-30])
+        csv.write_bytes(csv.read_bytes() + b"1,2\n")
 
 
-@pytest.mark.parametrize("kind", ["cut", "another column", "labels", "ragged", "cut gzip"])
+@pytest.mark.parametrize("kind", ["cut", "another column", "labels", "ragged"])
 def test_a_damaged_partition_is_refused_and_the_next_one_is_taken(root: Path, kind: str) -> None:
     for day in range(3):
         write_day(root / "logs", day)

@@ -104,7 +104,7 @@ def exported(root: Path) -> object:
 def judged(root: Path) -> object:
     path = root / "runs/000002/verdict.json"
     verdict = json.loads(path.read_text()) if path.exists() else {}
-    return {key: value for key, value in verdict.items() if key != "model"}
+    return {key: value for key, value in verdict.items() if key not in ("model", "checksum")}
 
 
 def promoted(root: Path) -> object:

@@ -24,6 +24,7 @@ from gmeta.pipeline.stream_page import render_stream
 from gmeta.runs.checkpoints.progress_file import read_about
 from gmeta.runs.run_folder import RunFolder, list_checkpoints
 from gmeta.serving.channel.channel import Channel
+from gmeta.serving.channel.verdict_file import read_verdict, write_verdict
 from gmeta.serving.channel.version_cache import CACHE_VARIABLE
 from gmeta.serving.channel.version_packing import pack
 from gmeta_keys.stop_flag import StopFlag
@@ -242,13 +243,54 @@ def test_a_model_a_person_promotes_unjudged_is_known(followed: Path, tmp_path: P
     assert loop_of(config).first_unfinished() is None
 
 
+def test_damaged_verdicts_are_restored_from_the_log_and_told(
+    followed: Path, tmp_path: Path
+) -> None:
+    root = shutil.copytree(followed, tmp_path / "copy")
+    config = write_loop(root, margin=9)
+    paths = [root / f"runs/00000{number}/verdict.json" for number in (1, 2)]
+    sound = [read_verdict(path) for path in paths]
+    text = paths[0].read_text()
+    for damaged in (text[:40], "", "[]", text.replace('"promote"', '"qromote"'), None):
+        for path in paths:
+            path.unlink() if damaged is None else path.write_text(damaged)
+        loop = loop_of(config)
+        done = loop.step()
+        assert done is not None
+        assert done.summary == (
+            "the verdict of increment 1, 2 was damaged or lost: restored from the log of "
+            f"{root}/channel"
+        )
+        assert [read_verdict(path) for path in paths] == sound
+        assert loop.first_unfinished() is None
+    log = root / "channel" / "promotions.jsonl"
+    log.write_bytes(log.read_bytes().replace(b'"number":2', b'"number":0'))
+    with pytest.raises(GMetaError, match=r"jsonl: line 2 does not match its own checksum: it was"):
+        loop_of(config).step()
+    log.write_text("")
+    paths[1].write_text(text[:40])
+    with pytest.raises(GMetaError, match="lines are missing that came before what serves"):
+        loop_of(config).step()
+
+
+def test_a_promotion_that_the_log_does_not_name_is_told(
+    followed: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As where a digit of a log without checksums has changed, of an earlier release."""
+    root = shutil.copytree(followed, tmp_path / "copy")
+    loop = loop_of(write_loop(root, margin=9), lambda arguments, log: 0)
+    monkeypatch.setattr(loop, "_versions_by_model", lambda: {})
+    with pytest.raises(GMetaError, match=r"does not name the model of .*/runs/000001 though"):
+        loop._promote(1)
+
+
 @pytest.mark.parametrize("of_nobody", [1, 2])
 def test_no_run_goes_on_from_what_a_model_of_no_increment_replaced_by_a_rollback(
     followed: Path, tmp_path: Path, of_nobody: int
 ) -> None:
     root = shutil.copytree(followed, tmp_path / "copy")
     verdict = root / "runs" / f"00000{of_nobody}" / "verdict.json"
-    verdict.write_text(json.dumps(json.loads(verdict.read_text()) | {"model": "of no version"}))
+    write_verdict(verdict, read_verdict(verdict) | {"model": "of no version"})
     loop = loop_of(write_loop(root, margin=9))
     assert loop.continued_from(3) == {1: 2, 2: 1}[of_nobody]
     loop.channel.rollback(1)
@@ -277,8 +319,8 @@ def test_the_next_run_goes_on_from_what_serves_and_skips_what_was_refused(
     loop = loop_of(config)
     if not rolled_back:
         verdict = root / "runs" / "000002" / "verdict.json"
-        told = json.loads(verdict.read_text()) | {"verdict": "refuse", "model": "of no version"}
-        verdict.write_text(json.dumps(told))
+        told = read_verdict(verdict) | {"verdict": "refuse", "model": "of no version"}
+        write_verdict(verdict, told)
     loop.channel.rollback(1)
     run_gmeta("prepare", "--extend", root / "stream", root / "logs/day=002/part-0.parquet")
     assert loop.continued_from(3) == 1

@@ -20,6 +20,7 @@ from gmeta.pipeline.stage_outcome import RunningStage
 from gmeta.pipeline.stream_charts import stream_chart
 from gmeta.pipeline.stream_page import draw_stream, render_page, render_stream
 from gmeta.serving.channel.channel import Channel
+from gmeta.serving.channel.verdict_file import read_verdict, write_verdict
 from metaio.stream.chain import open_stream
 from tests.pipeline.days import write_loop
 from tests.pipeline.following import loop_of
@@ -97,9 +98,9 @@ def test_the_best_possible_auc_is_of_the_partition(followed: Path, tmp_path: Pat
 def test_a_refused_candidate_is_crossed_a_lost_record_not(followed: Path, tmp_path: Path) -> None:
     config = copied(followed, tmp_path)
     root = tmp_path / "runs" / "000002"
-    verdict = json.loads((root / "verdict.json").read_text())
+    verdict = read_verdict(root / "verdict.json")
     verdict |= {"verdict": "refuse", "reasons": ["<b>worse</b>"]}
-    (root / "verdict.json").write_text(json.dumps(verdict))
+    write_verdict(root / "verdict.json", verdict)
     (root / "frozen.json").write_text("{")
     (root / "stages.jsonl").write_text('{"stage": "train", "took_s": 2.5}\n{"stage": "expo')
     loop = loop_of(config)

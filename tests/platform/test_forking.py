@@ -1,11 +1,14 @@
 """Processes forked from one that has imported what they need, and Ctrl-C."""
 
 import gc
+import os
 import signal
 import subprocess
 import sys
 from importlib import reload
 from pathlib import Path
+
+import pytest
 
 from gmeta.pipeline import preload_last as looked_up
 from gmeta.platform import no_garbage
@@ -55,6 +58,35 @@ def test_a_process_does_not_hear_ctrl_c_and_is_ended_whole_if_it_was_just_starti
     assert forks_may_use_gpus == "True"
     assert int(blocked, 16) >> (signal.SIGINT - 1) & 1
     assert int(exit_code) == -signal.SIGTERM
+
+
+SERVED = """
+from gmeta.cli.main import main
+from gmeta.platform.forking import forking_context, start
+
+main(lambda: start(forking_context(["doomed"]).Process(target=print)))
+"""
+
+
+@pytest.mark.parametrize(
+    ("end", "folder", "line"),
+    [
+        ("raise OSError('no driver')", ".", "ended with exit code 1: mend what it wrote above"),
+        ("import os; os.kill(os.getpid(), 9)", ".", "was ended by SIGKILL: if memory ran out, run"),
+        ("", "x" * 120, "no process can be forked: AF_UNIX path too long. Its socket lies below "),
+    ],
+)
+def test_a_server_that_does_not_run_is_named_with_its_cause(
+    tmp_path: Path, end: str, folder: str, line: str
+) -> None:
+    (tmp_path / "doomed.py").write_text(end)
+    (tmp_path / folder).mkdir(exist_ok=True)
+    env = environment() | {"TMPDIR": str(tmp_path / folder)}
+    env["PYTHONPATH"] = os.pathsep.join([str(tmp_path), *sys.path])
+    ran = subprocess.run([sys.executable, "-c", SERVED], capture_output=True, text=True, env=env)
+    said = ran.stderr.splitlines()[-1]
+    assert (ran.returncode, said[:7]) == (1, "error: ")
+    assert line in said
 
 
 def test_a_server_imports_without_a_look_for_garbage_and_its_stages_look_again() -> None:

@@ -61,6 +61,24 @@ SCHEMA = {
     "splits": {"shares": {"train": 0.7, "test": 0.3}},
 }
 
+OWN_HISTORY = """
+import torch
+from torch import nn
+
+
+class History(nn.Module):
+    def __init__(self, config, sizes):
+        super().__init__()
+        self.late = None
+        self.head = nn.Linear(config.embedding_dim, sizes.outputs)
+
+    def forward(self, inputs):
+        values_NHD = inputs.bags_NHD(0).values_NHD
+        last_ND = values_NHD.amax(1) if values_NHD.shape[1] else inputs.single_NFD[:, 0]
+        if self.late is None:
+            self.late = nn.Linear(*2 * (last_ND.shape[1],))
+        return self.head(self.late(last_ND))[:, 0]
+"""
 RATING = "evaluation.positive_rating=3.5"  # of clicks it says nothing
 
 
@@ -502,6 +520,37 @@ def test_a_mask_that_a_model_begins_with_is_exported(
     export_run(run, tmp_path / "model")
     layers = load_file(tmp_path / "model" / LAYERS_FILE)
     assert layers["model.mask"].tolist() == [0.0, -torch.inf]
+
+
+@pytest.mark.distributed
+def test_a_model_of_ones_own_that_reads_an_unpooled_list_is_exported(
+    raw_run: Path, raw_rows: pa.Table, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It looks for the longest list among values, and makes a layer at its first row."""
+    (tmp_path / "mine_2.py").write_text(OWN_HISTORY)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setenv("GMETA_PLUGINS", "mine_2")
+    config = write_config(tmp_path / "train.toml", raw_run.parent / "data", tmp_path / "run")
+    _trained(config, "model.name=mine_2:History")
+    export_run(tmp_path / "run", tmp_path / "model")
+    rows = raw_rows.filter(pa.compute.equal(raw_rows["user"], 1_000))
+    task = gmeta.load(tmp_path / "model").adapt(rows)
+    assert np.isfinite(task.predict(rows)).all()
+
+
+def test_what_could_not_be_loaded_is_not_exported(
+    run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(folder: Path, verify: bool) -> None:
+        raise GMetaError(f"{folder} cannot be built (no). Load it with the release that wrote it")
+
+    monkeypatch.setattr(export, "load", refuse)
+    message = catch_message(GMetaError, export_run, run, out := tmp_path / "model")
+    assert message == (
+        f"run {run} is not exported, as it could not be loaded: {out} cannot be built (no). Load "
+        "it with the release that wrote it"
+    )
+    assert not list(tmp_path.iterdir())
 
 
 def test_a_layer_of_another_shape_than_it_begins_with_is_looked_at_alone() -> None:

@@ -17,6 +17,7 @@ from multiprocessing.context import ForkServerContext, ForkServerProcess
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from gmeta.distributed.launch import AGENT_PID_VARIABLE
 from tests.support.processes import with_imports_ready
 from tests.support.waiting import PATIENCE_S
 
@@ -155,6 +156,7 @@ def _take_surroundings(task: Task) -> None:
         os.close(opened)
     os.environ.clear()
     os.environ.update(task.env)
+    os.environ.pop(AGENT_PID_VARIABLE, None)  # a rank's parent is the fork server
     if task.cwd is not None:
         os.chdir(task.cwd)
 

@@ -1,7 +1,9 @@
 """A stream of increments by hand: ordinary datasets, each of which names the one before it."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -46,10 +48,10 @@ def features_of(num_rows: int) -> Features:
 def write_increments(
     folder: Path, capacities: Sequence[int] = CAPACITIES, stream: str = "shop",
     reset_rows: Sequence[int] = (), num_tasks: int = 48, reset_in: Sequence[int] = (2, 3),
-    gate_tasks: Sequence[int] = (),
+    gate_tasks: Sequence[int] = (), label: Callable[[Rows], Any] = lambda rows: rows.label_N,
 ) -> list[Path]:  # fmt: skip
     """An increment of so many tasks for each capacity, and a quarter of them in the gate, unless
-    `gate_tasks` says of each how many. Those of `reset_in` reuse `reset_rows` of
+    `gate_tasks` says of each how many, with this `label`. Those of `reset_in` reuse `reset_rows` of
     the table `item`, which their own data does not use."""
     paths: list[Path] = []
     parent = ""
@@ -61,11 +63,12 @@ def write_increments(
             used, first = capacity * 2 // 3, 1000 * number
             unused = reset_rows if number in reset_in else ()
             trained = some_rows(num_tasks, first, used, number, unused)
-            writer.split("train").write(trained)
+            writer.split("train").write(replace(trained, label_N=label(trained)))
             judges = gate_tasks[number - 1] if gate_tasks else num_tasks // 4
             gate = writer.split("gate")
             if judges:
-                gate.write(some_rows(judges, first + 500, used, 100 + number))
+                judging = some_rows(judges, first + 500, used, 100 + number)
+                gate.write(replace(judging, label_N=label(judging)))
             writer.stream = StreamPlace(stream, number, parent, (100 * number, 100 * number + 100))
             if reset_rows and number in reset_in:
                 (writer.folder / RESET_FOLDER).mkdir()

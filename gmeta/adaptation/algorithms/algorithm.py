@@ -45,18 +45,26 @@ class TableSizes:
     width: int
     names: tuple[str, ...] = ()
     inputs: InputSizes = InputSizes(0, 0, 0)  # noqa: RUF009 - frozen
+    left_out: tuple[str, ...] = ()  # of the names: the model does not see their rows
 
     def adapting_tables(self, config: AlgorithmConfig) -> tuple[int, ...] | None:
         """Return the places of the tables whose rows adapt, ascending; None: all, or none. Raises
-        ValueError: the config names a table that does not exist."""
+        ValueError: the config names a table that does not exist, or is left out."""
         if isinstance(config.adapt_embeddings, bool):
-            return None
+            if not self.left_out:
+                return None
+            return tuple(i for i, name in enumerate(self.names) if name not in self.left_out)
         for name in config.adapt_embeddings:
             if name not in self.names:
                 raise ValueError(
                     f"algorithm.adapt_embeddings names {name!r}, which is no table of the dataset: "
                     f"it has {', '.join(self.names) or 'none'}. Name some of them, or set true "
                     "for all"
+                )
+            if name in self.left_out:
+                raise ValueError(
+                    f"algorithm.adapt_embeddings names {name!r}, which model.without leaves out of "
+                    "the model. Take it out of one of them"
                 )
         return tuple(sorted({self.names.index(name) for name in config.adapt_embeddings}))
 

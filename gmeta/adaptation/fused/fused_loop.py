@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, ClassVar, Generic, TypeVar, cast, final
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from gmeta.adaptation.adaptation_plan import TaskSize, linear_layers
@@ -23,6 +24,7 @@ from gmeta.adaptation.rates import LayerRate, scale_grads
 from gmeta.losses.objectives import RowLoss, known_labels
 from gmeta.losses.row_losses import HALVES
 from gmeta_models.gated import GatedModel
+from gmeta_models.mlp import dropout_share
 
 if TYPE_CHECKING:
     from gmeta.adaptation.adaptation_plan import AdaptationPlan
@@ -87,6 +89,11 @@ class FusedLoop(ABC, Generic[Adapted]):
             dtype=first_weight.dtype,
             in_buckets=in_buckets,
         )
+
+    @property
+    def _dropout(self) -> float:
+        # Of the outer loss alone, as in GeneralLoop.losses_N.
+        return dropout_share(self._model.decision_layers) if self._model.training else 0.0
 
     def _support_loss(self, rows: WorkingRows, tasks: PaddedTasks) -> RowLoss:
         dtype, prior = _precision(rows.values_PD), self.config.support_prior
@@ -203,7 +210,7 @@ class MovingLoop(FusedLoop[MovingInputModel]):
         if adapted.dense is not None:
             dense_NO = adapted.dense.forward(_in_autocast(features.dense_NK), tasks.query)[-1]
         inputs_NX = self._decision_inputs_NX(features, dense_NO)
-        outputs_NO = adapted.decision.forward(inputs_NX, tasks.query)[-1]
+        outputs_NO = adapted.decision.forward(inputs_NX, tasks.query, self._dropout)[-1]
         return _row_loss(tasks.query, self._objectives.outer, outputs_NO.dtype).sum(outputs_NO)
 
 
@@ -293,8 +300,10 @@ class StillLoop(FusedLoop[ConstantInputMlp]):
     def query_loss_sum(self, adapted: ConstantInputMlp, tasks: PaddedTasks) -> Tensor:
         """Return the sum over the tasks of the mean query loss at the adapted parameters."""
         inputs_NO = adapted.query.after_steps_NO(adapted.scaled_grads_SO).relu()
+        if dropout := self._dropout:
+            inputs_NO = F.dropout(inputs_NO, dropout)
         loss = _row_loss(tasks.query, self._objectives.outer, adapted.query.outputs_NO.dtype)
-        return loss.sum(adapted.upper.forward(inputs_NO, tasks.query)[-1])
+        return loss.sum(adapted.upper.forward(inputs_NO, tasks.query, dropout)[-1])
 
 
 @dataclass(frozen=True)
@@ -360,7 +369,7 @@ def _row_loss(
     # In float32 under autocast: the loss and its weights lose too much in 8 bits.
     weight_N = rows.mean_weights_N(torch.float32 if dtype in HALVES else dtype, prior)
     weight_NL, shape_NL = weight_N.unsqueeze(1), (rows.num_rows, len(losses.losses))
-    label_NL = known_labels(rows.label_N, rows.weight).view(shape_NL)
+    label_NL = losses.standardise(known_labels(rows.label_N, rows.weight).view(shape_NL))
     if rows.weight is not None:
         weight_NL = weight_NL * rows.weight.view(shape_NL)
     return RowLoss(losses, label_NL, losses.scale(weight_NL), rows)

@@ -21,6 +21,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, NamedTuple, Self
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
@@ -54,9 +55,11 @@ class AdaptedMlp:
     bias_rates: tuple[float, ...]  # c of each layer
     updates: tuple[FastWeightUpdate, ...] = ()  # by layer; none before the first step
 
-    def forward(self, inputs_NI: Tensor, rows: PaddedRows) -> tuple[Tensor, ...]:
-        """Return h_0, ..., h_{L-1} and z_L of rows of the tasks."""
-        layers = self._layers(rows)
+    def forward(
+        self, inputs_NI: Tensor, rows: PaddedRows, dropout: float = 0.0
+    ) -> tuple[Tensor, ...]:
+        """Return h_0, ..., h_{L-1} and z_L of rows of the tasks; `dropout` of h_1, ..., h_{L-1}."""
+        layers = self._layers(rows)._replace(dropout=dropout)
         passed: tuple[Tensor, ...] = _Forward.apply(layers, inputs_NI.contiguous(), *layers.tensors)
         return passed
 
@@ -140,6 +143,7 @@ class _PassLayers(NamedTuple):
     gates_NO: Sequence[Tensor | None]  # of each row
     updates: Sequence[FastWeightUpdate]
     sides: Sides
+    dropout: float = 0.0
 
     @property
     def tensors(self) -> list[Tensor]:
@@ -184,6 +188,8 @@ class _Forward(torch.autograd.Function):
             if at:
                 # In place: its derivative asks only where z > 0, and there h > 0 too.
                 passed.append(out_NO.relu_())
+                if layers.dropout:
+                    passed[-1] = F.dropout(passed[-1], layers.dropout)
             out_NO = linear(passed[-1], layers.weights_OI[at], layers.biases_O[at])
             if gate_NO is not None:
                 # Saved for the gradient of the gate.
@@ -227,6 +233,8 @@ class _Forward(torch.autograd.Function):
                     if below is None
                     else _relu_backward(below, passed[at], 0, grad_input=below)
                 )
+                if grad is not None and layers.dropout:
+                    grad.div_(1.0 - layers.dropout)  # units left out are 0, and have none already
         return (None, below, *found.in_order)
 
 

@@ -13,6 +13,7 @@ from gmeta.cli.commands import rank_launch as on_ranks
 from gmeta.cli.commands.overrides import METAVAR, complete_override
 from gmeta.config.evaluation import EvaluationConfig
 from gmeta.config.train_config import TrainConfig, overridden
+from gmeta.distributed.stopping import end_with_agent
 from gmeta.errors import UserError
 from gmeta.metrics.catalogue import Scoring, custom_names, predicts_alike
 from gmeta.metrics.custom_metrics import check_trusted
@@ -94,6 +95,7 @@ def evaluate(
     Beside the runs stand a bias model (mean, item, task) and gradient-boosted trees; a plain run is
     fine-tuned at its best rate. Writes evaluation.json, a self-contained report.html, its pictures
     and the predictions; prints a table."""
+    end_with_agent()  # first: the imports of a rank take seconds
     check_local("--out", out := out or run / "evaluation")
     sizes = _support_sizes(support_sizes)
     roots = [run, *(against or [])]

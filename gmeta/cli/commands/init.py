@@ -21,8 +21,9 @@ from metaio.quantities import format_count
 # Steps of an epoch that a config aims at, and bounds on the tasks of a step: few tasks in large
 # steps make too few steps to learn anything.
 STEPS_PER_EPOCH, LEAST_TASKS, MOST_TASKS = 50, 4, 128
-# The first half of the epochs trains plainly.
-EPOCHS = 4
+# As long as it takes: validation ends a run. Patience is longer than the plain epochs, so that it
+# never ends a run before the algorithm's own.
+EPOCHS, PLAIN_EPOCHS, PATIENCE = 20, 4, 5
 FEW_TASKS = 300
 SCHEMA_FILE, CONFIG_FILE = "schema.toml", "train.toml"
 
@@ -119,9 +120,15 @@ def _first_config(guessed: InferredRoles, out: Path) -> TrainConfig:
             },
             **_statistics_sections(guessed),
             **_evaluation_section(guessed),
-            "model": {"name": "melu", "hidden": [64, 64], "output_bias": _output_bias(guessed)},
+            "model": {
+                "name": "melu",
+                "hidden": [64, 64],
+                "output_bias": _output_bias(guessed),
+                # What a regression of the statistics says, a model need not learn.
+                "linear_start": True,
+            },
             "algorithm": {
-                "plain_epochs": EPOCHS // 2,
+                "plain_epochs": PLAIN_EPOCHS,
                 # What validation chose on several logs, or near it.
                 **(
                     {"inner_lr": 0.03, "inner_steps": 3} if guessed.is_rating else {"inner_lr": 0.1}
@@ -129,11 +136,19 @@ def _first_config(guessed: InferredRoles, out: Path) -> TrainConfig:
                 "support_prior": 10.0,
                 "adapt_embeddings": False,
             },
-            "outer": {"loss": "mse" if guessed.is_rating else "bce", "lr_schedule": "linear"},
+            # The loss is the headline's, whatever the label's unit.
+            **({"labels": {"standardise": True}} if guessed.is_rating else {}),
+            "outer": {
+                "loss": "mae" if guessed.is_rating else "bce",
+                "dense_lr": 0.003,
+                "lr_schedule": "linear",
+            },
             "run": {
                 "dir": str(out / "runs" / "maml"),
                 "epochs": EPOCHS,
-                "early_stop_patience": EPOCHS - 1,
+                "early_stop_patience": PATIENCE,
+                # As trees are: AUC does not notice a wrong level.
+                **({} if guessed.is_rating else {"early_stop_metric": "logloss"}),
             },
         }
     )
@@ -149,7 +164,7 @@ def _output_bias(guessed: InferredRoles) -> float:
     """Return the output bias with which an untrained model predicts the mean label."""
     mean = guessed.mean_label
     if guessed.is_rating:
-        return float(f"{mean:.3g}")
+        return 0.0  # of standardised labels
     # The mean is of the raw values; a label of two values becomes 0 and 1.
     if guessed.threshold is not None:
         mean = (mean - guessed.label.least) / (guessed.label.most - guessed.label.least)
@@ -175,8 +190,7 @@ def _statistics_sections(guessed: InferredRoles) -> dict[str, Any]:
     """Return the sections of statistics of training and support rows, which the baselines have."""
     sections: dict[str, Any] = {"support_features": {"task": True, "columns": ["*"]}}
     if guessed.item:
-        # The model starts as the bias model (mean + item + task), so it is hardly ever below it.
-        sections["support_features"] |= {"residual_of": guessed.item, "bias_start": True}
+        sections["support_features"]["residual_of"] = guessed.item
         sections["item_features"] = {"columns": [column.name for column in guessed.ids]}
         if not guessed.is_rating:
             sections["item_features"]["log_odds"] = True

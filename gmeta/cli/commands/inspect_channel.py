@@ -6,7 +6,6 @@ from gmeta.cli.commands.console import make_console, make_table, print_result, s
 from gmeta.errors import GMetaError
 from gmeta.platform.files.local_paths import is_url
 from gmeta.serving.channel.channel import Channel
-from gmeta.serving.channel.model_version import check_version
 from metaio.quantities import format_count
 
 # Versions and verdicts that are shown: one screen.
@@ -68,9 +67,7 @@ def inspect_channel(
     )
     if current is None:
         return
-    chain = channel.chain(current.number)
-    for version in (chain.base, *chain.deltas) if verify else ():
-        check_version(version)
+    chain = channel.check_chain(current.number) if verify else channel.chain(current.number)
     how = "every checksum matches" if verify else "--verify reads it and checks checksums"
     num_bytes = size_text(chain.base.num_bytes + chain.delta_bytes)
     make_console().print(

@@ -12,7 +12,7 @@ from gmeta.cli.commands import rank_launch as on_ranks
 from gmeta.cli.commands.overrides import Overrides
 from gmeta.config.train_config import load_config
 from gmeta.distributed.launch import restarts
-from gmeta.distributed.stopping import AGENT_SERVES_VARIABLE
+from gmeta.distributed.stopping import AGENT_SERVES_VARIABLE, end_with_agent
 from gmeta.errors import UserError
 from gmeta.feeds import service
 from gmeta.runs.run_folder import CONFIG_FILE, LOCK_FILE
@@ -39,6 +39,7 @@ def train(
     gmeta train examples/demo.toml algorithm.name=none run.dir=runs/plain
 
     torchrun --nproc-per-node 2 -m gmeta train examples/demo.toml"""
+    end_with_agent()  # first: the imports of a rank take seconds
     starts_ranks = on_ranks.starts_ranks(nproc_per_node)
     for option, value in (("--master-port", master_port), ("--max-restarts", max_restarts)):
         if value and not starts_ranks:

@@ -57,7 +57,6 @@ class SupportStatistics:
     prior: LabelPrior
     expected_place: int | None = None  # place of the dense input that labels count from
     log_odds: bool = False  # that input and the task's mean are log-odds of clicks
-    bias_start: bool = False  # a fresh model is to be the sum of both
 
     @classmethod
     def of(
@@ -85,7 +84,6 @@ class SupportStatistics:
             prior,
             _find_expected_place(config, features, items) if config.residual_of else None,
             bool(config.residual_of and items is not None and items.log_odds),
-            config.bias_start,
         )
 
     @property

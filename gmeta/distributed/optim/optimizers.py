@@ -53,6 +53,9 @@ class OuterOptimizer(CombinedOptimizer):
         self._rates = {"dense_lr": outer.dense_lr, "sparse_lr": outer.sparse_lr}
         self._sharded = sharded
         self._adam_groups = _adam_groups(sharded)
+        for group in table_groups(sharded):
+            if isinstance(group, PlainTables):  # fbgemm's are refused: check_sharding
+                group.weight_decay = outer.sparse_weight_decay
         self._outer = outer
         self.steps_before = 0  # the run: those of the runs that it goes on from
         self._clipping = (

@@ -59,6 +59,7 @@ class PlainTables(nn.Module):
         self.first_row_of_table = list(accumulate(rows, initial=0))[:-1]
         self.optimizer = optimizer
         self.learning_rate, self.epsilon, self.betas = learning_rate, eps, (beta1, beta2)
+        self.weight_decay = 0.0  # decoupled
         self.steps_done = 0  # Adam's bias correction depends on it
         self.weights_precision = weights_precision
         dtype, num_rows = weights_precision.as_dtype(), sum(rows)

@@ -71,7 +71,7 @@ class _HostRowStore(_RowStore):
 
 
 def _sgd(group: "FastGroup", row_U: Tensor, grad_UD: Tensor) -> None:
-    moved_UD = group.rows.copy_rows(row_U).sub_(grad_UD, alpha=group.tables.learning_rate)
+    moved_UD = group.decayed_rows(row_U).sub_(grad_UD, alpha=group.tables.learning_rate)
     group.rows.write(row_U, moved_UD)
 
 
@@ -90,7 +90,7 @@ def _adagrad_step(group: "FastGroup", row_U: Tensor, grad_UD: Tensor, squares: T
     # In place from here on: the sums are stored already.
     root = squares.sqrt_().add_(group.tables.epsilon)
     rate = group.tables.learning_rate
-    moved_UD = group.rows.copy_rows(row_U).addcdiv_(grad_UD, root, value=-rate)
+    moved_UD = group.decayed_rows(row_U).addcdiv_(grad_UD, root, value=-rate)
     group.rows.write(row_U, moved_UD)
 
 
@@ -116,7 +116,7 @@ def _adam_step(group: "FastGroup", row_U: Tensor, grad_UD: Tensor, squares: Tens
     group.state["exp_avg"].write(row_U, mean_UD)
     root = squares.div_(1 - beta2**step).sqrt_().add_(tables.epsilon)
     rate = tables.learning_rate / (1 - beta1**step)
-    group.rows.write(row_U, group.rows.copy_rows(row_U).addcdiv_(mean_UD, root, value=-rate))
+    group.rows.write(row_U, group.decayed_rows(row_U).addcdiv_(mean_UD, root, value=-rate))
 
 
 def _mean_square_U1(grad_UD: Tensor) -> Tensor:
@@ -155,6 +155,14 @@ class FastGroup:
     def look_up(self, row_N: Tensor, rows_ND: Tensor) -> None:
         """Copy rows, by their numbers among those of all tables, into `rows_ND`."""
         self.rows.copy(row_N, rows_ND)
+
+    def decayed_rows(self, row_U: Tensor) -> Tensor:
+        """Return a copy of rows behind the decay of one step."""
+        # Decoupled (arXiv 1711.05101), of a step's rows alone: each rank decays those that it has.
+        rows_UD, tables = self.rows.copy_rows(row_U), self.tables
+        if not tables.weight_decay:
+            return rows_UD
+        return rows_UD.mul_(1.0 - tables.learning_rate * tables.weight_decay)
 
     @torch.no_grad()
     def update(self, to_update: RowsToSend, grad_ND: Tensor) -> None:

@@ -64,7 +64,7 @@ def _make_run_rival(
     # Chosen on the same rows, in favour of the baseline: a win over it counts.
     stage = max(
         STAGES,
-        key=lambda one: _rank_value(sign * find_estimate(group, other_run.name, one, metric).value),
+        key=lambda one: rank_value(sign * find_estimate(group, other_run.name, one, metric).value),
     )
     return Rival(
         other_run.name,
@@ -108,7 +108,8 @@ def list_notes(evaluation: Evaluation) -> list[tuple[str, str]]:
     return lines + [(head, rest) for head, _, rest in (n.partition(": ") for n in evaluation.notes)]
 
 
-def _rank_value(value: float) -> float:
+def rank_value(value: float) -> float:
+    """Return the value, or of NaN less than any other: what a maximum is chosen by."""
     # NaN compares false with everything: max would keep the stage that comes first.
     return value if math.isfinite(value) else -math.inf
 

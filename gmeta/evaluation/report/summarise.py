@@ -9,7 +9,7 @@ import numpy as np
 from gmeta.config.algorithm import PLAIN
 from gmeta.errors import UserError
 from gmeta.evaluation.report import evaluation_schema as schema
-from gmeta.evaluation.report.cautions import find_cautions
+from gmeta.evaluation.report.cautions import add_next_command, find_cautions
 from gmeta.evaluation.report.evaluated_runs import (
     EvaluatedBaseline,
     EvaluatedRun,
@@ -71,7 +71,19 @@ def summarise_evaluation(
             f"label {judged.label} is not known in any query row of {', '.join(splits)}: there is "
             "nothing to score. Name other splits with --split, or another label with --label"
         )
-    plain = [one.name for one in runs[1:] if one.algorithm == PLAIN]
+    plain = {one.name: f"{one.name}, fine-tuned" for one in runs[1:] if one.algorithm == PLAIN}
+    cautions = [
+        caution
+        for one in scored
+        for group in one.groups
+        for caution in find_cautions(
+            group,
+            runs[0].name,
+            {made.name: f"the {made.name}" for made in one.yardsticks} | plain,
+            one.metrics,
+            one.label,
+        )
+    ]
     draws = count_draws(runs[0].predictions)
     over = "tasks, each with all its draws" if draws > 1 else "tasks"
     method = schema.IntervalMethod(
@@ -86,12 +98,7 @@ def summarise_evaluation(
         tuple(map(_make_facts, runs)),
         judged.groups,
         judged.yardsticks,
-        tuple(
-            caution
-            for one in scored
-            for group in one.groups
-            for caution in find_cautions(group, runs[0].name, plain, one.metrics, one.label)
-        ),
+        tuple(add_next_command(cautions, runs[0].config, has_statistics=not judged.label)),
         (*notes, *uncalibrated, *unknown),
         judged.label,
         tuple(one for one in others if one.groups),

@@ -93,5 +93,7 @@ def tied_config(config: TrainConfig) -> dict[str, Any]:
     saved = config.to_json()
     sections = ("support_features", "item_features", "model", "algorithm")
     tied = {section: saved[section] for section in sections}
-    tied["labels"] = {key: saved["labels"][key] for key in ("loss", "adapt", "entire_space")}
+    del tied["model"]["dropout"]
+    of_labels = "loss", "adapt", "entire_space", "standardise", "moments"
+    tied["labels"] = {key: saved["labels"][key] for key in of_labels}
     return {**tied, "outer": {key: saved["outer"][key] for key in ("loss", "huber_delta")}}

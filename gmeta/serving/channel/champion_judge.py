@@ -62,6 +62,7 @@ class Verdict:
     champion: dict[str, float | None] = field(default_factory=dict)
     champion_version: int | None = None
     model: str = ""  # the checksum of the candidate
+    dataset: str = ""  # the fingerprint of what it was judged on
 
     def to_json(self) -> dict[str, Any]:
         """Return plain values; a number that is not finite is None."""

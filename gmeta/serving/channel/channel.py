@@ -1,7 +1,7 @@
 """A channel, one model's versions in a folder: versions/00000013/ is a full export or a delta and
 never changes, current.json names the one that is served, promotions.jsonl says what happened."""
 
-import json
+import logging
 import shutil
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
@@ -12,7 +12,6 @@ from typing import Any
 
 from gmeta.errors import GMetaError, UserError
 from gmeta.platform.files.atomic_write import write_atomically
-from gmeta.platform.files.checked_json import json_object
 from gmeta.platform.files.local_paths import link_or_copy
 from gmeta.serving.channel.model_version import (
     ParentVersion,
@@ -26,6 +25,15 @@ from gmeta.serving.channel.model_version import (
     parse_checked,
     read_version,
 )
+from gmeta.serving.channel.promotion_log import (
+    PROMOTED,
+    PROMOTIONS,
+    REFUSED,
+    ROLLED_BACK,
+    PromotionLog,
+    format_entry,
+    parse_log,
+)
 from gmeta.serving.exported_folder import ExportedConfig, new_folder
 from metaio.format.atomic_folder import lock_writer
 from metaio.format.checked_json import write_checked_json
@@ -33,8 +41,8 @@ from metaio.format.checked_json import write_checked_json
 CURRENT_FILE = "current.json"
 CURRENT_FORMAT = "gmeta-channel"
 VERSIONS = "versions"
-PROMOTIONS = "promotions.jsonl"
-PROMOTED, ROLLED_BACK, REFUSED = "promoted", "rolled back", "refused"
+
+_log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -46,6 +54,8 @@ class CurrentVersion:
     action: str
     at: str
     verdict: Mapping[str, Any] | None
+    # The seal of the log's line before it: a log without that line was cut short.
+    before: str = ""
 
     @property
     def parent(self) -> ParentVersion:
@@ -64,7 +74,9 @@ def parse_current(content: bytes, name: str, channel: str) -> CurrentVersion:
     body = parse_checked(content, name, CURRENT_FORMAT, remedy)
     try:
         at, action, verdict = str(body["at"]), str(body["action"]), body["verdict"]
-        current = CurrentVersion(int(body["number"]), str(body["checksum_of"]), action, at, verdict)
+        number, checksum = int(body["number"]), str(body["checksum_of"])
+        before = str(body.get("before", ""))  # an earlier release wrote none
+        current = CurrentVersion(number, checksum, action, at, verdict, before)
         datetime.fromisoformat(at)
     except (LookupError, TypeError, ValueError) as error:
         raise GMetaError(f"{name} names no version ({error!r:.100}). {remedy}") from error
@@ -149,10 +161,77 @@ class Channel:
             version = below
         return VersionChain(version, tuple(deltas))
 
+    def check_chain(self, number: int) -> VersionChain:
+        """Return a version with all that it builds on; every file is read and compared."""
+        chain = self.chain(number)
+        for version in (chain.base, *chain.deltas):
+            check_version(version)
+        return chain
+
     def promotions(self) -> list[dict[str, Any]]:
-        """Return every verdict and every move of current.json, oldest first."""
-        path = self.root / PROMOTIONS
-        return parse_entries(path.read_bytes() if path.exists() else b"")
+        """Return every verdict and every move of current.json, oldest first. Raise GMetaError for a
+        log that was edited or cut short."""
+        log = self._read_log()
+        if log.damage:
+            current = None
+            with suppress(GMetaError):
+                current = self.current()
+            number = "N" if current is None else current.number
+            raise GMetaError(
+                f"{self.root / PROMOTIONS}: {log.damage}. Put the file back from a copy, or run: "
+                f"gmeta rollback {self.root} --to {number}, which keeps what is sound of it"
+            )
+        return log.entries
+
+    def _read_log(self) -> PromotionLog:
+        path, current = self.root / PROMOTIONS, None
+        # Before the log, which only grows; one that is damaged is told by who needs it.
+        with suppress(GMetaError):
+            current = self.current()
+        log = parse_log(path.read_bytes() if path.exists() else b"")
+        if current is not None and current.before and current.before not in log.seals:
+            log.damage = log.damage or "lines are missing that came before what serves"
+        return log
+
+    def _repair_log(self, current: CurrentVersion | None) -> list[dict[str, Any]]:
+        """Return what the log holds. Of a damaged one the sound lines are kept, versions that none
+        of them names are entered, and that is told."""
+        log, path = self._read_log(), self.root / PROMOTIONS
+        if not log.damage:
+            return log.entries
+        entries, entered = log.entries, []
+        promoted = [entry["number"] for entry in entries if entry["action"] == PROMOTED]
+        # What serves has its line in current.json.
+        promoted += [current.number] if current and current.action == PROMOTED else []
+        for number in self.numbers():
+            if number in promoted:
+                continue
+            with suppress(GMetaError):  # one that cannot be read cannot serve either
+                version, written_s = self.version(number), self.folder_of(number).stat().st_mtime
+                at = datetime.fromtimestamp(written_s, UTC).isoformat(timespec="microseconds")
+                own = asdict(CurrentVersion(number, version.checksum, PROMOTED, at, None))
+                # Behind those before it: a rollback that may have been from it comes later.
+                before_it = [
+                    place
+                    for place, one in enumerate(entries, start=1)
+                    if one["action"] == PROMOTED and one["number"] < number
+                ]
+                entries.insert(max(before_it, default=0), {**own, "model": self.model_of(number)})
+                entered.append(number)
+        content, before = b"", ""
+        for entry in entries:
+            content += (line := format_entry(entry, before))
+            before = parse_log(line).last
+        damaged = path.with_name(f"{PROMOTIONS}.damaged")
+        if path.exists():
+            path.replace(damaged)
+        write_atomically(path, content)
+        _log.warning(
+            f"{path} is made anew, as {log.damage}; it was moved to {damaged}. Of its lines "
+            f"{len(entries) - len(entered)} are kept; versions entered by their folders: "
+            f"{', '.join(map(str, entered)) or 'none'}; a rollback that was lost is forgotten"
+        )
+        return entries
 
     def promote(
         self,
@@ -176,29 +255,32 @@ class Channel:
                 return self._set_current(self.version(current.number), PROMOTED, verdict)
             number = self.number_for(offered, current, named_in_messages or candidate)
             if offered.delta is not None:
-                self.chain(offered.delta.parent.number)
+                # The cache of this machine may hold what no other reader could make.
+                self.check_chain(offered.delta.parent.number)
             if (before := self._known_config(current)) is not None:
                 _check_requests(before, model_config(offered), self.root)
             # Last of the checks, as it reads every byte.
             check_version(offered)
-            # It exists where a promotion was killed before it moved current.json.
-            if not self.folder_of(number).exists():
-                with new_folder(self.folder_of(number), overwrite=False) as partial:
-                    copy_version(offered, partial, link_or_copy if is_own else shutil.copyfile)
+            # What a promotion left that was killed before it moved current.json is not trusted.
+            with new_folder(self.folder_of(number), overwrite=True) as partial:
+                copy_version(offered, partial, link_or_copy if is_own else shutil.copyfile)
             return self._set_current(self.version(number), PROMOTED, verdict)
 
     def serves_model_of(self, offered: Version) -> bool:
-        """Return whether the channel serves the model of this version now, whenever exported."""
+        """Return whether the channel serves the model of this version now, whenever exported, by a
+        chain that is whole."""
         current = self.current()
         if current is None:
             return False
         try:
             configs = [model_config(version) for version in (self.version(current.number), offered)]
+            first, second = (
+                replace(one, source={**one.source, "exported_at": None}) for one in configs
+            )
+            if first == second:
+                self.check_chain(current.number)
         except GMetaError:
             return False
-        first, second = (
-            replace(one, source={**one.source, "exported_at": None}) for one in configs
-        )
         return first == second
 
     def rollback(self, to: int | None = None) -> CurrentVersion:
@@ -219,11 +301,7 @@ class Channel:
                     f"{self.root} has no version {to}: it has "
                     f"{', '.join(map(str, numbers)) or 'none'}. Choose one of them"
                 )
-            # Every file of the chain is compared before anything is served by it.
-            chain = self.chain(to)
-            for version in (chain.base, *chain.deltas):
-                check_version(version)
-            return self._set_current(chain.newest, ROLLED_BACK, None)
+            return self._set_current(self.check_chain(to).newest, ROLLED_BACK, None)
 
     def version_before(self, current: CurrentVersion | None) -> int | None:
         """Return the version to which a rollback goes; None where there is none."""
@@ -260,7 +338,8 @@ class Channel:
                     raise
                 current = None
             # A promotion that was killed after it wrote current.json is not in the log yet.
-            if current is not None and current.at not in [e.get("at") for e in self.promotions()]:
+            entries = self.promotions() if must_be_readable else self._repair_log(current)
+            if current is not None and current.at not in [entry["at"] for entry in entries]:
                 self._log(asdict(current))
             yield current
 
@@ -277,6 +356,9 @@ class Channel:
                 # A promotion that was killed before it wrote current.json goes on where it was.
                 if number == numbers[-1] and number not in logged_numbers:
                     return number
+                # What serves comes here only if it is damaged: then it is promoted whole.
+                if current is not None and number == current.number and offered.delta is None:
+                    continue
                 raise UserError(
                     f"{named_in_messages} is version {number} of {self.root} already, and a "
                     "version "
@@ -322,9 +404,10 @@ class Channel:
     ) -> CurrentVersion:
         # By now the version's files are on the disk: current.json never names what is not.
         kept = None if verdict is None else dict(verdict)
-        current = CurrentVersion(version.number, version.checksum, action, _now(), kept)
+        before = self._read_log().last
+        current = CurrentVersion(version.number, version.checksum, action, _now(), kept, before)
         body = {"number": version.number, "checksum_of": version.checksum, "action": action}
-        body |= {"at": current.at, "verdict": kept}
+        body |= {"at": current.at, "verdict": kept, "before": before}
         write_checked_json(self.root / CURRENT_FILE, CURRENT_FORMAT, body)
         self._log(asdict(current))
         return current
@@ -334,17 +417,9 @@ class Channel:
         # is gone.
         model = {} if entry["number"] is None else {"model": self.model_of(entry["number"])}
         # Written anew as one file: a process killed while it appends would leave half a line.
-        lines = [json.dumps(one) + "\n" for one in [*self.promotions(), {**entry, **model}]]
-        write_atomically(self.root / PROMOTIONS, "".join(lines).encode())
-
-
-def parse_entries(content: bytes) -> list[dict[str, Any]]:
-    """Return the entries of a log of promotions, oldest first, without a line that was cut off."""
-    entries = []
-    for line in content.decode(errors="replace").splitlines():
-        with suppress(ValueError):  # one that was cut short or edited
-            entries.append(json_object(line))
-    return [entry for entry in entries if entry]
+        path = self.root / PROMOTIONS
+        content = path.read_bytes() if path.exists() else b""
+        write_atomically(path, content + format_entry({**entry, **model}, parse_log(content).last))
 
 
 def _now() -> str:

@@ -3,17 +3,11 @@
 from pathlib import Path
 from typing import Any
 
-from gmeta.errors import UserError
+from gmeta.errors import GMetaError, UserError
 from gmeta.platform.files.local_paths import is_url
 from gmeta.platform.files.storage_errors import translate_storage_errors
-from gmeta.serving.channel.channel import (
-    CURRENT_FILE,
-    PROMOTIONS,
-    Channel,
-    CurrentVersion,
-    parse_current,
-    parse_entries,
-)
+from gmeta.serving.channel.channel import CURRENT_FILE, Channel, CurrentVersion, parse_current
+from gmeta.serving.channel.promotion_log import PROMOTIONS, parse_log
 from gmeta_keys.translate_errors import translate_errors
 from metaio.format.storage import find_file_system
 
@@ -37,7 +31,10 @@ def promotions_at(place: str) -> list[dict[str, Any]]:
     """Return every verdict and every move of current.json of the channel at a URL, oldest first."""
     fs, root = find_file_system(place)
     with translate_access_errors(place):
-        return parse_entries(fs.cat_file(f"{root.rstrip('/')}/{PROMOTIONS}"))
+        log = parse_log(fs.cat_file(f"{root.rstrip('/')}/{PROMOTIONS}"))
+    if log.damage:
+        raise GMetaError(f"{place}/{PROMOTIONS}: {log.damage}. Run: gmeta publish CHANNEL {place}")
+    return log.entries
 
 
 def read_current_file(url: str) -> tuple[bytes, CurrentVersion]:

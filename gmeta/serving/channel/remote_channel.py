@@ -8,13 +8,7 @@ from typing import Any
 from gmeta.errors import GMetaError, UserError
 from gmeta.platform.files.atomic_write import write_atomically
 from gmeta.platform.files.local_paths import is_url
-from gmeta.serving.channel.channel import (
-    CURRENT_FILE,
-    PROMOTIONS,
-    VERSIONS,
-    Channel,
-    CurrentVersion,
-)
+from gmeta.serving.channel.channel import CURRENT_FILE, VERSIONS, Channel, CurrentVersion
 from gmeta.serving.channel.current_version import read_current_file, translate_access_errors
 from gmeta.serving.channel.model_version import (
     DELTA_FORMAT,
@@ -25,6 +19,7 @@ from gmeta.serving.channel.model_version import (
     parse_checked,
     read_version,
 )
+from gmeta.serving.channel.promotion_log import PROMOTIONS
 from gmeta.serving.channel.version_cache import cache_folder, lock_folder
 from gmeta.serving.channel.version_retention import remove_others
 from gmeta.serving.exported_folder import CONFIG_FILE, DELTA_FILE

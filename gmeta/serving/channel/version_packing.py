@@ -25,9 +25,9 @@ def pack(
     if current is None:
         return _pack_full(model, out, overwrite, "the channel has no version yet")
     try:
-        # Every file is checked: a delta over a damaged one would lack its rows, and no server could
-        # make the model of it.
-        chain = channel.chain(current.number)
+        # Every file is checked, of the chain too: a cache may be sound where no other reader could
+        # make the model of what stands there.
+        chain = channel.check_chain(current.number)
         champion_folder = materialize_version(channel, current.number)
     except UserError:
         raise

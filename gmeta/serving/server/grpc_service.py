@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import asynccontextmanager
+from functools import partial
 from typing import TYPE_CHECKING, Any, final
 
 import grpc
@@ -31,7 +31,6 @@ if TYPE_CHECKING:
 _OWN_PREFIX = "gmeta."
 _SERVICE = pb.DESCRIPTOR.services_by_name["GRPCInferenceService"]
 SERVICE_NAME = _SERVICE.full_name.removeprefix(_OWN_PREFIX)
-_LARGE_BYTES = 256 << 10  # a larger request is parsed in a thread
 
 
 def inference_handler(service: InferenceService, certificates: bool) -> Any:
@@ -134,7 +133,7 @@ class _InferenceServicer:
                 dict(context.invocation_metadata() or ()),
                 context.peer(),
                 lambda: self._check(context, Right.INFER),
-                lambda: _read_request(request, self._service),
+                partial(_read_request, request, self._service),
             )
             return _encode_response(self._service.config.name, inference, answer)
 
@@ -159,11 +158,12 @@ class _InferenceServicer:
             await context.abort(getattr(grpc.StatusCode, error.grpc_code), str(error))
 
 
-async def _read_request(request: Any, service: InferenceService) -> InferenceRequest:
-    columns, limits = service.loaded.columns, service.config.limits
-    if request.ByteSize() > _LARGE_BYTES:
-        return await asyncio.to_thread(parse_grpc, columns, request, limits)
-    return parse_grpc(columns, request, limits)
+async def _read_request(
+    request: Any, service: InferenceService, hold: Callable[[int], None]
+) -> InferenceRequest:
+    hold(size := request.ByteSize())
+    parse = partial(parse_grpc, service.loaded.columns, request, service.config.limits)
+    return await service.parse(size, parse)
 
 
 def parse_grpc(columns: ModelColumns, request: Any, limits: RequestLimits) -> InferenceRequest:

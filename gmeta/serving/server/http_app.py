@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import json
 import ssl
+from collections.abc import Callable
+from functools import partial
 from importlib import resources
 from typing import TYPE_CHECKING, Any
 
@@ -28,8 +30,6 @@ if TYPE_CHECKING:
     from gmeta.serving.server.inference_service import InferenceService
 
 
-# A larger body is parsed in a thread, so that other requests are read meanwhile.
-_LARGE_BYTES = 256 << 10
 # The page is one file of ours: nothing else may run in it or be fetched by it.
 _POLICY = (
     "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; "
@@ -89,7 +89,7 @@ def http_app(service: InferenceService) -> FastAPI:
             dict(request.headers),
             peer,
             lambda: check(request, Right.INFER),
-            lambda: _read_inference(request, service),
+            partial(_read_inference, request, service),
         )
         body, headers = render_http(service.config.name, inference, answer)
         return Response(body, headers=headers)
@@ -146,7 +146,9 @@ def _model(request: Request) -> tuple[str, str]:
     return request.path_params["name"], request.path_params.get("version", "")
 
 
-async def _read_inference(request: Request, service: InferenceService) -> InferenceRequest:
+async def _read_inference(
+    request: Request, service: InferenceService, hold: Callable[[int], None]
+) -> InferenceRequest:
     encoding = request.headers.get("content-encoding", "identity")
     if encoding.lower() != "identity":
         raise RequestError(
@@ -155,14 +157,14 @@ async def _read_inference(request: Request, service: InferenceService) -> Infere
             "uncompressed",
         )
     limits, columns = service.config.limits, service.loaded.columns
-    body = await _read_body(request, limits.body_bytes, service.config.batch.timeout_s)
+    body = await _read_body(request, limits.body_bytes, service.config.batch.timeout_s, hold)
     header_length = request.headers.get(BINARY_HEADER)
-    if len(body) > _LARGE_BYTES:
-        return await asyncio.to_thread(parse_http, columns, body, header_length, limits)
-    return parse_http(columns, body, header_length, limits)
+    return await service.parse(len(body), partial(parse_http, columns, body, header_length, limits))
 
 
-async def _read_body(request: Request, max_bytes: int, timeout_s: float) -> bytes:
+async def _read_body(
+    request: Request, max_bytes: int, timeout_s: float, hold: Callable[[int], None]
+) -> bytes:
     too_large = RequestError(
         413,
         f"the body has more than {max_bytes} bytes, the most that is allowed. Split the request, "
@@ -174,25 +176,29 @@ async def _read_body(request: Request, max_bytes: int, timeout_s: float) -> byte
     is_large = declared.isdecimal() and int(declared[:20]) > max_bytes
     if is_large and "expect" in request.headers:
         raise too_large
-    parts, size = [], 0
+    parts, size, refusal = [], 0, None
     try:
         async with asyncio.timeout(timeout_s):
             async for part in request.stream():
-                size += len(part)
                 # To its end: a client that still sends when the connection closes reads no answer.
-                if size <= max_bytes:
+                if refusal is None:
                     parts.append(part)
-                else:
-                    parts.clear()
+                    size += len(part)
+                    try:
+                        if size > max_bytes:
+                            raise too_large
+                        hold(size)
+                    except RequestError as error:
+                        refusal = error
+                        parts.clear()
     except TimeoutError:
-        if size <= max_bytes:
-            raise RequestError(
-                408, f"the body did not come within {timeout_s:g} s. Send it faster, or split it"
-            ) from None
+        refusal = refusal or RequestError(
+            408, f"the body did not come within {timeout_s:g} s. Send it faster, or split it"
+        )
     except ClientDisconnect:
         raise CallerLeftError from None
-    if size > max_bytes:
-        raise too_large
+    if refusal is not None:
+        raise refusal
     return b"".join(parts)
 
 

@@ -13,7 +13,7 @@ from pydantic_core import from_json
 
 from gmeta.serving.outputs import PREDICTION, Output
 from gmeta.serving.server.input_columns import ModelColumns, to_tables
-from gmeta.serving.server.request_errors import RequestError, bad_request
+from gmeta.serving.server.request_errors import RequestError, abbreviate, bad_request
 from gmeta.serving.server.server_limits import RequestLimits
 from gmeta.serving.server.tensors import (
     Tensor,
@@ -102,7 +102,7 @@ def make_inference(
         isinstance(key, str) and 0 < len(key) <= MAX_KEY_CHARS and key.isprintable()
     ):
         raise bad_request(
-            f"parameter {TASK_KEY} is {key!r:.80}; allowed are texts of 1 to {MAX_KEY_CHARS} "
+            f"parameter {TASK_KEY} is {abbreviate(key)}; allowed are texts of 1 to {MAX_KEY_CHARS} "
             "printable characters. Correct it"
         )
     # Bounded, as both are kept or sent back.
@@ -149,6 +149,7 @@ def parse_http(
                 f"the {size} bytes of the body. Correct it"
             )
         size = int(header_length)
+    _check_structure(columns, body[:size], limits)
     request = _parse_object(body[:size])
     parameters = _parse_parameters(request)
     # Binary parts stand behind the JSON, which ends at `size`.
@@ -156,8 +157,25 @@ def parse_http(
     names, binary = _parse_outputs(columns, request, parameters)
     request_id = request.get("id")
     if not isinstance(request_id, str | None):
-        raise bad_request(f"id is {request_id!r:.80}; a text is needed. Correct it")
+        raise bad_request(f"id is {abbreviate(request_id)}; a text is needed. Correct it")
     return make_inference(columns, tensors, parameters, names, limits, request_id or "", binary)
+
+
+def _check_structure(columns: ModelColumns, text: bytes, limits: RequestLimits) -> None:
+    """Raise RequestError for more lists and objects than rows could need, before any is made."""
+    # A list for each value of a row, and what describes the inputs.
+    most = (limits.rows + 100) * (len(columns.by_name) + len(columns.ignored)) + 1_000
+    if sum(map(text.count, (b"[", b"{", b":"))) <= most:
+        return
+    # Those in texts count for nothing; without escapes, quotes begin and end the texts in turn.
+    codes = np.frombuffer(text.replace(rb"\\", b"").replace(rb"\"", b""), np.uint8)
+    is_outside = ~np.logical_xor.accumulate(codes == ord('"'))
+    count = sum(int(np.count_nonzero((codes == one) & is_outside)) for one in b"[{:")
+    if count > most:
+        raise bad_request(
+            f"the body is of {count} lists, objects and keys; at most {most} are allowed, for "
+            f"{limits.rows} rows. Send the values of an input in one list, or split the request"
+        )
 
 
 def _parse_object(text: bytes) -> dict[str, Any]:
@@ -169,7 +187,7 @@ def _parse_object(text: bytes) -> dict[str, Any]:
             f"the body is not JSON: {error!s:.200}. Send an inference request"
         ) from error
     if not isinstance(request, dict):
-        raise bad_request(f"the body is {request!r:.40}; an object with inputs is needed")
+        raise bad_request(f"the body is {abbreviate(request)}; an object with inputs is needed")
     return request
 
 
@@ -178,7 +196,7 @@ def _parse_parameters(holder: Mapping[str, Any]) -> Mapping[str, Any]:
     if values is None:  # or null: some clients send every field
         return {}
     if not isinstance(values, dict):
-        raise bad_request(f"parameters is {values!r:.40}; an object is needed. Correct it")
+        raise bad_request(f"parameters is {abbreviate(values)}; an object is needed. Correct it")
     return values
 
 
@@ -187,7 +205,7 @@ def _parse_items(request: Mapping[str, Any], name: str) -> list[dict[str, Any]]:
     if items is None:
         return []
     if not isinstance(items, list) or any(not isinstance(item, dict) for item in items):
-        raise bad_request(f"{name} is {items!r:.40}; a list of objects is needed. Correct it")
+        raise bad_request(f"{name} is {abbreviate(items)}; a list of objects is needed. Correct it")
     return items
 
 
@@ -202,8 +220,8 @@ def _parse_tensors(inputs: Sequence[Mapping[str, Any]], rest: memoryview) -> lis
         # Not isinstance: JSON's true would be an int.
         if type(size) is not int or not 0 <= size <= len(rest) or each.get("data") is not None:
             raise bad_request(
-                f"input {head[0][:80]!r} has binary_data_size {size!r:.40}, and {len(rest)} bytes "
-                "are left behind the JSON; its data belongs there alone. Correct the size"
+                f"input {head[0][:80]!r} has binary_data_size {abbreviate(size)}, and {len(rest)} "
+                "bytes are left behind the JSON; its data belongs there alone. Correct the size"
             )
         tensors.append(tensor_from_raw(*head, bytes(rest[:size])))
         rest = rest[size:]
@@ -225,7 +243,7 @@ def _parse_outputs(
         name = each.get("name")
         if not isinstance(name, str):
             known = ", ".join(output.name for output in columns.outputs)
-            raise bad_request(f"an output's name is {name!r:.40}; there are {known}")
+            raise bad_request(f"an output's name is {abbreviate(name)}; there are {known}")
         names.append(name)
         if _parse_parameters(each).get("binary_data", everywhere) is True:
             binary.add(name)

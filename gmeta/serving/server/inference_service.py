@@ -4,13 +4,15 @@ import asyncio
 import gc
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, final
 
 from gmeta.access.log import event
 from gmeta.errors import GMetaError, UserError
 from gmeta.platform.files.local_paths import is_url
+from gmeta.platform.files.tensor_files import ChangedFileError
 from gmeta.runs.environment import package_versions
 from gmeta.serving.channel.current_version import translate_access_errors
 from gmeta.serving.channel.load_failure import LoadFailure
@@ -24,8 +26,10 @@ from gmeta.serving.server.inference_protocol import (
     Outcome,
     model_metadata,
 )
+from gmeta.serving.server.model_trial import failure_error, try_model
 from gmeta.serving.server.request_errors import CallerLeftError, RequestError, defect_error
 from gmeta.serving.server.serve_config import ServeConfig
+from gmeta.serving.server.server_limits import LARGE_BYTES, HeldBytes
 from gmeta.serving.server.server_metrics import ServerMetrics
 from gmeta.serving.server.task_cache import TaskCache
 from gmeta.serving.server.tracing import Tracing
@@ -60,6 +64,8 @@ class InferenceService:
         self._is_away = False  # no version could be seen at the last look
         self._load = load
         self._cache = cache
+        self._held = HeldBytes(config.limits)
+        self._parser = ThreadPoolExecutor(1, "serve-parse")  # objects take many times the bytes
         self._batcher = Batcher(self._run, config.batch, self.metrics.observe_batch)
         self._report_version()
 
@@ -69,20 +75,25 @@ class InferenceService:
         return self._load_failure.failure
 
     def warm_up(self) -> None:
-        """Compute once: the first request must not pay for what torch does once."""
-        _ = self.loaded.model.unadapted
+        """Compute once: the first request must not pay for what torch does once. Raise GMetaError
+        for a model that does not answer."""
+        try_model(self.loaded.model, self.config.batch.timeout_s)
         _freeze_garbage()
 
     def stop(self) -> None:
         """Take no more requests."""
         self._batcher.stop()
+        self._parser.shutdown(wait=False)
         self.tracing.stop()
 
     def _run(self, requests: Sequence[InferenceRequest]) -> list[Outcome]:
         # Taken once: a batch is answered by one version, whatever comes meanwhile.
         loaded = self.loaded
         observe = self.metrics.observe_stage
-        outcomes = answer_all(loaded.model, loaded.version, self._cache, requests, observe)
+        try:
+            outcomes = answer_all(loaded.model, loaded.version, self._cache, requests, observe)
+        except ChangedFileError as error:  # until a whole version is there
+            return [RequestError(503, str(error), retry_after_s=1) for _ in requests]
         for request, outcome in zip(requests, outcomes, strict=True):
             if request.task_key is not None:
                 if isinstance(outcome, InferenceAnswer):
@@ -99,20 +110,21 @@ class InferenceService:
         carrier: dict[str, str],
         peer: str,
         check: Callable[[], None],
-        read: Callable[[], Any],
+        read: Callable[[Callable[[int], None]], Awaitable[InferenceRequest]],
     ) -> tuple[InferenceRequest, InferenceAnswer]:
-        """Return a request and its answer, counted, logged and traced. Raise RequestError."""
+        """Return a request and its answer, counted, logged and traced. `read` tells how many bytes
+        it holds. Raise RequestError."""
         # 500 unless something better is known: a defect counts too.
         began_s, status, num_rows, message = time.perf_counter(), 500, 0, ""
         try:
             check()
-            with self.tracing.span(protocol, carrier) as set_attributes:
+            with self.tracing.span(protocol, carrier) as set_attributes, self._held.share() as hold:
                 self.check_model(model, version)
                 with (
                     self._batcher.reading(),
                     translate_errors(defect_error, RequestError, CallerLeftError),
                 ):
-                    request = await read()
+                    request = await read(hold)
                 num_rows = request.num_rows
                 self.metrics.observe_stage("parse", time.perf_counter() - began_s)
                 answer = await self._batcher.answer(request)
@@ -136,6 +148,14 @@ class InferenceService:
                 fields = {"protocol": protocol, "status": status, "ms": ms, "rows": num_rows}
                 why = {"message": message} if message else {}
                 event(logging.INFO, "infer", **fields, peer=peer, **why)
+
+    async def parse(
+        self, num_bytes: int, parse: Callable[[], InferenceRequest]
+    ) -> InferenceRequest:
+        """Return what `parse` does; of large requests one at a time, while others are answered."""
+        if num_bytes <= LARGE_BYTES:
+            return parse()
+        return await asyncio.get_running_loop().run_in_executor(self._parser, parse)
 
     def check_model(self, name: str, version: str) -> None:
         """Raise RequestError unless this is the model and the version that answers."""
@@ -202,18 +222,23 @@ class InferenceService:
             self._is_away = True
             return False
         self._is_away = False
-        if version == before.version:
+        # It may be whole again under the same name, and be mapped half changed.
+        is_changed = before.model.files.find_changed() is not None
+        if version == before.version and not is_changed:
             self._load_failure.clear()  # the old one was put back
             self.metrics.refused.set(0)
             return False
-        if self._load_failure.is_backing_off(version):
+        # Nothing answers meanwhile where files were changed: it is looked at again and again.
+        if not is_changed and self._load_failure.is_backing_off(version):
             return False
         try:
-            with translate_access_errors(folder):
+            # Any error: a look that ends by one would be the last.
+            passing = GMetaError, MetaIOError
+            with translate_errors(failure_error, *passing), translate_access_errors(folder):
                 loaded = self._load(folder, self.config.verify)
                 check_successor(before, loaded.model.config, loaded.version)
-                # Computes once, with all of its layers: what fails here fails before anybody asks.
-                _ = loaded.model.unadapted
+                # What fails here fails before anybody asks.
+                try_model(loaded.model, self.config.batch.timeout_s)
         except (GMetaError, MetaIOError) as error:
             self._refuse(version, error)
             return False

@@ -1,6 +1,7 @@
 """The one error of a request: an HTTP status, or gRPC's of the same meaning, and one line."""
 
 import logging
+import reprlib
 from typing import Any
 
 from gmeta.access.log import LOGGER_NAME
@@ -18,6 +19,12 @@ GRPC_CODES = {
     500: "INTERNAL",
     503: "UNAVAILABLE",
 }
+
+
+# Of a long value only the beginning is looked at.
+_SHORT = reprlib.Repr()
+_SHORT.maxlist = _SHORT.maxdict = 20
+_SHORT.maxstring = _SHORT.maxlong = _SHORT.maxother = 80
 
 
 class CallerLeftError(Exception):
@@ -53,3 +60,11 @@ def defect_error(error: Exception) -> RequestError:
     """Return the error of a request that met a defect, and log the defect in full."""
     logging.getLogger(LOGGER_NAME).error("request_failed", exc_info=error)
     return RequestError(500, "the server failed on this request; its log says why")
+
+
+def abbreviate(value: object) -> str:
+    """Return a caller's value for a message: short, and without control characters."""
+    text = value if isinstance(value, str) else _SHORT.repr(value)
+    # A caller's line ends could forge lines of the log.
+    text = "".join(char if char.isprintable() else "?" for char in text[:80])
+    return repr(text) if isinstance(value, str) else text

@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
-from gmeta.serving.server.request_errors import bad_request
+from gmeta.serving.server.request_errors import abbreviate, bad_request
 
 _INTEGERS = {
     f"{sign}{bits}": np.dtype(f"{sign.lower()}{bits}")
@@ -22,6 +22,7 @@ _INTEGERS = {
 _FLOATS = {"FP16": np.float16, "FP32": np.float32, "FP64": np.float64}
 _NUMBERS: dict[str, Any] = {"BOOL": np.bool_, **_INTEGERS, **_FLOATS}
 DATATYPES = (*_NUMBERS, "BYTES")
+MAX_NAME_CHARS = 1024
 MAX_DIMENSION = 2**31 - 1
 # What JSON may hold for a datatype; null stands for an unknown value where the model allows one.
 _PYTHON_TYPES: dict[str, set[type]] = {
@@ -57,11 +58,17 @@ def check_head(name: object, datatype: object, shape: object) -> tuple[str, str,
     """Return a tensor's name, datatype and shape, checked. Raise RequestError."""
     if not isinstance(name, str) or not name:
         raise bad_request(
-            f"an input's name is {_abbreviate(name)}; a text is needed. Name the column"
+            f"an input's name is {abbreviate(name)}; a text is needed. Name the column"
+        )
+    # Before anything looks for a column that is near it.
+    if len(name) > MAX_NAME_CHARS:
+        raise bad_request(
+            f"input {abbreviate(name)}... has a name of {len(name)} characters; at most "
+            f"{MAX_NAME_CHARS} are allowed. Name the column"
         )
     if not isinstance(datatype, str) or datatype not in _PYTHON_TYPES:
         raise bad_request(
-            f"input {_abbreviate(name)} has datatype {_abbreviate(datatype)}; allowed are "
+            f"input {abbreviate(name)} has datatype {abbreviate(datatype)}; allowed are "
             f"{', '.join(DATATYPES)}. Correct it"
         )
     is_shape = isinstance(shape, list | tuple) and 1 <= len(shape) <= 2
@@ -70,7 +77,7 @@ def check_head(name: object, datatype: object, shape: object) -> tuple[str, str,
         if type(size) is int and 0 <= size <= MAX_DIMENSION:
             continue
         raise bad_request(
-            f"input {_abbreviate(name)} has shape {_abbreviate(shape)}; allowed are [N] and [N, M] "
+            f"input {abbreviate(name)} has shape {abbreviate(shape)}; allowed are [N] and [N, M] "
             "with sizes from 0 on. Correct it"
         )
     return name, datatype, tuple(shape)  # type: ignore[arg-type]
@@ -80,13 +87,13 @@ def tensor_from_json(name: str, datatype: str, shape: tuple[int, ...], data: obj
     """Return a tensor whose elements came as JSON, in one list or in one for each row."""
     if not isinstance(data, list):
         raise bad_request(
-            f"input {_abbreviate(name)} has data {_abbreviate(data)}; a list of its elements is "
+            f"input {abbreviate(name)} has data {abbreviate(data)}; a list of its elements is "
             "needed"
         )
     if len(shape) == 2 and data and isinstance(data[0], list):
         if any(not isinstance(row, list) or len(row) != shape[1] for row in data):
             raise bad_request(
-                f"input {_abbreviate(name)} has shape {list(shape)}, but a row of its data has not "
+                f"input {abbreviate(name)} has shape {list(shape)}, but a row of its data has not "
                 f"{shape[1]} elements. Correct the shape or the data"
             )
         data = list(chain.from_iterable(data))
@@ -97,7 +104,7 @@ def tensor_from_json(name: str, datatype: str, shape: tuple[int, ...], data: obj
         wrong = kinds - _PYTHON_TYPES[datatype]
         wrong_value = next(value for value in data if type(value) in wrong)
         raise bad_request(
-            f"input {_abbreviate(name)} of datatype {datatype} holds {_abbreviate(wrong_value)}, "
+            f"input {abbreviate(name)} of datatype {datatype} holds {abbreviate(wrong_value)}, "
             "which is not of it. Send values of the datatype, or name another one"
         )
     return Tensor(name, shape, _json_array(name, datatype, data, kinds))
@@ -116,7 +123,7 @@ def _json_array(name: str, datatype: str, data: Sequence[Any], kinds: set[type])
     except (pa.ArrowException, OverflowError, ValueError) as error:
         reason = str(error).splitlines()[0].rstrip(".")
         raise bad_request(
-            f"input {_abbreviate(name)} cannot be read as {datatype}: {reason}"
+            f"input {abbreviate(name)} cannot be read as {datatype}: {reason}"
         ) from error
 
 
@@ -131,7 +138,7 @@ def tensor_from_raw(name: str, datatype: str, shape: tuple[int, ...], content: b
     # Also what keeps a large shape from asking for memory that no byte stands for.
     if len(content) != num_bytes:
         raise bad_request(
-            f"input {_abbreviate(name)} of datatype {datatype} and shape {list(shape)} has "
+            f"input {abbreviate(name)} of datatype {datatype} and shape {list(shape)} has "
             f"{len(content)} bytes; {num_bytes} are needed. Correct the shape or the data"
         )
     values = np.frombuffer(content, np.uint8 if datatype == "BOOL" else dtype)
@@ -150,7 +157,7 @@ def _split_raw_texts(name: str, content: bytes) -> list[bytes]:
         # The length is the caller's: it may point behind the content.
         if stop > len(content) or stop < place + 4:
             raise bad_request(
-                f"input {_abbreviate(name)} ends within an element of its BYTES: each stands "
+                f"input {abbreviate(name)} ends within an element of its BYTES: each stands "
                 "behind its length in 4 bytes, little-endian. Correct the data"
             )
         texts.append(content[place + 4 : stop])
@@ -164,7 +171,7 @@ def tensor_from_typed(name: str, datatype: str, shape: tuple[int, ...], contents
     others = [each.name for each, _ in contents.ListFields() if each.name != field]
     if field is None or others:
         raise bad_request(
-            f"input {_abbreviate(name)} of datatype {datatype} has its elements in "
+            f"input {abbreviate(name)} of datatype {datatype} has its elements in "
             f"{', '.join(others) or 'no field of contents'}; they belong in "
             f"{field or 'raw_input_contents'}. Move them"
         )
@@ -179,7 +186,7 @@ def tensor_from_typed(name: str, datatype: str, shape: tuple[int, ...], contents
         outside = next((value for value in data if not limits.min <= value <= limits.max), None)
         if outside is not None:
             raise bad_request(
-                f"input {_abbreviate(name)} of datatype {datatype} holds {outside}. Correct it"
+                f"input {abbreviate(name)} of datatype {datatype} holds {outside}. Correct it"
             )
     return Tensor(name, shape, pa.array(np.fromiter(data, dtype, len(data))))
 
@@ -189,7 +196,7 @@ def _decode_texts(name: str, values: Iterable[bytes]) -> pa.Array:
         return pa.array([value.decode() for value in values], pa.string())
     except UnicodeDecodeError as error:
         raise bad_request(
-            f"input {_abbreviate(name)} has an element of BYTES that is no UTF-8; text is needed. "
+            f"input {abbreviate(name)} has an element of BYTES that is no UTF-8; text is needed. "
             "Encode it as UTF-8"
         ) from error
 
@@ -197,7 +204,7 @@ def _decode_texts(name: str, values: Iterable[bytes]) -> pa.Array:
 def _check_count(name: str, shape: tuple[int, ...], count: int) -> None:
     if count != math.prod(shape):
         raise bad_request(
-            f"input {_abbreviate(name)} has shape {list(shape)} and {count} elements; "
+            f"input {abbreviate(name)} has shape {list(shape)} and {count} elements; "
             f"{math.prod(shape)} are needed. Correct the shape or the data"
         )
 
@@ -205,11 +212,3 @@ def _check_count(name: str, shape: tuple[int, ...], count: int) -> None:
 def raw_bytes(values: npt.NDArray[Any]) -> bytes:
     """Return an output's elements as the binary forms of the protocol carry them."""
     return values.astype(values.dtype.newbyteorder("<"), copy=False).tobytes()
-
-
-def _abbreviate(value: object) -> str:
-    """Return a caller's value for a message: short, and without control characters."""
-    text = value if isinstance(value, str) else repr(value)
-    # A caller's line ends could forge lines of the log.
-    text = "".join(char if char.isprintable() else "?" for char in text[:80])
-    return repr(text) if isinstance(value, str) else text

@@ -17,11 +17,15 @@ _TRIES = 3
 
 def model_folder(folder: Path | str, verify: bool) -> Path:
     """Return the exported folder to serve, its files checked, from an export or a channel."""
-    if not is_url(folder) and not is_channel(Path(folder)):
+    if _is_export(folder):
         check_files(Path(folder), read_config(Path(folder)), checksums=verify)
         return Path(folder)
     channel = channel_at(folder)
     return materialize_version(channel, channel.require_current().number, verify=verify)
+
+
+def _is_export(folder: Path | str) -> bool:
+    return not is_url(folder) and not is_channel(Path(folder))
 
 
 def load_version(folder: Path | str, verify: bool = True) -> LoadedModel:
@@ -29,8 +33,10 @@ def load_version(folder: Path | str, verify: bool = True) -> LoadedModel:
     for last in (False,) * (_TRIES - 1) + (True,):
         version = version_in(folder)
         try:
-            # model_folder has compared the files already.
-            model = load(model_folder(folder, verify), verify=False)
+            if _is_export(folder):
+                model = load(Path(folder), verify=verify)
+            else:  # model_folder has compared the files already
+                model = load(model_folder(folder, verify), verify=False)
         except GMetaError:
             # An error while the folder was replaced says nothing of either version.
             if last or version_in(folder) == version:

@@ -21,6 +21,7 @@ from metaio.prepare.episodes.spool import Spool
 from metaio.prepare.episodes.survey import Survey, fit_encoding, list_survey_columns, survey_batch
 from metaio.prepare.job import HashedTableUse, Job, PrepareOptions, WrittenShard, make_job
 from metaio.prepare.schema.schema import Schema
+from metaio.prepare.source.bad_lines import write_bad_lines
 from metaio.prepare.source.source import DuckSource
 from metaio.prepare.source.transform import describe_transform
 
@@ -61,6 +62,7 @@ def prepare(
             job = _encode(job, source, spool, report("encoding"))
             _write_shards(job, writer, spool, source.left_out, report("writing"))
             write_raw_ids(writer.folder, schema, survey)
+            write_bad_lines(writer.folder, source.bad_lines)
             spool.close()
 
 

@@ -114,6 +114,8 @@ class TextRule:
     null: tuple[str, ...] = ()  # words that mean a null, such as NA; an empty field always does
     comment: str = ""  # what begins a line that is left out; without it every line is a row
     max_line_bytes: int = key(2_000_000, "longer lines are refused", min=1, max=2**31 - 1)
+    bad_lines: Literal["skip"] | None = None  # absent: a line that cannot be read is refused
+    max_bad_lines: int | None = None  # more are refused, too; absent: 1,000
 
 
 @dataclass(frozen=True)

@@ -1,16 +1,14 @@
 """Rewrites the messages of DuckDB and pyarrow about input files in one line."""
 
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import duckdb
 
 from metaio.errors import AccessError, DataError, to_one_line
 from metaio.prepare.source.input_files import FileKind
-from metaio.prepare.source.text_lines import open_text_lines, split_fields
+from metaio.prepare.source.text_lines import iterate_lines, open_text_lines
 
-# Gives delimiter and fields of the first line of a file of this name.
-_HeaderOf = Callable[[str], tuple[str, list[str]]]
 _ENCODING = (
     'Say how the file is written under [text] in the schema, such as encoding = "latin-1", or '
     "convert it to UTF-8"
@@ -42,7 +40,7 @@ _CSV_ERRORS = (
 )
 
 
-def make_read_error(error: Exception, name: str, kind: FileKind, header_of: _HeaderOf) -> DataError:
+def make_read_error(error: Exception, name: str, kind: FileKind) -> DataError:
     """Return the DataError that says in one line what DuckDB or pyarrow complained of."""
     what, problem = str(error), f"{f'input {name}' if name else 'an input'} cannot be read"
     if isinstance(error, duckdb.OutOfMemoryException):
@@ -55,10 +53,10 @@ def make_read_error(error: Exception, name: str, kind: FileKind, header_of: _Hea
         return AccessError(f"{problem}Look after the disk or the network, then try again")
     if kind == "Parquet":
         return DataError(f"{problem}Write that file again")
-    return DataError(explain_csv_error(what, header_of) or f"{problem}{_FIT}")
+    return DataError(explain_csv_error(what) or f"{problem}{_FIT}")
 
 
-def explain_csv_error(message: str, header_of: _HeaderOf) -> str | None:
+def explain_csv_error(message: str) -> str | None:
     """Return one line on the row that DuckDB's `message` complains of; None if it names none."""
     json = re.search(r"Malformed JSON in file \"(.*?)\", at byte \d+ in line (\d+)", message)
     if json:
@@ -86,25 +84,29 @@ def explain_csv_error(message: str, header_of: _HeaderOf) -> str | None:
         return None
     # The last match: the quoted line before it may hold anything, even such a line.
     file = re.findall(r"^  file = (.*)$", message, re.MULTILINE)[-1]
+    fault, remedy = explain_fault(message)
+    return f"input {file}, line {line[1]}: {fault}. {remedy}"
+
+
+def explain_fault(message: str, column: str | None = None) -> tuple[str, str]:
+    """Return what DuckDB's message says of a line of a text file, and what to do."""
     if "Invalid unicode" in message:
-        number, column = find_bad_bytes(file, *header_of(file))
-        what = f"column {column}" if column else "it"
-        return f"input {file}, line {number}: {what} is not UTF-8. {_ENCODING}"
-    # For other errors: without the first line, which only names the place.
-    text, remedy = shorten(message.partition("\n")[2]), _FIT
-    for pattern, fault, known_remedy in _CSV_ERRORS:
+        return f"{f'column {column}' if column else 'it'} is not UTF-8", _ENCODING
+    for pattern, fault, remedy in _CSV_ERRORS:
         found = re.search(pattern, message)
         if found:
-            text, remedy = shorten(fault.format(*found.groups())), known_remedy
-            break
-    return f"input {file}, line {line[1]}: {text}. {remedy}"
+            # Some of our own types are wider than those that a column gets.
+            return shorten(fault.format(*found.groups())).replace("HUGEINT", "BIGINT"), remedy
+    # Its first line only names the place, if it does.
+    head, _, rest = message.partition("\n")
+    return shorten(rest if "CSV Error on Line" in head else message), _FIT
 
 
 def _explain_line_ends(name: str) -> str | None:
     """Return one line on the first line that ends unlike the first one; None if none does."""
     with open_text_lines(name, "utf-8") as lines:
         first = ""
-        for number, line in enumerate(lines, start=1):
+        for number, line in iterate_lines(lines):
             end = line[len(line.rstrip("\r\n")) :]
             first = first or end
             if end not in ("", first):
@@ -127,22 +129,3 @@ def shorten(text: str) -> str:
     """Return the first three lines of `text` as one, with an end."""
     lines = (line.strip() for line in text.splitlines()[:3])
     return to_one_line(" ".join(line for line in lines if line).rstrip("."), 300)
-
-
-def find_bad_bytes(name: str, delimiter: str, header: Sequence[str]) -> tuple[int, str]:
-    """Return the first line of a file that is not UTF-8, and its column; "" if unknown."""
-    with open_text_lines(name, "utf-8") as lines:
-        for number, line in enumerate(lines, start=1):
-            own = line.encode("latin-1")
-            try:
-                own.decode()
-            except UnicodeDecodeError:
-                # surrogateescape turns each invalid byte into a surrogate, which UTF-8 cannot hold.
-                text = own.decode(errors="surrogateescape")
-                fields = zip(header, split_fields(text, delimiter), strict=False) if header else ()
-                return number, next((column for column, value in fields if _is_bad(value)), "")
-    return 0, ""
-
-
-def _is_bad(text: str) -> bool:
-    return any("\udc80" <= character <= "\udcff" for character in text)

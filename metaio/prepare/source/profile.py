@@ -18,16 +18,16 @@ import pyarrow.compute as pc
 from metaio.errors import DataError
 from metaio.format.atomic_folder import open_temporary_folder
 from metaio.prepare.schema.schema import TextRule
+from metaio.prepare.source.bad_lines import (
+    LENIENT,
+    find_bad_rows,
+    make_bad_lines_error,
+    show_bad_lines,
+)
 from metaio.prepare.source.csv_errors import check_json_objects, explain_csv_error, shorten
 from metaio.prepare.source.input_files import InputFiles, expand_inputs
-from metaio.prepare.source.sql import (
-    connect,
-    format_scan,
-    format_strict_csv,
-    format_text_options,
-    quote_column,
-)
-from metaio.prepare.source.text_lines import DELIMITERS, split_fields
+from metaio.prepare.source.sql import connect, format_scan, format_text_options, quote_column
+from metaio.prepare.source.text_lines import DELIMITERS
 
 SAMPLE_ROWS = 1_000_000
 MIN_SEPARATED_IDS = 0.3  # of the rows of a text column hold a separator: a list
@@ -168,11 +168,13 @@ def _check_columns(
     """Raise DataError for a file of which each line was read as one value."""
     if files.kind == "JSON":
         check_json_objects(files.names[0], names)
-    mark = next((mark for mark in DELIMITERS if mark in names[0]), "")
-    if files.kind == "text" and len(names) == 1 and mark:
-        options, fields = format_text_options(text), split_fields(names[0], mark)
-        table = format_strict_csv(files.names[0], options, mark, fields)
-        connection.sql(f"SELECT count(*) FROM {table}").fetchall()
+    if files.kind == "text" and len(names) == 1 and any(mark in names[0] for mark in DELIMITERS):
+        table = format_scan(files, files.names[:1], format_text_options(text) + LENIENT)
+        rows = find_bad_rows(connection, f"SELECT count(COLUMNS(*)) FROM {table}")
+        name = files.names[0]
+        if rows:
+            shown = show_bad_lines(name, text.encoding, rows, name)
+            raise make_bad_lines_error(len(rows), shown)
 
 
 @contextmanager
@@ -188,7 +190,7 @@ def _translate_errors(files: InputFiles) -> Iterator[None]:
     try:
         yield
     except (duckdb.Error, pa.ArrowException, OSError) as error:
-        fault = explain_csv_error(str(error), lambda name: ("", []))
+        fault = explain_csv_error(str(error))
         problem = f"input {files.names[0]} cannot be read: {shorten(str(error))}."
         remedy = "Write a schema by hand (docs/format.md)"
         if isinstance(error, PermissionError):

@@ -3,7 +3,7 @@
 import difflib
 import re
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
@@ -21,20 +21,28 @@ from metaio.prepare.schema.schema import Schema, TextRule
 from metaio.prepare.schema.side_columns import find_file_side, with_side
 from metaio.prepare.schema.values import warn_of_mixed_units
 from metaio.prepare.source import parquet_files
-from metaio.prepare.source.csv_errors import check_json_objects, find_bad_bytes, make_read_error
+from metaio.prepare.source.bad_lines import (
+    LENIENT,
+    BadLine,
+    BadRow,
+    copy_good_lines,
+    find_bad_rows,
+    make_bad_lines_error,
+    show_bad_lines,
+)
+from metaio.prepare.source.csv_errors import check_json_objects, make_read_error
 from metaio.prepare.source.input_files import expand_inputs, make_no_rows_error
 from metaio.prepare.source.sql import (
     connect,
     escape_glob,
     format_paths,
     format_scan,
-    format_strict_csv,
     format_struct,
     format_text_options,
     quote_column,
     quote_literal,
 )
-from metaio.prepare.source.text_lines import count_lines, read_header, write_sample
+from metaio.prepare.source.text_lines import CODECS, count_lines, read_header, shows_quotes
 from metaio.prepare.source.text_types import (
     OF_NO_VALUE,
     ZONED,
@@ -49,6 +57,7 @@ from metaio.prepare.source.transform import transform_inputs
 # 16,384 rows of 41 encoded columns are 3 MB, which stay in the second-level cache while their
 # columns are filled in: encoding takes 0.6 s a million rows, with 131,072 rows 1.5 s.
 _BATCH_ROWS = 16_384
+MAX_BAD_LINES = 1_000
 
 
 def check_counts(schema: Schema, names: list[str], total: int, nulls: dict[str, int]) -> None:
@@ -106,6 +115,11 @@ class DuckSource:
         of_rows = next(filter(self.has_rows, self.names), None)  # its types are taken
         first = of_rows or self.names[0]
         rule = schema.transform
+        self.bad_lines: list[BadLine] = []  # that were left out
+        self._first = self.names.index(first)
+        if self._files.kind == "text" and not shows_quotes(first, self._text.encoding):
+            # DuckDB would take quotes of later lines for part of their values.
+            self._options += ", quote = '\"', escape = '\"'"
         self._folders = self._find_folder_columns(first, rule.columns if rule else schema.columns)
         for name in self.names if self._folders else ():
             if self._find_folder_columns(name, self._folders) != self._folders:
@@ -113,6 +127,10 @@ class DuckSource:
                     f"input {name} has no column {self._folders[0]} in the name of a folder alone, "
                     f"as {first} has. Make the files agree, or rename that folder"
                 )
+        if self._files.kind == "text" and self._text.bad_lines == "skip":
+            with self._translate_errors(""):
+                self._skip_bad_lines()
+            first = self._files.names[self._first]
         if rule is not None:
             out, columns = Path(self._folder, "transformed"), schema.columns
             self._files = transform_inputs(self._files, rule, columns, self._raw_batches, out)
@@ -133,7 +151,7 @@ class DuckSource:
             self._check_durations()
         # All files are read with the first one's types: a row that does not fit is refused by name,
         # instead of turning a column into text.
-        self._asked = {} if self._files.kind == "Parquet" else choose_types(schema, self._types)
+        self._asked = {} if self._files.kind == "Parquet" else self._choose_types(self._types)
         self._table = self._scan(self._files.names, self._asked)
         self.left_out = {"empty_files": len(self._files.empty)}
 
@@ -164,7 +182,63 @@ class DuckSource:
             )
         return lacking
 
-    def _scan(self, names: list[str], types: dict[str, str] | None) -> str:
+    def _skip_bad_lines(self) -> None:
+        """Read files of which lines cannot be read from copies without these lines."""
+        limit = self._text.max_bad_lines
+        limit = MAX_BAD_LINES if limit is None else limit
+        names = [*self.names]
+        self._files = replace(self._files, names=names)
+        while found := self._find_bad_rows():
+            folder, before = Path(self._folder, f"{len(self.bad_lines)}"), len(self.bad_lines)
+            for index, rows in found.items():
+                given = self.names[index]
+                # The same path, since names of files and folders may say something of their rows.
+                copy = folder / given.rpartition("://")[2].lstrip("/")
+                copy = copy.with_suffix("") if copy.suffix.lower() in CODECS else copy
+                copy.parent.mkdir(parents=True, exist_ok=True)
+                file = names[index], self._text.encoding, rows, self._describe_file(given)
+                self.bad_lines += copy_good_lines(*file, copy)
+                names[index] = str(copy)
+            num_bad = len(self.bad_lines)
+            if num_bad > limit or num_bad == before:
+                remedy = f"max_bad_lines under [text] is {limit:,}. Correct them, or raise it"
+                raise make_bad_lines_error(num_bad, self.bad_lines, remedy)
+
+    def _list_bad_lines(self) -> DataError | None:
+        """Return the error that names all lines that cannot be read; None if DuckDB finds none."""
+        shown: list[BadLine] = []
+        with suppress(duckdb.Error, DataError):
+            found = self._find_bad_rows()
+            for index, rows in found.items():
+                given = self._describe_file(self.names[index])
+                shown += show_bad_lines(self._files.names[index], self._text.encoding, rows, given)
+            return make_bad_lines_error(sum(map(len, found.values())), shown) if found else None
+        return None
+
+    def _describe_file(self, name: str) -> str:
+        member = self.members.get(name)
+        return f"{member.archive}/{member.path}" if member else name
+
+    def _find_bad_rows(self) -> dict[int, list[BadRow]]:
+        """Return the rows that cannot be read, by the place of their text file among the names."""
+        schema, names = self._schema, self._files.names
+        columns = [*(schema.transform.columns if schema.transform else schema.columns)]
+        query = f"DESCRIBE SELECT * FROM {self._scan([names[self._first]], None, LENIENT)}"
+        guessed = {row[0]: row[1] for row in self._connection.execute(query).fetchall()}
+        types: dict[str, str] = {}
+        if schema.transform is None and guessed.keys() >= {*columns}:
+            types = self._choose_types(guessed)
+            # Ids beyond 64 bits with a sign are found later (survey).
+            types |= {c: "HUGEINT" for c, kind in types.items() if kind == "BIGINT"}
+        counts = ", ".join(f"count({quote_column(c)})" for c in columns) or "count(COLUMNS(*))"
+        tables = [self._scan([name], types, LENIENT) for name in names]
+        rows = (find_bad_rows(self._connection, f"SELECT {counts} FROM {t}") for t in tables)
+        return {index: found for index, found in enumerate(rows) if found}
+
+    def _choose_types(self, guessed: dict[str, str]) -> dict[str, str]:
+        return choose_types(self._schema, guessed, self._files.kind)
+
+    def _scan(self, names: list[str], types: dict[str, str] | None, more: str = "") -> str:
         """Return the table function that reads these files, with these types where given."""
         columns = f", columns = {format_struct(types)}" if types else ""
         typed = self._spelled | list_declared_types(self._schema) | (types or {})
@@ -172,7 +246,7 @@ class DuckSource:
         option = "columns" if self._spelled else "types"
         declared = f", {option} = {format_struct(typed)}" if typed else ""
         declared += f", hive_types = {format_struct(of_folders)}" if of_folders else ""
-        options = f"{self._options}{declared}{self._by_name}"
+        options = f"{self._options}{declared}{more or self._by_name}"
         return format_scan(self._files, names, options, columns, bool(self._folders))
 
     def _read_header(self, name: str) -> tuple[str, list[str]]:
@@ -216,15 +290,11 @@ class DuckSource:
     def _spell_out(self, name: str, error: duckdb.Error) -> None:
         """Set the types that DuckDB cannot infer where an unread column is not UTF-8."""
         header = self._read_header(name)
-        _, column = find_bad_bytes(name, *header)
-        same = all(self._read_header(other) == header for other in self._files.names)
-        if not column or column in self._schema.columns or not same:
+        if not header[1] or any(self._read_header(other) != header for other in self._files.names):
             raise self._make_error(error, name) from error
-        sample = Path(self._folder, "sample.csv")
-        write_sample(name, sample)
-        options = f"{self._options}, ignore_errors = true"  # it may end within a quote
+        options = f"{self._options}, ignore_errors = true"
         *_, columns, _, _, _, call = self._fetch(
-            f"SELECT * FROM sniff_csv({quote_literal(escape_glob(str(sample)))}, {options})", name
+            f"SELECT * FROM sniff_csv({quote_literal(escape_glob(name))}, {options})", name
         )[0]
         found = re.search(r"auto_detect=false.*?(?=, columns=)", call)
         if found:
@@ -265,10 +335,8 @@ class DuckSource:
             num_lines, num_blank, _ = count_lines([name], self._text.encoding, "")
         if num_lines == num_blank:
             raise DataError(f"input {name} holds only blank lines. Remove it, or write its rows")
-        delimiter, fields = self._read_header(name)
-        if fields:
-            table = format_strict_csv(name, self._options, delimiter, fields)
-            self._fetch(f"SELECT count(*) FROM {table}", name)
+        if error := self._list_bad_lines():
+            raise error
 
     def _has_same_types(self, name: str, first: str) -> bool:
         """Return whether a file's types are the first one's; raise DataError if rows contradict."""
@@ -354,11 +422,13 @@ class DuckSource:
         with self._translate_errors(""):
             found = count_lines(self._files.names, self._text.encoding, self._text.comment)
         num_lines, num_blank, num_comments = found
-        num_filled = num_lines - num_blank - num_comments
+        num_blank -= len(self.bad_lines)  # which are blank in the copies
+        num_filled = num_lines - num_blank - num_comments - len(self.bad_lines)
         # Quoted values may hold blank lines, too: then the count is an upper bound.
         is_exact = num_filled == num_rows + len(self._files.names)
         blank = "blank_lines" if is_exact else "blank_lines_at_most"
         self.left_out |= {"comment_lines": num_comments, blank: num_blank}
+        self.left_out["bad_lines"] = len(self.bad_lines)
 
     def find_distinct(self, column: str) -> list[str]:
         """Return the sorted distinct values of a column, as text."""
@@ -429,7 +499,9 @@ class DuckSource:
             raise self._make_error(error, name) from error
 
     def _make_error(self, error: Exception, name: str) -> DataError:
-        return make_read_error(error, name, self._files.kind, self._read_header)
+        is_read = not isinstance(error, duckdb.OutOfMemoryException | duckdb.IOException | OSError)
+        bad = self._list_bad_lines() if self._files.kind == "text" and is_read else None
+        return bad or make_read_error(error, name, self._files.kind)
 
     def __enter__(self) -> Self:
         return self

@@ -42,16 +42,6 @@ def format_scan(
     return f"read_csv({format_paths(names)}, {csv}{hive})"
 
 
-def format_strict_csv(name: str, options: str, delimiter: str, fields: Iterable[str]) -> str:
-    """Return the table function that reads a file as text of these fields, and no other lines."""
-    return (
-        # If rows differ in length, detection may take each line for one field: so it is off.
-        f"read_csv({format_paths([name])}, {options}, auto_detect = false, delim = '{delimiter}', "
-        f"quote = '\"', escape = '\"', header = true, "
-        f"columns = {format_struct(dict.fromkeys(fields, 'VARCHAR'))})"
-    )
-
-
 def quote_literal(text: str) -> str:
     """Return a text as a SQL literal."""
     return "'" + text.replace("'", "''") + "'"

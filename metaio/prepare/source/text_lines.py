@@ -2,10 +2,11 @@
 
 import csv
 import io
-import itertools
+import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from pathlib import Path, PurePath
+from functools import partial
+from pathlib import PurePath
 from typing import Any
 
 import fsspec
@@ -13,8 +14,9 @@ import pyarrow as pa
 
 DELIMITERS = ",;\t|"
 _SAMPLE_LINES = 20_480  # as many as DuckDB looks at
-_CODECS = {".gz": "gzip", ".zst": "zstd"}
+CODECS = {".gz": "gzip", ".zst": "zstd"}
 _BLOCK = 1 << 20  # characters
+_LONGEST_LINE = 1 << 26  # of more a line counts as several, so that it fits into memory
 
 
 @contextmanager
@@ -23,13 +25,18 @@ def open_text_lines(
 ) -> Iterator[io.TextIOWrapper]:
     """Yield a text file of the lines; `newline` is that of open()."""
     with fsspec.open(name, "rb") as file:
-        codec = _CODECS.get(PurePath(name).suffix.lower())
+        codec = CODECS.get(PurePath(name).suffix.lower())
         plain: Any = pa.CompressedInputStream(pa.PythonFile(file), codec) if codec else file
         # UTF-8 is read as Latin-1, one character a byte: bad bytes in unread columns do no harm.
         # UTF-16 as DuckDB does, even without a byte order mark.
         own = "utf-16-le" if encoding == "utf-16" else "latin-1"
         with io.TextIOWrapper(plain, encoding=own, errors="replace", newline=newline) as lines:
             yield lines
+
+
+def iterate_lines(file: io.TextIOWrapper) -> Iterator[tuple[int, str]]:
+    """Yield the lines of a file with their numbers, from 1."""
+    return enumerate(iter(partial(file.readline, _LONGEST_LINE), ""), start=1)
 
 
 def count_lines(
@@ -82,8 +89,11 @@ def split_fields(line: str, delimiter: str) -> list[str]:
     return next(csv.reader([line], delimiter=delimiter), [])
 
 
-def write_sample(name: str, sample: Path) -> None:
-    """Write the first lines of a file in UTF-8, with a replacement character for each bad byte."""
-    with open_text_lines(name, "utf-8") as lines, sample.open("wb") as file:
-        for line in itertools.islice(lines, _SAMPLE_LINES):
-            file.write(line.encode("latin-1").decode(errors="replace").encode())
+def shows_quotes(name: str, encoding: str) -> bool:
+    """Return whether the first lines of a file tell how values are quoted, or cannot be read."""
+    try:
+        with open_text_lines(name, encoding) as file:
+            lines = file.read(_BLOCK).splitlines()[:_SAMPLE_LINES]
+    except (OSError, pa.ArrowException):
+        return True
+    return any(re.search(f"\"|(^|[{DELIMITERS}])'", line) for line in lines)

@@ -47,7 +47,7 @@ def _list_id_columns(schema: Schema) -> set[str | None]:
     return {schema.task.column, row_id, *sparse}
 
 
-def choose_types(schema: Schema, guessed: Mapping[str, str]) -> dict[str, str]:
+def choose_types(schema: Schema, guessed: Mapping[str, str], file_kind: FileKind) -> dict[str, str]:
     """Return the types to read columns by: the guessed ones, except where later rows may differ."""
     # As UUID it would be rewritten in lower case, unlike other rows and requests.
     chosen = {column: guessed[column].replace("UUID", "VARCHAR") for column in schema.columns}
@@ -67,7 +67,8 @@ def choose_types(schema: Schema, guessed: Mapping[str, str]) -> dict[str, str]:
     may_be_null |= {label.column for label in schema.labels if not label.is_always_known}
     # Labels and dense columns may have decimals later; integers may exceed 64 bits (survey()).
     for column, kind in chosen.items():
-        unknown = "VARCHAR" if column in may_be_null else "JSON"
+        # In text files a line that cannot be read may be one of the first.
+        unknown = "VARCHAR" if column in may_be_null or file_kind == "text" else "JSON"
         if column in numbers - ids - {time} and kind in (*_WHOLE, "JSON", unknown):
             chosen[column] = "DOUBLE"
         elif column in vectors and kind in {f"{whole}[]" for whole in _WHOLE}:

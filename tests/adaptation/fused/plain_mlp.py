@@ -26,12 +26,15 @@ class PlainMlp(AdaptedMlp):
 
     changes: tuple[tuple[PlainUpdate, ...], ...] = ()  # by layer and rectangle; none before a step
 
-    def forward(self, inputs_NI: Tensor, rows: PaddedRows) -> tuple[Tensor, ...]:
+    def forward(
+        self, inputs_NI: Tensor, rows: PaddedRows, dropout: float = 0.0
+    ) -> tuple[Tensor, ...]:
         """Return h_0, ..., h_{L-1} and z_L of rows of the tasks."""
         passed, out_NO = [inputs_NI], inputs_NI
         for at, gate_NO in enumerate(self.gates_of(rows)):
             if at:
-                passed.append(out_NO.relu())
+                hidden_NO = out_NO.relu()
+                passed.append(F.dropout(hidden_NO, dropout) if dropout else hidden_NO)
             out_NO = F.linear(passed[-1], self.weights_OI[at], self.biases_O[at])
             out_NO = out_NO if gate_NO is None else out_NO * gate_NO
             if change := self._changes_of(at):

@@ -95,6 +95,11 @@ def assert_same_step(
     torch.testing.assert_close(*grads, rtol=0, atol=1e-10)
 
 
+def drop_odd_units(rows: Tensor, share: float) -> Tensor:
+    """Dropout whose draw does not depend on how rows are laid out."""
+    return rows * (torch.arange(rows.shape[1]) % 2 == 0) / (1 - share)
+
+
 @settings(max_examples=150, deadline=None, derandomize=True)
 @given(
     name=st.sampled_from(["maml", "fomaml", "anil", "metasgd"]),
@@ -110,6 +115,7 @@ def assert_same_step(
     bias_rate=st.sampled_from([1.0, 0.0, 4.0]),
     num_common=st.integers(0, 2),
     kernel=st.sampled_from([AdaptedMlp, PlainMlp]),
+    dropout=st.sampled_from([0.0, 0.4]),
     sizes=st.lists(st.tuples(st.integers(0, 6), st.integers(0, 6)), min_size=1, max_size=9).filter(
         lambda sizes: any(support and query for support, query in sizes)
     ),
@@ -117,7 +123,7 @@ def assert_same_step(
 def test_the_fused_step_equals_the_general_one(
     name: str, model_and_layers: tuple[str, tuple[str, ...]], interaction: str, steps: int,
     embeddings: bool, rates: str, path: InnerPath, loss: str, bias_rate: float, num_common: int,
-    kernel: type[AdaptedMlp], sizes: list[tuple[int, int]],
+    kernel: type[AdaptedMlp], dropout: float, sizes: list[tuple[int, int]],
 ) -> None:  # fmt: skip
     (model, layers), embeddings = model_and_layers, embeddings and name != "anil"
     moves_inputs = embeddings or (name != "anil" and any("bottom" in x or x == "*" for x in layers))
@@ -129,8 +135,9 @@ def test_the_fused_step_equals_the_general_one(
         bias_rate=bias_rate if adapts_head else 1.0,
     )  # fmt: skip
     config = replace(
-        MELU, name=model, options={**MELU.options, "history": "m0", "interaction": interaction}
-    )
+        MELU, name=model, options={**MELU.options, "history": "m0", "interaction": interaction},
+        dropout=dropout,
+    )  # fmt: skip
     learner = learner_of(algorithm, config, loss)
     batch = batch_of(sizes, num_common)
     fused, general = learner.collate(batch), arranged_together(learner, batch)
@@ -144,7 +151,54 @@ def test_the_fused_step_equals_the_general_one(
     rows_UD = torch.randn(batch.unique_ids_U.numel(), 4, dtype=torch.float64, requires_grad=True)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("gmeta.adaptation.fused.fused_loop.AdaptedMlp", kernel)
+        patch.setattr("torch.nn.functional.dropout", drop_odd_units)
         assert_same_step(learner, rows_UD, fused, general)
+
+
+@pytest.mark.parametrize("name", ["maml", "reptile", "none"])
+def test_training_alone_leaves_units_out_and_each_step_others(name: str) -> None:
+    dropping, whole = (
+        learner_of(AlgorithmConfig(name=name, inner_lr=0.1), replace(MELU, dropout=share))
+        for share in (0.5, 0.0)
+    )
+    whole.load_state_dict(dropping.state_dict())
+    batch = batch_of([(3, 3)] * 8)
+    rows_UD = torch.randn(batch.unique_ids_U.numel(), 4, dtype=torch.float64, requires_grad=True)
+    asked = dropping.collate_to_predict(batch)
+    outputs = [each.predict(rows_UD, asked).after_N for each in (dropping, whole)]
+    assert torch.equal(*outputs)
+    episodes, weights = dropping.collate(batch), [dropping.model.decision[0].weight]
+    grads = [torch.autograd.grad(dropping(rows_UD, episodes, 1.0), weights) for _ in range(2)]
+    assert not torch.equal(grads[0][0], grads[1][0])
+    dropping.eval()
+    grads = [
+        torch.autograd.grad(each(rows_UD, episodes, 1.0), [each.model.decision[0].weight])
+        for each in (dropping, whole)
+    ]
+    assert torch.equal(grads[0][0], grads[1][0])
+
+
+@pytest.mark.parametrize("adapts", [True, ("s1",)])
+def test_a_table_left_out_is_zeros_to_the_model(adapts: bool | tuple[str, ...]) -> None:
+    algorithm = AlgorithmConfig(name="maml", inner_lr=0.5, adapt_embeddings=adapts)
+    learner = learner_of(algorithm, replace(MELU, without=("s0",)))
+    batch = batch_of([(3, 3)] * 4)
+    lengths = batch.unique_lengths_B.tolist()
+    rows_UD = torch.randn(sum(lengths), 4, dtype=torch.float64, requires_grad=True)
+    other_UD = rows_UD.detach().clone()
+    other_UD[: lengths[0]] = torch.randn(lengths[0], 4, dtype=torch.float64)
+    asked = learner.collate_to_predict(batch)
+    before, after = (learner.predict(each, asked).after_N for each in (rows_UD, other_UD))
+    assert torch.equal(before, after)
+    (grads_UD,) = torch.autograd.grad(learner(rows_UD, learner.collate(batch), 1.0), [rows_UD])
+    assert not grads_UD[: lengths[0]].any()
+    assert grads_UD[lengths[0] :].any()
+    # The same as a model whose table holds zeros, and whose rows do not adapt.
+    frozen = replace(algorithm, adapt_embeddings=("s1", "m1") if adapts is True else adapts)
+    plain, zeros_UD = learner_of(frozen), other_UD
+    plain.load_state_dict(learner.state_dict())
+    zeros_UD[: lengths[0]] = 0.0
+    torch.testing.assert_close(plain.predict(zeros_UD, asked).after_N, after, rtol=0, atol=1e-12)
 
 
 @pytest.mark.parametrize(

@@ -1,13 +1,14 @@
 """Early stopping: what counts as better, when a run ends, which checkpoint stands for it."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from gmeta.config.train_config import config_from_dict
 from gmeta.errors import ConfigError
-from gmeta.runs.early_stop import EarlyStop, make_early_stop
+from gmeta.runs.early_stop import EarlyStop, describe_choices, describe_end, make_early_stop
 from gmeta.runs.run_progress import RunProgress
 from tests.support.commands import SMALL_MODEL, evaluate, gmeta, metrics, succeed, write_config
 from tests.support.refusals import catch_message
@@ -48,6 +49,55 @@ def test_a_run_ends_with_the_reason() -> None:
         "stopped early: auc was undefined in every validation (2 so far): data.valid_split is too "
         "small, or of one class"
     )
+
+
+def test_a_run_says_that_it_still_got_better_or_was_best_while_it_trained_plainly() -> None:
+    config = config_from_dict(
+        {
+            "data": {"valid_split": "valid"},
+            "algorithm": {"name": "maml", "plain_epochs": 2},
+            "run": {"epochs": 5, "early_stop_patience": 4},
+        }
+    )
+
+    def lines_of(scores: list[float | None]) -> list[str]:
+        # A step an epoch.
+        progress = judged(make_early_stop(config), scores)
+        return describe_end(config, replace(progress, epoch=len(scores)), 1)
+
+    assert lines_of([0.5, 0.6, 0.7, 0.8, 0.75]) == []
+    assert lines_of([0.5, 0.6, 0.7, 0.8, 0.9]) == [
+        "ended by run.epochs = 5 while auc still got better: more epochs may be better yet"
+    ]
+    assert lines_of([0.5, 0.9, 0.7]) == [
+        "the best auc, of step 2, lies in the 2 plain epochs: maml made nothing better. Lower "
+        "algorithm.inner_lr, or train plainly and fine-tune (algorithm.name = none)"
+    ]
+
+
+@pytest.mark.parametrize(
+    ("config", "line"),
+    [
+        (
+            {"data": {"valid_split": "valid"}},
+            "judged by: auc; trained with bce, checkpoints by auc of valid, inner rates by "
+            "logloss, trees fitted to bce",
+        ),
+        (
+            {"outer": {"loss": "huber"}, "labels": {"standardise": True}},
+            "judged by: mae; trained with huber of standardised labels, inner rates by mae, trees "
+            "fitted to mae",
+        ),
+        (
+            {"outer": {"loss": "mae"}, "evaluation": {"metrics": ["rmse", "auc"]}},
+            "judged by: rmse; trained with mae, inner rates by rmse, trees fitted to mse",
+        ),
+    ],
+)
+def test_the_headline_decides_what_rates_are_chosen_by_and_trees_are_fitted_to(
+    config: dict[str, object], line: str
+) -> None:
+    assert describe_choices(config_from_dict(config)) == line
 
 
 @pytest.mark.parametrize(

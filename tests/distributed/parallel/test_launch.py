@@ -4,6 +4,7 @@ import os
 import signal
 import socket
 import sys
+from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -12,9 +13,10 @@ import pytest
 from torch.distributed.elastic.multiprocessing import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 from torch.distributed.elastic.multiprocessing.subprocess_handler import SubprocessHandler
+from torch.distributed.elastic.rendezvous import RendezvousTimeoutError
 from torch.distributed.launcher import api
 
-from gmeta.distributed.launch import launch, under_torchrun
+from gmeta.distributed.launch import check_reachable, launch, run_agent, under_torchrun
 from gmeta.errors import GMetaError, UserError
 
 
@@ -99,6 +101,48 @@ def test_threads_that_the_user_set_stay(monkeypatch: pytest.MonkeyPatch) -> None
     os.environ["OMP_NUM_THREADS"] = "5"
     launch([], nproc_per_node=2, port=0, max_restarts=0)
     assert os.environ["OMP_NUM_THREADS"] == "5"
+
+
+def test_nodes_that_do_not_meet_are_told_of_in_a_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    def wait_in_vain() -> None:
+        raise RendezvousTimeoutError
+
+    monkeypatch.setattr(os, "environ", dict(os.environ))
+    with pytest.raises(
+        GMetaError, match=r"did not meet \(RendezvousTimeoutError\): see whether all"
+    ):
+        run_agent(wait_in_vain)
+
+
+@pytest.mark.parametrize(
+    ("variables", "refusal"),
+    [
+        ({"GLOO_SOCKET_IFNAME": "eth9"}, "= 'eth9': this host has no interface 'eth9', but "),
+        ({"LOCAL_WORLD_SIZE": "1"}, "name, 'a', stands for 127.0.1.1, by which no other host"),
+        ({"LOCAL_WORLD_SIZE": "1", "GLOO_SOCKET_IFNAME": "lo"}, ""),  # whatever that is for
+        ({"LOCAL_WORLD_SIZE": "1", "MASTER_ADDR": "a"}, ""),  # all are here
+        ({"LOCAL_WORLD_SIZE": "2"}, ""),
+        ({"TORCHELASTIC_USE_AGENT_STORE": "True"}, "torchrun, which started this rank, no longer"),
+    ],
+)
+def test_a_rank_that_would_wait_in_vain_says_so(
+    monkeypatch: pytest.MonkeyPatch, variables: dict[str, str], refusal: str
+) -> None:
+    addresses = {"a": "127.0.1.1", "b": "192.0.2.7"}
+    monkeypatch.setattr(socket, "gethostname", lambda: "a")
+    monkeypatch.setattr(
+        socket, "getaddrinfo", lambda host, *_, **__: [(0, 0, 0, "", (addresses[host], 0))]
+    )
+    monkeypatch.setattr(socket, "create_connection", refuse_connection)
+    monkeypatch.setattr(
+        os, "environ", {"WORLD_SIZE": "2", "MASTER_ADDR": "b", "MASTER_PORT": "1"} | variables
+    )
+    with pytest.raises(GMetaError, match=refusal) if refusal else nullcontext():
+        check_reachable()
+
+
+def refuse_connection(*_: object) -> None:
+    raise ConnectionRefusedError
 
 
 def test_a_stopped_job_ends_as_its_signal_says(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,11 +5,13 @@ from typing import Any
 
 import pytest
 import torch
+from torch.distributed import HashStore  # type: ignore[attr-defined]
 
 from gmeta.distributed import ranks as parallel_ranks
 from gmeta.distributed.ranks import start_any_rank
 from gmeta.evaluation.predictions import _make_columns
 from gmeta.runs.step_meter import StepMeter
+from tests.support.waiting import wait_until
 
 LOST = "gloo: Connection closed by peer"
 
@@ -55,3 +57,18 @@ def test_nor_is_a_prediction(left_alone: Any) -> None:
     prediction: Any = None  # the first thing that is looked at
     with pytest.raises(RuntimeError, match=LOST):
         _make_columns(prediction, SimpleNamespace(ranks=left_alone), prediction, [])  # type: ignore[arg-type]
+
+
+def test_a_rank_that_waits_for_others_says_so(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def wait_for_others(*_: object, **__: object) -> None:
+        wait_until(lambda: bool(caplog.messages), "a line about the wait")
+        raise RuntimeError(LOST)
+
+    monkeypatch.setattr(parallel_ranks, "LONG_WAIT_S", 0.01)
+    monkeypatch.setattr(parallel_ranks.dist, "init_process_group", wait_for_others)
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(RuntimeError, match=LOST):
+        parallel_ranks.start_ranks("cpu", 1, HashStore())
+    assert caplog.messages[0].startswith("rank 0 has waited for the other ranks for 0.01 s: see")

@@ -2,12 +2,14 @@
 
 import os
 import select
+import signal
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
+from gmeta.distributed.launch import AGENT_PID_VARIABLE
 from gmeta.distributed.stopping import AGENT_SERVES_VARIABLE
 from tests.support.waiting import PATIENCE_S
 
@@ -45,3 +47,19 @@ def test_a_rank_ends_with_its_agent_and_without_a_word_if_the_service_does_too(
         os.close(rank)
     assert has_ended
     assert (told.read_text() if told.exists() else "") == ("" if served else "asked")
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux tells a process of its parent")
+@pytest.mark.parametrize("served", [False, True])
+def test_a_rank_whose_agent_is_gone_before_the_rank_looks_ends_at_once(
+    tmp_path: Path, served: bool
+) -> None:
+    gone = subprocess.Popen(["true"])
+    gone.wait()
+    env = {**os.environ, "TORCHELASTIC_RUN_ID": "job", AGENT_PID_VARIABLE: str(gone.pid)}
+    if served:
+        env[AGENT_SERVES_VARIABLE] = "1"
+    command = [sys.executable, "-c", RANK, str(tmp_path / "told"), str(PATIENCE_S)]
+    rank = subprocess.run(command, env=env, stdout=subprocess.PIPE, check=False)
+    assert rank.returncode == -(signal.SIGKILL if served else signal.SIGTERM)
+    assert rank.stdout == b""

@@ -100,8 +100,10 @@ def test_what_must_not_be_missed_is_red_and_the_last_line() -> None:
     run = run_of("mse", groups=("user-cold",), gain=0.3)
     console = Console(file=io.StringIO(), width=200, color_system="standard", force_terminal=True)
     console.print(make_console_table(summarise_evaluation([run], [yardstick_of("mse", gain=0.8)])))
-    last = console.file.getvalue().splitlines()[-1]  # type: ignore[attr-defined]
-    assert last.startswith("\x1b[1;31muser-cold: it is below the bias model, by MAE, RMSE")
+    first, last = console.file.getvalue().splitlines()[-2:]  # type: ignore[attr-defined]
+    told = "\x1b[1;31muser-cold: it is below the bias model, the best baseline, by MAE +"
+    assert first.startswith(told)
+    assert last.startswith("\x1b[1;31mTo try next: gmeta train RUN/config.json ")
 
 
 def test_a_run_that_is_better_than_all_is_told_of_without_red() -> None:

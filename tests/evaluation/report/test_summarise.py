@@ -17,6 +17,7 @@ from gmeta.evaluation.report.evaluation_schema import (
     GroupEvaluation,
     hide_secrets,
 )
+from gmeta.evaluation.report.headline import format_interval, format_signed
 from gmeta.evaluation.report.summarise import calibrate, choose_support_bins, summarise_evaluation
 from gmeta.metrics.catalogue import Scoring
 from gmeta.metrics.scores import evaluate_split
@@ -326,11 +327,35 @@ def test_a_run_below_a_plain_one_that_is_fine_tuned_is_told() -> None:
         assert compared
         worse = [name for name, one in compared.metrics.items() if one.verdict == "worse"]
         assert "mae" in worse
-        told = ", ".join(evaluation.metrics[name].label for name in worse)
-        text = f"{group.name}: it is below plain-dlrm, fine-tuned, by {told}"
+        differences = [(evaluation.metrics[name].label, compared.metrics[name]) for name in worse]
+        told = ", ".join(
+            f"{label} {format_signed(one.value)} {format_interval(one.low, one.high, True)}"
+            for label, one in differences
+        )
+        text = f"{group.name}: it is below plain-dlrm, fine-tuned, the best baseline, by {told}"
         expected.append((group.name, "plain-dlrm", text))
+    group_name, minus_run, text = expected[-1]
+    command = """train RUN/config.json 'item_features.columns=["*"]' support_features.task=true"""
+    expected[-1] = (group_name, minus_run, f"{text}.\nTo try next: gmeta {command} run.dir=RUN-2")
     assert found == expected
     assert not summarise_evaluation([plain, run]).cautions
+
+
+def test_of_several_baselines_the_best_of_a_metric_is_told() -> None:
+    """Trees among them: a run between both is level with the bias model and below the trees."""
+    simple = [yardstick_of("mse", gain=0.1), yardstick_of("mse", "boosted trees", "trees", 0.9)]
+    run = run_of("mse", gain=0.5)
+    items = {"columns": ["item"]}
+    config = {"item_features": items, "run": {"dir": "my runs/a"}, "model": {"name": "melu"}}
+    for model, command in (
+        ({}, "train 'my runs/a/config.json' model.linear_start=true 'run.dir=my runs/a-2'"),
+        ({"linear_start": True}, "tune 'my runs/a/config.json' --with-plain"),
+    ):
+        keys = config | {"model": {"name": "melu", **model}}
+        cautions = summarise_evaluation([replace(run, config=keys)], simple).cautions
+        assert {one.minus_run for one in cautions} == {"boosted trees"}
+        assert all("the boosted trees, the best baseline, by MAE +" in one.text for one in cautions)
+        assert cautions[-1].text.endswith(f".\nTo try next: gmeta {command}")
 
 
 def test_a_baseline_that_is_not_plain_is_no_caution() -> None:

@@ -153,7 +153,7 @@ def test_what_init_writes_prepares_and_fits(tmp_path: Path, suffix: str) -> None
     # The baselines of an evaluation know what training rows say of an item: so does the model.
     assert written["item_features"] == {"columns": ["item"], "log_odds": True}  # not the session
     assert written["support_features"]["residual_of"] == "item"
-    assert written["support_features"]["bias_start"] is True
+    assert written["model"]["linear_start"] is True
     assert "augment" not in written  # the log has a time column: support is the past
 
 
@@ -349,8 +349,9 @@ def test_labels_that_are_no_stars_are_good_from_their_median_on(tmp_path: Path) 
         succeed(*words, cwd=tmp_path)
     found = tomllib.loads((tmp_path / "minutes" / "train.toml").read_text())
     assert found["evaluation"] == {"positive_rating": 50.0, "unit": "of score"}
-    assert found["model"]["output_bias"] == pytest.approx(50, abs=1)
-    assert found["outer"]["loss"] == "mse"
+    assert found["labels"]["standardise"]
+    assert "output_bias" not in found["model"]
+    assert found["outer"]["loss"] == "mae"
     assert "evaluation" not in tomllib.loads((tmp_path / "stars" / "train.toml").read_text())
 
 

@@ -62,7 +62,7 @@ NO_ROW = "Correct that row; a line that is no row needs comment under [text] in 
         (
             MANY,
             "1,x,1",
-            f'column item holds "x", which is no DOUBLE. Correct that row, {SEEN} [text]',
+            f'column item holds "x", which is no BIGINT. Correct that row, {SEEN} [text]',
         ),
     ],
 )
@@ -79,7 +79,10 @@ def test_a_line_that_does_not_fit_is_told_with_file_and_line(
 
 def test_a_file_that_is_no_text_of_the_encoding_is_told(tmp_path: Path) -> None:
     told = refused(tmp_path, {"a.csv": (HEAD + ROWS * 800).encode("utf-16")})
-    assert told.startswith("input a.csv is no CSV in UTF-8: its lines have no columns. Say how ")
+    assert told == (
+        "input a.csv, line 1: it is not UTF-8. Say how the file is written under [text] in the "
+        'schema, such as encoding = "latin-1", or convert it to UTF-8'
+    )
 
 
 LATIN = b"6,caf\xe9 \x93,7,1\n"
@@ -264,6 +267,14 @@ def test_a_value_that_begins_with_a_hash_sign_is_a_value(tmp_path: Path) -> None
     rows = "".join(f"{word},1,{y}\n" for word in ("#1", "#2") for y in (0, 1))
     dataset = prepared(tmp_path, {"a.csv": HEAD + rows})
     assert dataset.split("train").num_episodes == 2
+
+
+def test_the_first_quotes_may_come_late(tmp_path: Path) -> None:
+    text = f'user,item,y,word\n{MANY.replace(chr(10), f",w{chr(10)}")}1,2,1,"a, ""b"""\n1,2,1,"c"\n'
+    single = [{"column": "word", "vocabulary": 1}]
+    dataset = prepared(tmp_path, {"a.csv": text}, single=single)
+    values = pq.read_table(f"{dataset.url}/vocabulary/word.parquet")["value"].to_pylist()
+    assert values == ['a, "b"', "c", "w"]
 
 
 def test_a_long_field_is_refused_with_the_setting_that_allows_it(tmp_path: Path) -> None:

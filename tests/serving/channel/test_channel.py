@@ -22,6 +22,7 @@ from gmeta.serving.channel.version_packing import pack
 from gmeta.serving.channel.version_retention import kept_versions
 from gmeta.serving.exported_folder import read_config, write_config
 from metaio.errors import DataError
+from metaio.format.manifest import add_checksum
 from tests.serving.channel.models import Model, content
 from tests.support.commands import gmeta, succeed
 from tests.support.refusals import catch_message
@@ -411,3 +412,112 @@ def test_inspect_shows_versions_verdicts_and_what_serves(tmp_path: Path) -> None
     done = gmeta("inspect", channel.root, "--verify")
     assert done.returncode == 1
     assert str(table) in done.stderr
+
+
+def flip_bit(path: Path) -> None:
+    data = bytearray(path.read_bytes())
+    data[-5] ^= 4
+    path.write_bytes(data)
+
+
+@pytest.mark.parametrize("file", ["table-00000.safetensors", "layers.safetensors"])
+@pytest.mark.parametrize("number", [1, 2, 3])
+def test_over_a_chain_that_rotted_the_next_version_is_whole(
+    tmp_path: Path, cache: Path, number: int, file: str
+) -> None:
+    """The cache of who promotes is sound: a reader elsewhere has none."""
+    channel, _ = versions(tmp_path, 3)
+    late, rng = tmp_path / "late", np.random.default_rng(9)
+    model = Model.of(SIZES).changed(rng).write(tmp_path / "l")
+    pack(channel, shutil.copytree(model, tmp_path / "l2"), late, overwrite=False)
+    flip_bit(channel.folder_of(number) / file)
+    assert f"{channel.folder_of(number) / file} differs from the checksum in " in catch_message(
+        GMetaError, channel.promote, late
+    )
+    assert channel.require_current().number == 3
+    delivery.promote_candidate(model, channel.root, "float32", None, None)
+    shutil.rmtree(cache)
+    assert (channel.version(4).kind, load_current(channel.root).number) == ("full", 4)
+
+
+def test_what_serves_over_a_chain_that_rotted_is_promoted_again_whole(
+    tmp_path: Path, cache: Path
+) -> None:
+    channel, _ = versions(tmp_path, 3)
+    served = shutil.copytree(materialize_version(channel, 3), tmp_path / "served")
+    flip_bit(channel.folder_of(2) / "layers.safetensors")
+    delivery.promote_candidate(served, channel.root, "float32", None, None)
+    shutil.rmtree(cache)
+    assert (channel.version(4).kind, load_current(channel.root).number) == ("full", 4)
+
+
+def test_what_a_killed_promotion_left_is_not_trusted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    channel, _ = versions(tmp_path, 1)
+    model = Model.of(SIZES, seed=4).write(tmp_path / "m")
+    with monkeypatch.context() as patched:
+        patched.setattr(channel_module, "write_checked_json", lambda *_: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            channel.promote(model)
+    flip_bit(channel.folder_of(2) / "layers.safetensors")
+    assert channel.promote(model).number == 2
+    assert content(channel.folder_of(2)) == content(model)
+
+
+def test_a_log_that_was_edited_or_cut_is_refused_and_a_rollback_mends_it(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    channel, _ = versions(tmp_path, 3)
+    channel.rollback(2)
+    log, pointer = channel.root / "promotions.jsonl", channel.root / "current.json"
+    sound, serves = log.read_bytes(), pointer.read_bytes()
+    lines, own_sum = (
+        sound.splitlines(keepends=True),
+        "does not match its own checksum: it was edited",
+    )
+    for damage, damaged_log in (
+        (f"line 3 {own_sum}", sound.replace(b'"number":3', b'"number":0')),
+        (f"line 1 {own_sum}", sound.replace(b'"seal"', b'"sea1"', 1)),
+        ("line 2 does not follow the line before it", b"".join((*lines[:1], *lines[2:]))),
+        ("line 2 does not follow the line before it", b"".join(lines[i] for i in (0, 2, 1, 3))),
+        ("lines are missing that came before what serves", lines[0]),
+        ("lines are missing that came before what serves", b""),
+        ("line 4 cannot be read", sound[:-30]),
+        ("line 2 cannot be read", sound.replace(lines[1], b"[]\n")),
+        ("line 4 cannot be read", sound.replace(b"rolled", b"r\xff")),
+    ):
+        log.write_bytes(damaged_log)
+        pointer.write_bytes(serves)
+        message = catch_message(GMetaError, channel.promotions)
+        assert message.startswith(f"{log}: {damage}")
+        assert message.endswith(
+            f". Put the file back from a copy, or run: gmeta rollback {channel.root} --to 2, which "
+            "keeps what is sound of it"
+        )
+        assert catch_message(GMetaError, channel.record, {}) == message
+        assert channel.rollback(2).number == 2
+        assert f"{log} is made anew, as {damage}" in caplog.text
+        promoted = [one["number"] for one in channel.promotions() if one["action"] == "promoted"]
+        assert (sorted(promoted), channel.version_before(channel.current())) == ([1, 2, 3], 1)
+        assert log.with_name("promotions.jsonl.damaged").read_bytes() == damaged_log
+    log.unlink()
+    succeed("rollback", channel.root, "--to", "3")
+    assert [one["number"] for one in channel.promotions()][-1] == 3
+
+
+def test_a_log_of_an_earlier_release_is_read_and_sealed_from_then_on(tmp_path: Path) -> None:
+    channel, _ = versions(tmp_path, 2)
+    log = channel.root / "promotions.jsonl"
+    kept = ("number", "checksum", "action", "at", "verdict", "model")
+    former = [{key: one[key] for key in kept} for one in channel.promotions()]
+    log.write_text("".join(json.dumps(one) + "\n" for one in former))
+    pointer = json.loads((channel.root / "current.json").read_text())
+    del pointer["before"]
+    (channel.root / "current.json").write_text(json.dumps(add_checksum(pointer)))
+    assert channel.promotions() == former
+    channel.rollback(1)
+    assert [one["number"] for one in channel.promotions()] == [1, 2, 1]
+    log.write_bytes(log.read_bytes().replace(b"0.5", b"0.6", 1))
+    with pytest.raises(GMetaError, match="line 3 does not follow the line before it"):
+        channel.promotions()

@@ -23,7 +23,7 @@ from gmeta.access.log import LOGGER_NAME
 from gmeta.config.algorithm import AlgorithmConfig
 from gmeta.errors import GMetaError
 from gmeta.serving.served_model import ServedModel
-from gmeta.serving.server import http_app
+from gmeta.serving.server import http_app, inference_protocol, input_columns
 from gmeta.serving.server.access import ServerAccess
 from gmeta.serving.server.http_connection import http_server
 from gmeta.serving.server.inference_service import InferenceService
@@ -273,6 +273,52 @@ def test_limits_of_a_request(exported: Path) -> None:
         assert answer.status_code == 413
         answer = post(service, b"x", headers={"Content-Encoding": "gzip"})
         assert answer.status_code == 415
+
+
+def test_more_lists_than_rows_could_need_are_never_made(
+    service: InferenceService, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    most = (10_000 + 100) * 7 + 1_000
+    made = []
+    parse = inference_protocol.from_json
+    monkeypatch.setattr(
+        inference_protocol, "from_json", lambda *args, **kw: made.append(1) or parse(*args, **kw)
+    )
+    for many in (b"[]", b"{}", b'{"a":0}', b'"[","\\"",[],":\\\\"'):
+        body = b'{"inputs":[' + b",".join([many] * 80_000) + b"]}"
+        answer = post(service, body)
+        assert answer.status_code == 400
+        assert f"lists, objects and keys; at most {most} are allowed" in answer.json()["error"]
+    assert made == []
+    # As many in a text, behind quotes that do not end it, are only characters.
+    text = json.dumps('\\"[' * most + "\\")
+    assert post(service, f'{{"id": {text}}}').json()["error"].startswith("id has ")
+    assert post(service, request_of(QUERY) | {"x": '"[{:' * most}).status_code == 200
+
+
+def test_a_long_name_is_compared_with_no_column(
+    service: InferenceService, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(input_columns.difflib, "get_close_matches", lambda *_, **__: 1 / 0)
+    for name in ("x" * 1025, "x" * (1 << 20), "support." + "x" * 2000):
+        answer = post(service, {"inputs": [tensor(name, "INT64", [1])]})
+        assert answer.status_code == 400
+        assert f"has a name of {len(name)} characters; at most 1024" in answer.json()["error"]
+
+
+def test_large_bodies_are_held_up_to_a_number_of_bytes(exported: Path) -> None:
+    limits = RequestLimits(body_bytes=1 << 20)
+    with service_of(exported, limits=limits) as service, service._held.share() as hold:
+        hold(7 << 20)  # of others
+        padded = request_of(QUERY) | {"x": "y" * (900 << 10)}
+        for _ in range(3):  # each is let go of with its answer
+            assert post(service, padded).status_code == 200
+        hold((7 << 20) + (200 << 10))
+        answer = post(service, padded)
+        assert (answer.status_code, answer.headers["retry-after"]) == (429, "1")
+        assert answer.json()["error"].startswith("large requests under way hold 7544832 by")
+        assert post(service, request_of(QUERY)).status_code == 200
+    assert service._held._held == 0
 
 
 def test_rows_of_empty_lists_take_no_memory_uncounted(service: InferenceService) -> None:

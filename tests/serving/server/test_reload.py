@@ -2,17 +2,25 @@
 
 import gc
 import json
+import os
 import weakref
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
+from safetensors.torch import load_file, save_file
 
 import gmeta
 from gmeta.config.algorithm import AlgorithmConfig
 from gmeta.errors import GMetaError, UserError
+from gmeta.platform.files.checksums import describe_file
+from gmeta.serving.exported_folder import read_config, write_config
+from gmeta.serving.server import model_trial
 from gmeta.serving.server import version_loader as loading
+from gmeta.serving.server.server_limits import BatchLimits
 from gmeta.serving.server.version_loader import load_version
 from gmeta.serving.server.versions import version_in
 from metaio.format.atomic_folder import replace_folder
@@ -89,6 +97,92 @@ def test_a_damaged_version_is_named_and_the_old_one_serves(tmp_path: Path, damag
         assert get(service, "/status").json()["refused"] is None
         assert service.loaded.version == good
         assert "gmeta_serve_model_refused 0.0" in get(service, "/metrics").text
+
+
+@pytest.mark.parametrize(
+    ("bad", "named"),
+    [
+        (AlgorithmConfig(inner_steps=10**9), "has not answered a request of 64 rows within 0.5 s"),
+        (AlgorithmConfig(name="encoder", inner_steps=10**9), ""),
+        (AlgorithmConfig(inner_steps=2, inner_lr=1e30), "becomes a model whose values are not"),
+        ("item", "is not finite"),
+        ("city", "is not finite"),
+        ("tag", "is not finite"),
+    ],
+)
+def test_a_version_that_cannot_answer_is_not_taken_up(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, bad: AlgorithmConfig | str, named: str
+) -> None:
+    monkeypatch.setattr(model_trial, "LEAST_S", 0.5)
+    folder, partial = tmp_path / "model", tmp_path / "partial"
+    first = export(folder)
+    with service_of(folder, batch=BatchLimits(timeout_s=0.5)) as service:
+        before = values(post(service, request_of(QUERY, SUPPORT)))
+        if isinstance(bad, str):
+            write_random_model(partial)
+            place = [table.name for table in FEATURES.tables].index(bad)
+            file = partial / f"table-{place:05d}.safetensors"
+            save_file({"values": load_file(file)["values"] * torch.nan}, file)
+            config = read_config(partial)
+            entry = {file.name: describe_file(file)}
+            write_config(partial, replace(config, files={**config.files, **entry}))
+        else:
+            write_random_model(partial, algorithm=bad)
+        replace_folder(partial, folder)
+        assert service.reload() is (not named)  # one whose steps do nothing answers
+        if named:
+            assert service.refused is not None
+            assert service.refused[0] == version_in(folder) != first
+            assert named in service.refused[1]
+            assert values(post(service, request_of(QUERY, SUPPORT))).tolist() == before.tolist()
+    told = pytest.raises(GMetaError, match=named) if named else nullcontext()
+    with told, service_of(folder, batch=BatchLimits(timeout_s=0.5)):
+        pass  # nor does a server start with it
+
+
+@pytest.mark.parametrize("change", ["cut", "copied over"])
+def test_files_changed_in_place_are_not_answered_from(tmp_path: Path, change: str) -> None:
+    folder, other = tmp_path / "model", tmp_path / "other"
+    first = export(folder, 1)
+    export(other, 1)
+    with service_of(folder) as service:
+        whole = values(post(service, request_of(QUERY, SUPPORT)))
+        table = folder / "table-00000.safetensors"
+        if change == "cut":
+            os.truncate(table, 4)
+        else:
+            content = table.read_bytes()
+            table.write_bytes(content[:-4] + bytes(4))
+        for request in (request_of(QUERY, SUPPORT), request_of(QUERY)):
+            answer = post(service, request)
+            assert (answer.status_code, answer.headers["retry-after"]) == (503, "1")
+            assert f"{table} was changed in place after it was loaded" in answer.text
+        assert not service.reload()
+        assert service.refused is not None
+        assert str(table) in service.refused[1]
+        # The same version, put there anew, serves at the next look.
+        replace_folder(other, folder)
+        assert service.reload()
+        assert service.loaded.version == first
+        np.testing.assert_array_equal(values(post(service, request_of(QUERY, SUPPORT))), whole)
+
+
+def test_a_version_copied_over_another_is_taken_up_whole(tmp_path: Path) -> None:
+    """As `cp -r` does, file by file."""
+    folder, other = tmp_path / "model", tmp_path / "other"
+    export(folder, 1)
+    second = export(other, 3)
+    with service_of(folder) as service:
+        for file in sorted(other.iterdir()):
+            (folder / file.name).write_bytes(file.read_bytes())
+            if service.reload():
+                break
+            assert post(service, request_of(QUERY, SUPPORT)).status_code in (200, 503)
+        service.reload()
+        expected = gmeta.load(other).adapt(SUPPORT).predict(QUERY).numpy()
+        answer = post(service, request_of(QUERY, SUPPORT))
+    assert answer.json()["model_version"] == second
+    np.testing.assert_allclose(values(answer), expected, rtol=0, atol=1e-6)
 
 
 def test_a_version_with_other_columns_is_refused(tmp_path: Path) -> None:

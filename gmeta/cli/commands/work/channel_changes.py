@@ -18,14 +18,14 @@ from gmeta.cli.commands.work.next_version import (
 from gmeta.data.opening import open_by_name, open_data
 from gmeta.errors import GMetaError, NotFiniteError, UserError
 from gmeta.metrics.catalogue import LIST_LOSSES
-from gmeta.platform.files.checked_json import read_json
-from gmeta.runs.run_folder import RunFolder, write_json
+from gmeta.runs.run_folder import RunFolder
 from gmeta.serving.channel.champion_judge import Verdict, judge, refuse_model, windows_before
 from gmeta.serving.channel.channel import CURRENT_FILE, Channel, is_channel
 from gmeta.serving.channel.current_version import translate_access_errors
 from gmeta.serving.channel.materialize import materialize_version
 from gmeta.serving.channel.model_version import copy_version, is_delta, read_version
 from gmeta.serving.channel.remote_channel import publish
+from gmeta.serving.channel.verdict_file import read_verdict, write_verdict
 from gmeta.serving.channel.version_packing import pack
 from gmeta.serving.channel.version_retention import prune
 from gmeta.serving.export import export_run
@@ -50,7 +50,7 @@ def promote_candidate(
     """Promote a run or an export, print what serves, and remove old versions if `keep` is not 0."""
     channel = open_or_new_channel(root)
     try:
-        kept = None if verdict is None else read_json(verdict)
+        kept = None if verdict is None else read_verdict(verdict)
     except (OSError, ValueError) as error:
         raise UserError(
             f"--verdict = {str(verdict)!r} is no verdict: {error}. Give what `gmeta judge --out` "
@@ -127,7 +127,7 @@ def judge_candidate(
         channel.record(verdict.to_json())
     if out is not None:
         out.parent.mkdir(parents=True, exist_ok=True)
-        write_json(out, verdict.to_json())
+        write_verdict(out, verdict.to_json())
     show_verdict(verdict)
     return verdict.promote
 
@@ -144,6 +144,7 @@ def judge_model(
         verdict,
         champion_version=None if current is None else current.number,
         model=read_version(model).checksum,
+        dataset=dataset.fingerprint,
     )
 
 

@@ -22,6 +22,7 @@ from gmeta.evaluation.baselines.predict_baselines import find_item_index, predic
 from gmeta.evaluation.evaluate import (
     checkpoint_of,
     choose_splits,
+    describe_plain_best,
     describe_trained_splits,
     evaluate_run,
     limit_to_one_draw,
@@ -34,6 +35,7 @@ from gmeta.metrics.catalogue import Scoring
 from gmeta.metrics.scored_label import ScoredLabel
 from gmeta.runs.checkpoints.selected_checkpoint import best_not_kept
 from gmeta.runs.chosen_adaptation import CHOSEN_ADAPTATION_FILE, write_chosen_adaptation
+from gmeta.runs.early_stop import describe_choices, make_scoring
 from gmeta.runs.run_folder import RunFolder
 from metaio.format.dataset import Dataset
 from metaio.format.translation import translate_dataset
@@ -127,7 +129,7 @@ def evaluate_on_rank(
             baselines = [
                 predict_baselines(
                     chosen.data,
-                    chosen.loss_of(one.name),
+                    make_scoring(chosen, one.name).fitted_loss,
                     chosen.outer.huber_delta,
                     *common,
                     candidates if one.is_judged else None,
@@ -141,7 +143,12 @@ def evaluate_on_rank(
                 out,
                 evaluated,
                 models,
-                [*baseline_notes, *notes],
+                [
+                    describe_choices(chosen),
+                    *filter(None, map(describe_plain_best, evaluated)),
+                    *baseline_notes,
+                    *notes,
+                ],
                 lambda found: show_table(console, make_console_table(found)),
             )
             for root, each in zip(roots, evaluated, strict=True):

@@ -5,7 +5,6 @@ from typing import Any
 
 from gmeta.cli.commands.work.shared_error import report_once
 from gmeta.distributed.ranks import Ranks, explain_lost_peers, start_ranks, stop_ranks
-from gmeta.distributed.stopping import end_with_agent
 from gmeta.runs.rank_agreement import check_alike
 
 
@@ -13,7 +12,6 @@ def run_as_rank(
     device: str, timeout_s: int, alike: Mapping[str, Any], work: Callable[[Ranks], None]
 ) -> None:
     """Join the other ranks (see start_ranks), work if `alike` is the same on all, and leave."""
-    end_with_agent()
     with explain_lost_peers():
         ranks = start_ranks(device, timeout_s)
         # An error on one rank ends all of them: the others would wait in a collective.

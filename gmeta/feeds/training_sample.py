@@ -1,0 +1,45 @@
+"""A bounded sample of the training split's episodes, for what is fitted to them at once."""
+
+from collections.abc import Callable, Iterable, Iterator
+from typing import TypeVar
+
+import numpy as np
+
+from gmeta.data.label_checks import check_labels
+from gmeta.distributed.collective_errors import run_on_first
+from gmeta.distributed.ranks import Ranks, broadcast_value
+from gmeta.feeds.batch_request import BatchSettings
+from metaio.format.dataset import Dataset
+from metaio.read.batch import TaskBatch
+from metaio.read.compose import compose
+
+MOST_QUERY_ROWS = 200_000
+
+T = TypeVar("T")
+
+
+def fit_to_sample(
+    fit: Callable[[Iterable[TaskBatch]], T], settings: BatchSettings, dataset: Dataset, ranks: Ranks
+) -> T:
+    """Return what rank 0 fits to the sample, on all ranks. Collective. Raises ConfigError: a loss
+    does not take a label."""
+    found: list[T] = []
+    # By one rank for all: it is the same, to the bit, on any number of ranks.
+    run_on_first(lambda: found.append(fit(_iterate_sample(settings, dataset))), ranks)
+    (fitted,) = broadcast_value(found, ranks)
+    return fitted
+
+
+def _iterate_sample(settings: BatchSettings, dataset: Dataset) -> Iterator[TaskBatch]:
+    split, num_rows = dataset.split(settings.split), 0
+    random = np.random.default_rng(0)  # neighbours of a stream or a log by time are alike
+    for block in random.permutation(split.num_blocks).tolist():
+        stored = dataset.read_block(split.name, block)
+        mixed_E = random.permutation(stored.num_episodes)
+        query_rows_E = (np.diff(stored.row_offsets_T1) - stored.support_lengths_T)[mixed_E]
+        number = int(np.searchsorted(query_rows_E.cumsum(), MOST_QUERY_ROWS - num_rows)) + 1
+        batch = compose(dataset.features, [(stored, np.sort(mixed_E[:number]))])
+        yield from check_labels([batch], settings.kinds, dataset, split.name)
+        num_rows += int(query_rows_E[:number].sum())
+        if num_rows >= MOST_QUERY_ROWS:
+            return
