@@ -137,24 +137,11 @@ Accept = Annotated[
     bool, typer.Option("--accept", help="extend: take rows that the screen would refuse")
 ]
 
-Strict = Annotated[
-    bool,
-    typer.Option("--strict", help="extend: end at a damaged file, and refuse all for a wrong row"),
-]
-Begin = Annotated[
-    str,
-    typer.Option(
-        metavar="TIME", help="extend: set the window back to here, if a wrong row has moved it on"
-    ),
-]
+Strict = Annotated[bool, typer.Option("--strict", help="extend: end at a damaged file or row")]
+Begin = Annotated[str, typer.Option(metavar="TIME", help="extend: set the window back to here")]
 LabelRange = Annotated[
     list[str] | None,
-    typer.Option(
-        metavar="LABEL=LEAST:MOST",
-        help="extend: quarantine rows with other labels, as gmeta follow does where a loss takes "
-        "no others",
-        show_default=False,
-    ),
+    typer.Option(metavar="LABEL=LEAST:MOST", help="extend: quarantine rows with other labels"),
 ]
 
 
