@@ -33,7 +33,7 @@ class TooFewRowsError(DataError):
 
 # A class of its own, since the same input may be read later: it must not be quarantined.
 class AccessError(DataError):
-    """An input cannot be read now, whatever it holds: the disk, the network or memory failed."""
+    """An input cannot be read now, whatever it holds: a path, disk, network or memory failed."""
 
 
 class UrlError(MetaIOError):

@@ -1,5 +1,6 @@
 """What can be chosen about the labels; the [labels] section of a training config."""
 
+import math
 from dataclasses import dataclass, fields
 from typing import Literal, TypeAlias, get_args
 
@@ -7,6 +8,8 @@ from gmeta_keys import key
 
 Loss: TypeAlias = Literal["bce", "mse", "huber", "mae", "softmax", "pairwise"]
 LOSSES = get_args(Loss)
+# As row_losses.defined_labels_N has them, without torch; other losses take every finite number.
+RANGES = {"bce": (0.0, 1.0), "softmax": (0.0, math.inf)}
 
 
 @dataclass(frozen=True)

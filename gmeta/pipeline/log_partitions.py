@@ -90,11 +90,13 @@ def _translate_access_errors(place: str) -> translate_errors:
 
 @dataclass(frozen=True)
 class LogState:
-    """The state of a log: partitions to prepare, files that wait for others, and refused ones."""
+    """The state of a log: partitions to prepare, files that wait for others, refused ones, and how
+    many partitions are late."""
 
     waiting: Sequence[LogPartition]
     held: Sequence[str]
     refused: Mapping[str, str]
+    num_late: int = 0
 
 
 def sort_partitions(
@@ -106,11 +108,13 @@ def sort_partitions(
     """Return the state of the partitions; `noted` are the quarantine's notes in force."""
     refused = dict(rewritten)
     held: set[str] = set()
+    late: set[str] = set()
     for note in noted:
         names = [file["name"] for file in note["files"] if file["name"] not in taken]
         if note.get("with_next"):
             # `gmeta prepare` found too few rows in them for an increment.
             held.update(names)
+            late.update(names if note.get("kind") == "late" else ())
         else:
             refused |= dict.fromkeys(names, "; ".join(note["reasons"]))
     waiting = []
@@ -122,7 +126,8 @@ def sort_partitions(
         elif not held.issuperset(left):
             is_begun = not taken.isdisjoint(partition.files)
             waiting.append(replace(partition, files=left, is_begun=is_begun))
-    return LogState(waiting, sorted(held), refused)
+    num_late = sum(not late.isdisjoint(partition.files) for partition in partitions)
+    return LogState(waiting, sorted(held), refused, num_late)
 
 
 @final

@@ -13,6 +13,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, final
 
+from gmeta.config.labels import RANGES
+from gmeta.config.train_config import load_config
 from gmeta.errors import GMetaError, NotFiniteError, UserError
 from gmeta.pipeline.follow_config import FollowConfig
 from gmeta.pipeline.log_partitions import (
@@ -33,7 +35,7 @@ from gmeta.serving.channel.model_version import Version
 from gmeta.serving.channel.version_retention import prune
 from gmeta.serving.exported_folder import CONFIG_FILE
 from metaio.errors import MetaIOError
-from metaio.prepare.schema.schema_file import fingerprint_schema, load_schema
+from metaio.prepare.schema.schema_file import fingerprint_schema, load_schema, parse_schema
 from metaio.quantities import format_count
 from metaio.stream.chain import list_increment_numbers, name_increment_folder, open_stream
 from metaio.stream.quarantine import list_quarantine
@@ -50,9 +52,13 @@ class Pipeline:
     """Runs one stage at a time: `run_stage` runs a command, `last_line` reads its log's end."""
 
     def __init__(
-        self, config: FollowConfig, run_stage: RunStage, last_line: Callable[[Path], str]
+        self,
+        config: FollowConfig,
+        run_stage: RunStage,
+        last_line: Callable[[Path], str],
+        is_strict: bool = False,
     ) -> None:
-        self.config = config
+        self.config, self._is_strict = config, is_strict
         self.channel = Channel(config.follow.channel)
         self._runs = Path(config.follow.runs)
         self._stream = config.follow.stream
@@ -281,9 +287,20 @@ class Pipeline:
         # pass for new.
         along = [] if partition.is_begun else [one for one in held if one not in partition.files]
         arguments += [one for name in along for one in ("--along", name)]
-        if not list_increment_numbers(self._stream):
+        if list_increment_numbers(self._stream):
+            schema = parse_schema(open_stream(self._stream).description["schema"])
+        else:
             # Later increments are prepared by the stream's own schema.
             arguments += ["--schema", self.config.follow.schema]
+            schema = load_schema(self.config.follow.schema)
+        # Rows with labels that a loss does not take would fail every training.
+        train = load_config(self.config.follow.train, ["data.path=-", "run.dir=-"])
+        for name in schema.label_columns:
+            loss = train.labels.loss.get(name, train.outer.loss)
+            if loss in RANGES:
+                least, most = RANGES[loss]
+                arguments += ["--label-range", f"{name}={least:g}:{most:g}"]
+        arguments += ["--strict"] if self._is_strict else []
         # The increment, whose folder has the logs of its other stages, does not exist yet.
         log = self._runs / "logs" / f"prepare-{Path(partition.name).name}.log"
         code, took_s = self._run(0, arguments, partition.name, log, (0, SET_ASIDE))
@@ -292,6 +309,8 @@ class Pipeline:
             return StageOutcome("prepare", 0, took_s, f"{partition.name}: {why}")
         newest = open_stream(self._stream).newest
         summary = f"{partition.name}: {newest.num_rows:,} training rows"
+        if quarantined := newest.report["account"]["quarantined"]:
+            summary += f", {format_count(quarantined, 'row')} quarantined"
         return StageOutcome("prepare", newest.number, took_s, summary)
 
     def _train(self, number: int) -> StageOutcome:

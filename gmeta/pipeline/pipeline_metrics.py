@@ -34,7 +34,11 @@ _GAUGES: tuple[tuple[str, str, Callable[[PipelineStatus], float | None]], ...] =
     ("held_files", "late or too few: part of the next increment", lambda now: now.held),
     ("refused_in_a_row", "candidates refused since the last promotion", lambda now: now.refused),
     ("quarantined_files", "files that the screen refused", lambda now: now.quarantined),
-    ("failing", "1 while the next stage fails or is set aside", lambda now: bool(now.failure)),
+    (
+        "failing",
+        "1 while the next stage fails or is set aside, or all that comes is late",
+        lambda now: bool(now.failure or now.stuck),
+    ),
 )
 
 

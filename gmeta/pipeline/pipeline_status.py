@@ -9,10 +9,13 @@ from typing import TYPE_CHECKING, Any
 
 from gmeta.serving.channel.channel import CurrentVersion
 from metaio.quantities import format_count, format_duration
-from metaio.stream.chain import list_increment_numbers, open_stream
+from metaio.stream.chain import format_event_time, list_increment_numbers, open_stream
 
 if TYPE_CHECKING:
     from gmeta.pipeline.pipeline import Pipeline
+
+# A window that begins so far ahead of now is wrong; so is one behind so many late partitions.
+_AHEAD_S, _MOST_LATE = 2 * 86_400, 3
 
 
 @dataclass(frozen=True)
@@ -30,6 +33,8 @@ class PipelineStatus:
     # Files of the quarantine, and why.
     refused_files: Mapping[str, str] = field(default_factory=dict)
     failure: str = ""
+    # Why nothing that comes will be in time; "" if it may be.
+    stuck: str = ""
     newest_alarms: tuple[str, ...] = ()
     fresh_s: float = 0.0
 
@@ -49,6 +54,7 @@ class PipelineStatus:
     def alarms(self) -> list[str]:
         """Return what a person should look at, a line each."""
         alarm_lines = [f"the next stage fails: {self.failure}"] if self.failure else []
+        alarm_lines += [self.stuck] if self.stuck else []
         age_s = self.event_age_s()
         if self.fresh_s and age_s is not None and age_s > self.fresh_s:
             alarm_lines.append(
@@ -86,6 +92,15 @@ def read_status(pipeline: Pipeline) -> PipelineStatus:
     if not numbers:
         return PipelineStatus(**shared)
     stream = open_stream(follow.stream)
+    end = stream.newest.window[1]
+    is_ahead = end / stream.ticks_per_s > time.time() + _AHEAD_S
+    if is_ahead or log.num_late >= _MOST_LATE:
+        shared["stuck"] = (
+            f"{format_count(log.num_late, 'partition')} late, as the next window begins at "
+            f"{format_event_time(end, stream.description['time_unit'])}"
+            f"{', in the future' if is_ahead else ''}. If a wrong row has moved it there, set it "
+            f"back: gmeta prepare --extend {follow.stream} --begin TIME FILE..."
+        )
     served = [
         n for n in numbers if current is not None and pipeline.promoted_version(n) == current.number
     ]

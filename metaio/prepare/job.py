@@ -33,6 +33,7 @@ from metaio.prepare.episodes.splits import copy_to_windows
 from metaio.prepare.episodes.spool import BucketPlan, plan_buckets, split_by_bucket
 from metaio.prepare.episodes.survey import Survey
 from metaio.prepare.schema.schema import IdColumn, Schema, make_features
+from metaio.prepare.schema.side_columns import QUERY
 from metaio.prepare.schema.values import Kind, infer_kind, parse_time
 from metaio.ragged import Int64
 
@@ -67,6 +68,7 @@ class WrittenShard(NamedTuple):
     block_table: pa.Table
     dropped: DroppedRows
     num_rows: int  # of the bucket, dropped ones included
+    num_query_side: int  # in episodes; of a stream, those of its window
 
 
 @dataclass(frozen=True)
@@ -158,7 +160,8 @@ class Job:
                 block = bundle_ids(block, bundle_tasks)
                 shard.write(block)
                 id_use.add(block)
-            return WrittenShard(bucket, *shard.close(), dropped, rows.num_rows)
+            query_side = episodes.count_side(QUERY)
+            return WrittenShard(bucket, *shard.close(), dropped, rows.num_rows, query_side)
 
     def write_vocabularies(self, folder: Path) -> None:
         """Write the values behind the ids, by which new rows are encoded."""

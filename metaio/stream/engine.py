@@ -3,6 +3,7 @@
 Both deal the rows to buckets, join each bucket with the earlier rows of its tasks, and adopt its
 shard."""
 
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -19,7 +20,7 @@ from metaio.prepare.episodes.ordered_map import Progress, count_parallel_buckets
 from metaio.prepare.episodes.spool import Spool, split_by_bucket
 from metaio.prepare.job import HashedTableUse, Job, PrepareOptions, Use, WrittenShard
 from metaio.prepare.schema.schema import Schema
-from metaio.prepare.schema.side_columns import SUPPORT
+from metaio.prepare.schema.side_columns import QUERY, SUPPORT
 from metaio.prepare.source.source import DuckSource
 from metaio.ragged import Int64
 from metaio.stream.newest_rows import (
@@ -35,7 +36,7 @@ from metaio.stream.numbering import Numbering
 from metaio.stream.stream_state import name_rows_file, open_newest_rows
 from metaio.stream.taken_files import InputFile, hash_file
 from metaio.stream.window import (
-    StreamClock,
+    RowScreen,
     SummaryContext,
     WindowSummary,
     encode_window_rows,
@@ -49,7 +50,7 @@ class WindowJob:
     """What all buckets of a window have in common; it is sent to every worker of a cluster."""
 
     job: Job
-    clock: StreamClock
+    screen: RowScreen
     # By table, the rows that lost their value.
     freed: dict[str, Int64]
     state: Path | None  # of the increment before, where there is one
@@ -66,6 +67,7 @@ class BucketResult(NamedTuple):
     shard: WrittenShard
     newest: EncodedRows
     num_rows: int  # of the window
+    lost: Counter[str]  # of them, what is in no episode
     new: int
     returning: int
 
@@ -77,6 +79,7 @@ class WrittenWindow:
     dropped: DroppedRows
     use: HashedTableUse
     tasks: dict[str, dict[str, int]]  # of each split: new ones, and returning ones
+    rows: Counter[str]  # of the window: in episodes by split, and why others are in none
 
 
 class Engine(Protocol):
@@ -112,7 +115,8 @@ class LocalEngine:
     def summarise(self, context: SummaryContext, report_progress: Progress) -> WindowSummary:
         """Return what all rows hold, summarised batch by batch in several threads."""
         # survey() refuses nulls, and values that a type would cut, before any row is summarised.
-        summary, done, total = WindowSummary(), 0, self._source.survey()
+        done, total = 0, self._source.survey()
+        summary = WindowSummary(num_read=total)
 
         def summarise_batch_rows(batch: pa.RecordBatch) -> tuple[int, WindowSummary]:
             return batch.num_rows, summarise_batch(context, batch)
@@ -164,11 +168,11 @@ class LocalEngine:
         spool: Spool,
         report_progress: Progress,
     ) -> None:
-        job, clock, done = window.job, window.clock, 0
+        job, done = window.job, 0
         encoder = Encoder(job.schema, job.fitted, tables)
 
         def encode(batch: pa.RecordBatch) -> tuple[int, list[tuple[int, EncodedRows]]]:
-            rows = encode_window_rows(encoder, clock, batch)
+            rows = encode_window_rows(encoder, window.screen, batch)
             return rows.num_rows, split_by_bucket(job.plan, rows)
 
         batches = self._source.batches(self._schema.columns)
@@ -189,7 +193,10 @@ def write_bucket(
     # Most tasks of a long history are not in the window: their rows pass through unchanged.
     touched = np.unique(rows.task_hash_N)
     old = old_rows.read_bucket(bucket - buckets.start, len(buckets))
-    old = clear_freed_ids(schema, drop_old_rows(old, window.clock.forget_before), window.freed)
+    clock = window.screen.clock
+    if clock.start is not None and (is_past_N := old.time_N < clock.start).sum() < old.num_rows:
+        old = select_rows(old, np.flatnonzero(is_past_N))  # a person set the window back
+    old = clear_freed_ids(schema, drop_old_rows(old, clock.forget_before), window.freed)
     # Query rows of their own window are support in all later ones.
     old = replace(old, side_NS=np.full_like(old.side_NS, SUPPORT))
     past, waiting = split_by_tasks(old, touched)
@@ -209,7 +216,15 @@ def write_bucket(
     returning = len(np.unique(past.task_hash_N))
     newest = merge_in_task_order(schema, old, waiting, newest)
     shard = job.write_shard(folder, bucket, episodes, use)
-    return BucketResult(shard, newest, rows.num_rows, len(present) - returning, returning)
+    lost = Counter[str]()
+    if shard.num_query_side < rows.num_rows:
+        _, task_N, length_T = np.unique(
+            episodes.task_hash_N, return_inverse=True, return_counts=True
+        )
+        is_short_N = (length_T < schema.episodes.min_rows)[task_N]
+        lost["short_tasks"] = int((is_short_N & (episodes.side_NS[:, 0] == QUERY)).sum())
+        lost["left_out"] = rows.num_rows - shard.num_query_side - lost["short_tasks"]
+    return BucketResult(shard, newest, rows.num_rows, lost, len(present) - returning, returning)
 
 
 def adopt_buckets(
@@ -222,6 +237,7 @@ def adopt_buckets(
 ) -> WrittenWindow:
     """Adopt the shards of all buckets in order, and write the newest rows of all tasks."""
     job, dropped, tasks, done = window.job, DroppedRows(), {}, 0
+    rows = Counter[str]()
     for index, name in enumerate(job.fitted.splits.names):
         new, returning, num_episodes = 0, 0, 0
         with NewestRowsWriter(name_rows_file(state_folder, name), job.schema) as kept:
@@ -230,6 +246,7 @@ def adopt_buckets(
                 kept.append(bucket.newest)
                 writer.adopt_shard(name, bucket.shard.entry, bucket.shard.block_table)
                 dropped += bucket.shard.dropped
+                rows.update({name: bucket.shard.num_query_side, **bucket.lost})
                 num_episodes += bucket.shard.entry.num_episodes
                 new, returning = new + bucket.new, returning + bucket.returning
                 done += bucket.num_rows
@@ -238,4 +255,4 @@ def adopt_buckets(
         if index == 0:
             check_not_empty(num_episodes, dropped)
         tasks[name] = {"new": new, "returning": returning}
-    return WrittenWindow(dropped, use, tasks)
+    return WrittenWindow(dropped, use, tasks, rows)

@@ -2,7 +2,7 @@
 
 Only the newest note about a file names it."""
 
-from collections.abc import Collection, Iterable
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any, Literal
 
@@ -23,44 +23,42 @@ class RefusedFilesError(QuarantinedError):
     """Which files are refused, and why."""
 
     # rows: for what they hold. unusual: they differ from recent ones, and may be accepted. doubled:
-    # their rows were taken already. few: to be given again, with newer files.
+    # their rows were taken already. few, late: to be given again, with newer files.
     def __init__(
         self,
         files: list[InputFile],
         reasons: list[str],
-        kind: Literal["rows", "unusual", "doubled", "few"] = "rows",
+        kind: Literal["rows", "unusual", "doubled", "few", "late"] = "rows",
     ) -> None:
         more = f" and {len(files) - 1:,} more" if len(files) > 1 else ""
         self.names = f"{files[0].name}{more}"
         remedy = "Mend the files"
         if kind == "unusual":
             remedy += ", or pass --accept if they are right"
-        if kind == "few":
+        if kind in ("few", "late"):
             remedy = f"Give newer files and --along {files[0].name}, as gmeta follow does"
         listed_files = f"input {self.names} is quarantined: {'; '.join(reasons)}. {remedy}"
         super().__init__(reasons[0] if kind == "doubled" else listed_files)
         self.files, self.reasons, self.kind = files, reasons, kind
 
 
-def note_refusal(root: Path, number: int, refusal: RefusedFilesError, schema: str) -> None:
+def note_refusal(
+    root: Path, number: int, refusal: RefusedFilesError, schema: str, num_rows: int | None
+) -> None:
     """Write a note on what was refused as increment `number`, and the mark of its schema."""
     files = [file._asdict() for file in refusal.files]
-    kind = {"with_next": True} if refusal.kind == "few" else {}
+    kind = {"with_next": True} if refusal.kind in ("few", "late") else {}
     body = {"before": number, "files": files, "reasons": refusal.reasons, **kind}
+    body |= {"kind": refusal.kind, "rows": num_rows}
     body |= {"schema": schema} if schema else {}
     # The new note is written first: a kill between leaves a file in two notes, not in none.
-    _forget(root, [file.name for file in refusal.files], but=_write(root, body))
-
-
-def clear_quarantine(root: Path, files: Iterable[InputFile]) -> None:
-    """Remove files from the notes, as they became part of an increment."""
-    _forget(root, {file.name for file in files})
+    clear_quarantine(root, [file.name for file in refusal.files], but=_write(root, body))
 
 
 def list_quarantine(root: Path) -> list[dict[str, Any]]:
     """Return the notes on refused files."""
     # Keys: before (the increment they were to become), files, reasons, with_next (they only wait
-    # for more), and of a first increment the mark of its schema.
+    # for more), kind and rows of the refusal, and of a first increment the mark of its schema.
     return [note for _, note in _list_notes(root)]
 
 
@@ -70,14 +68,14 @@ def _list_notes(root: Path) -> list[tuple[Path, dict[str, Any]]]:
     return [(path, read_stream_json(storage, path.name, _FORMAT)) for path in paths]
 
 
-def _forget(root: Path, names: Collection[str], but: Path | None = None) -> None:
-    """Remove files from all notes but one."""
+def clear_quarantine(root: Path, names: Collection[str], but: Path | None = None) -> None:
+    """Remove files from all notes but one: they are taken, or to be tried again."""
     for path, note in _list_notes(root):
         left = [file for file in note["files"] if file["name"] not in names]
         if path == but or len(left) == len(note["files"]):
             continue
         if left:
-            _write(root, {**note, "files": left})
+            _write(root, {**note, "files": left, "rows": None})
         path.unlink()
 
 

@@ -101,7 +101,7 @@ class _SparkEngine:
         parts = repartition_by_bucket(rows, self._parts)
         found = collect_objects(parts.mapInArrow(_make_merger(context), PAYLOAD))
         # A table without a value in this window must be there, too.
-        summary, no_times = WindowSummary(), np.zeros(0, np.int64)
+        summary, no_times = WindowSummary(num_read=total), np.zeros(0, np.int64)
         for table, least in context.admissions.items():
             no_values = pa.array([], context.value_types[table])
             summary.occurrences[table] = [Occurrences.of(no_values, no_times, least)]
@@ -229,7 +229,7 @@ def _make_encoder(
         job = window.job
         encoder = Encoder(job.schema, job.fitted, map_tables(state_folder, num_rows))
         for batch in batches:
-            rows = encode_window_rows(encoder, window.clock, batch)
+            rows = encode_window_rows(encoder, window.screen, batch)
             yield make_keyed_batch(split_by_bucket(job.plan, rows))
 
     return encode

@@ -3,6 +3,7 @@
 Shape suffixes: N rows, V values"""
 
 from collections import Counter
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
 import numpy as np
@@ -25,6 +26,7 @@ from metaio.stream.chain import TICKS_PER_S
 from metaio.stream.numbering import Occurrences, merge_occurrences
 
 _DAY_S = 86_400
+_TOO_LATE, _DIGITS_LEFT_OUT = "too late", 6
 
 
 def find_time_unit(schema: Schema, kind: pa.DataType) -> str:
@@ -83,13 +85,56 @@ class StreamClock:
         return self.start - self.ttl if self.ttl and self.start is not None else None
 
 
+@dataclass(frozen=True)
+class RowScreen:
+    """Decides which rows a window takes; it is sent to every worker of a cluster."""
+
+    schema: Schema
+    clock: StreamClock
+    ranges: Mapping[str, tuple[float, float]]  # of labels, where a loss takes no others
+    latest: int | None = None  # times behind it are of a wrong clock
+    ahead: str = ""  # the newest of these
+
+    def select(self, batch: pa.RecordBatch) -> tuple[pa.RecordBatch, Int64, Counter[str], int]:
+        """Return the rows that the window takes, their times, how many are set aside by reason, and
+        how many are too late."""
+        assert self.schema.time is not None
+        column, set_aside = self.schema.time.column, Counter[str]()
+        time_N = to_time_ticks(column, batch[column])
+
+        def keep(right_N: npt.NDArray[np.bool_], why: str) -> None:
+            nonlocal batch, time_N
+            # Filtering copies all columns, and mostly no row is wrong.
+            if not right_N.all():
+                set_aside[why] += int((~right_N).sum())
+                batch, time_N = batch.filter(pa.array(right_N)), time_N[right_N]
+
+        keep(time_N >= 0, f"time {column} is below 0")
+        if self.latest is not None:
+            why = f"time {column} is ahead of now or of the other rows, up to {self.ahead}"
+            keep(time_N <= self.latest, why)
+        # Rows that are too late are counted, and not looked at: they may be of any age.
+        keep(self.clock.is_kept(time_N), _TOO_LATE)
+        num_labels = len(self.schema.labels)
+        for at, label in enumerate(self.schema.labels):
+            if label.column in self.ranges:
+                least, most = self.ranges[label.column]
+                label_N = read_labels(self.schema, batch).reshape(len(time_N), num_labels)[:, at]
+                wrong_N = (label_N < least) | (label_N > most)  # NaN: not known
+                keep(~wrong_N, f"label {label.column} is not from {least:g} to {most:g}")
+        return batch, time_N, set_aside, set_aside.pop(_TOO_LATE, 0)
+
+
 @dataclass
 class WindowSummary:
     """What the rows of an increment hold, late ones that the window takes included."""
 
+    num_read: int = 0  # rows of the inputs, as the engine counted them
     num_rows: int = 0
     num_late: int = 0  # of them
     num_dropped: int = 0  # too late
+    set_aside: Counter[str] = field(default_factory=Counter)  # by reason
+    times: Counter[int] = field(default_factory=Counter)  # see count_times
     least_time: int = np.iinfo(np.int64).max
     most_time: int = np.iinfo(np.int64).min
     label_sum: float = 0.0
@@ -105,6 +150,8 @@ class WindowSummary:
             setattr(self, name, getattr(self, name) + getattr(other, name))
         self.least_time = min(self.least_time, other.least_time)
         self.most_time = max(self.most_time, other.most_time)
+        self.set_aside.update(other.set_aside)
+        self.times.update(other.times)
         self.rows_of_split.update(other.rows_of_split)
         self.nulls.update(other.nulls)
         add_moments(self.moments, other.moments)
@@ -121,8 +168,9 @@ class SummaryContext:
 
     schema: Schema
     splits: Splits
-    clock: StreamClock
+    screen: RowScreen
     value_types: dict[str, pa.DataType]  # of each table's values
+    is_dated: bool  # whether times are timestamps or dates, not integers
 
     @property
     def admissions(self) -> dict[str, int]:
@@ -133,19 +181,14 @@ class SummaryContext:
 
 def summarise_batch(context: SummaryContext, batch: pa.RecordBatch) -> WindowSummary:
     """Return what a batch holds; raise DataError for values that make no sense, such as NaN."""
-    schema, splits, clock = context.schema, context.splits, context.clock
-    assert schema.time is not None
-    time_N = to_time_ticks(schema.time.column, batch[schema.time.column])
-    kept_N = clock.is_kept(time_N)
-    found = WindowSummary(num_dropped=int((~kept_N).sum()))
-    # Rows that are too late are counted, and not looked at: they may be of any age.
-    if found.num_dropped:
-        batch, time_N = batch.filter(pa.array(kept_N)), time_N[kept_N]
-    found.num_rows = batch.num_rows
+    schema, splits, clock = context.schema, context.splits, context.screen.clock
+    batch, time_N, set_aside, num_dropped = context.screen.select(batch)
+    found = WindowSummary(num_rows=batch.num_rows, num_dropped=num_dropped, set_aside=set_aside)
     if not found.num_rows:
         return found
     found.num_late = int(clock.is_late(time_N).sum())
     found.least_time, found.most_time = int(time_N.min()), int(time_N.max())
+    found.times = count_times(time_N)
     # The first label alone; unknown ones count as 0, in every window alike.
     label_N = read_labels(schema, batch).reshape(found.num_rows, -1)[:, 0].astype(np.float64)
     label_N = np.nan_to_num(label_N)
@@ -168,12 +211,24 @@ def summarise_batch(context: SummaryContext, batch: pa.RecordBatch) -> WindowSum
     return found
 
 
-def encode_window_rows(encoder: Encoder, clock: StreamClock, batch: pa.RecordBatch) -> EncodedRows:
+def count_times(time_N: Int64) -> Counter[int]:
+    """Return how many times from 0 on are in each span of `find_span_starts`."""
+    # Of a float32's 24 digits 18: spans of two hours today in every unit, so that they are few.
+    spans, counts = np.unique(
+        time_N.astype(np.float32).view(np.int32) >> _DIGITS_LEFT_OUT, return_counts=True
+    )
+    return Counter(dict(zip(spans.tolist(), counts.tolist(), strict=True)))
+
+
+def find_span_starts(spans: list[int]) -> list[float]:
+    """Return the first time of each span that `count_times` counts by."""
+    bits = np.array(spans, np.int32) << _DIGITS_LEFT_OUT
+    starts: list[float] = bits.view(np.float32).tolist()
+    return starts
+
+
+def encode_window_rows(encoder: Encoder, screen: RowScreen, batch: pa.RecordBatch) -> EncodedRows:
     """Return the rows of a batch that the window takes, with sides: late rows are support."""
-    assert encoder.schema.time is not None
-    column = encoder.schema.time.column
-    kept_N = clock.is_kept(to_time_ticks(column, batch[column]))
-    # Filtering copies all columns, and mostly no row is too late.
-    rows = encoder.encode(batch if kept_N.all() else batch.filter(pa.array(kept_N)))
-    side_N = np.where(clock.is_late(rows.time_N), SUPPORT, QUERY).astype(np.int8)
+    rows = encoder.encode(screen.select(batch)[0])
+    side_N = np.where(screen.clock.is_late(rows.time_N), SUPPORT, QUERY).astype(np.int8)
     return replace(rows, side_NS=side_N[:, None])

@@ -2,16 +2,48 @@
 
 import math
 import statistics
+from collections import Counter
 from typing import Any
+
+import numpy as np
 
 from metaio.prepare.episodes.survey import compute_mean_and_deviation
 from metaio.prepare.schema.rules import StreamRule
 from metaio.quantities import format_duration
 from metaio.stream.chain import TICKS_PER_S, infer_time_unit
-from metaio.stream.window import WindowSummary
+from metaio.stream.window import StreamClock, WindowSummary, find_span_starts
 
 # In standard errors: a window of few rows differs by chance.
 _BY_CHANCE = 4.0
+# A row is of a wrong clock if it is ahead of most others by so many of their spans, and by more
+# than a week, the longest usual gap; or ahead of now by more than a day, as zones differ.
+_SPANS_AHEAD, _GAP_S, _FUTURE_S = 4, 7 * 86_400, 86_400
+_FEWEST = 10  # rows of which "most" means something
+_LEAST_NOW_S = 1.6e9  # in 2020: a clock before that was never set
+
+
+def find_latest_time(
+    times: Counter[int], clock: StreamClock, is_dated: bool, now_s: float
+) -> int | None:
+    """Return the time behind which rows are of a wrong clock; None if there is no such bound."""
+    spans, limits = sorted(times), list[float]()
+    if not spans:
+        return None
+    per_s, num_rows = TICKS_PER_S[clock.unit], times.total()
+    ranks = [int(share * (num_rows - 1)) for share in (0.1, 0.5, 0.9)]
+    places = np.searchsorted(np.cumsum([times[span] for span in spans]), ranks, side="right")
+    first, half, last = (spans[place] for place in places)
+    low, middle, high = find_span_starts([first, half, last + 1])  # behind the last span
+    if num_rows >= _FEWEST:
+        limits.append(high + max(_SPANS_AHEAD * (high - low), _GAP_S * per_s))
+    now, begin = (now_s + _FUTURE_S) * per_s, clock.start
+    # Integers need not count from 1970, nor in the unit that the schema says. Where the window
+    # begins behind now, either clock may be wrong.
+    is_since_1970 = is_dated or begin is not None or middle <= now
+    is_since_1970 |= infer_time_unit(int(middle)) == clock.unit
+    if now_s > _LEAST_NOW_S and (begin is None or begin <= now) and is_since_1970:
+        limits.append(now)
+    return int(min(limits)) if limits else None
 
 
 def summarise_window(summary: WindowSummary) -> dict[str, Any]:
@@ -72,6 +104,13 @@ def find_faults(
     return found
 
 
+def describe_set_aside(summary: WindowSummary) -> str:
+    """Return how many rows are quarantined for what they hold, and why."""
+    reasons = "; ".join(f"{why} ({count:,})" for why, count in sorted(summary.set_aside.items()))
+    num_rows = summary.num_rows + summary.num_dropped + summary.set_aside.total()
+    return f"{summary.set_aside.total():,} of {num_rows:,} rows are quarantined: {reasons}"
+
+
 def measure_drift(
     summary: WindowSummary, frozen: dict[str, tuple[float, float]]
 ) -> dict[str, dict[str, float]]:
@@ -104,6 +143,8 @@ def find_alarms(
             f"times such as {summary.most_time:,} look like {likely} since 1970, and are taken for "
             f"{unit} (stream.unit): ttl, grace and late count in it"
         )
+    if summary.set_aside:
+        found.append(f"{describe_set_aside(summary)}. Mend them, and give them in a new file")
     all_rows = summary.num_rows + summary.num_dropped
     late = summary.num_late + summary.num_dropped
     if late > rule.late_share * all_rows:

@@ -17,8 +17,10 @@ def run_stage(arguments: list[str], log: Path) -> int:
     return done.returncode
 
 
-def loop_of(config: Path, stage: Callable[[list[str], Path], int] = run_stage) -> Pipeline:
-    return Pipeline(load_follow_config(config), stage, last_line)
+def loop_of(
+    config: Path, stage: Callable[[list[str], Path], int] = run_stage, is_strict: bool = False
+) -> Pipeline:
+    return Pipeline(load_follow_config(config), stage, last_line, is_strict)
 
 
 def stages_of(loop: Pipeline) -> list[tuple[str, int]]:

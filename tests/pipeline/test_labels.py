@@ -9,6 +9,8 @@ import pyarrow.parquet as pq
 import pytest
 
 import gmeta
+from gmeta.config.labels import LOSSES, RANGES
+from gmeta.losses.row_losses import defined_labels_N
 from gmeta.pipeline.pipeline_status import read_status
 from gmeta.pipeline.stream_page import render_stream
 from gmeta.serving.channel.channel import Channel
@@ -26,6 +28,14 @@ def write_buys(folder: Path) -> None:
     rng = np.random.default_rng(7)
     buy_N = table["click"].to_numpy() * (rng.random(len(table)) < 0.5)
     pq.write_table(table.append_column("buy", pa.array(buy_N, pa.float32())), path)
+
+
+def test_the_loop_knows_which_labels_each_loss_takes() -> None:
+    label_N = np.array([-1, 0, 0.5, 1, 2], np.float32)
+    for loss in LOSSES:
+        least, most = RANGES.get(loss, (-np.inf, np.inf))
+        defined_N = (label_N >= least) & (label_N <= most)
+        assert defined_N.tolist() == defined_labels_N(loss, label_N).tolist()
 
 
 @pytest.mark.distributed

@@ -1,7 +1,9 @@
 """`gmeta prepare --extend`: appends the next increment to a stream and prints what is in it."""
 
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 from gmeta.cli.commands.console import make_console, print_result, show_phases
 from gmeta.cli.commands.prepare_spark import refuse_transform, spark_session
@@ -20,14 +22,16 @@ def extend_stream(
     stream: str,
     schema: Path | None,
     options: PrepareOptions,
-    accept: bool,
+    screening: dict[str, Any],
     spark: bool,
 ) -> None:
     """Append an increment and print it. Raises QuarantinedError: the screen refuses its rows."""
     known = load_schema(schema) if schema is not None else None
     left_out: list[RefusedFilesError] = []
     # The files of --along that the screen refuses are left out: they must not hold up the others.
-    append = partial(extend, accept=accept, along=along, left_out=left_out.append)
+    append: Callable[..., IncrementRecord] = partial(
+        extend, along=along, left_out=left_out.append, **screening
+    )
     if spark:
         if schema is not None and known is not None:
             refuse_transform(schema, known)
@@ -63,7 +67,7 @@ def _print_increment(stream: str, record: IncrementRecord) -> None:
     )
     if report["late"] or report["too_late"]:
         console.print(f"late: {report['late']:,} taken as support, {report['too_late']:,} dropped")
-    if bad := report.get("bad_lines"):
+    if bad := report["account"]["bad_lines"]:
         what = f"{format_count(bad, 'line')} that cannot be read"
         console.print(f"left out: {what} (bad_lines.jsonl in the increment's folder)")
     for name, table in report["tables"].items():

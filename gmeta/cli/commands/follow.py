@@ -42,6 +42,9 @@ def follow(
     listen: Annotated[
         str, typer.Option(help="HOST:PORT for the page, live, and /metrics; empty for none")
     ] = "",
+    strict: Annotated[
+        bool, typer.Option("--strict", help="wait for a person at a damaged file")
+    ] = False,
     tls_cert: TlsCert = None,
     tls_key: TlsKey = None,
     tls_client_ca: TlsClientCa = None,
@@ -69,7 +72,7 @@ def follow(
         page.parent.mkdir(parents=True, exist_ok=True)
     # This process stays without torch: each stage runs in a process of its own, which has it
     # (gmeta/pipeline/stage_process.py).
-    loop = Pipeline(settings, run_stage, last_line)
+    loop = Pipeline(settings, run_stage, last_line, strict)
     metrics, stop = PipelineMetrics(loop), StopFlag()
     live, draw = None, None
     if listen or page is not None:
@@ -122,7 +125,7 @@ def _run_stages(
             metrics.refresh()
             if done is not None and live is not None:
                 live.redraw()
-            lacking = pipeline.missing_input() if done is None else ""
+            lacking = pipeline.missing_input() or metrics.status.stuck if done is None else ""
             # In an idle moment, or at the latest after a minute: drawing takes a second.
             is_idle = done is None or time.monotonic() - drawn_s > _DRAWN_EVERY_S
             if draw is not None and not is_drawn and is_idle:

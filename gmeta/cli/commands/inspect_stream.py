@@ -3,12 +3,14 @@
 from collections import Counter
 from operator import itemgetter
 from pathlib import Path
+from typing import Any
 
 import typer
 
 from gmeta.cli.commands.console import make_console, make_table, print_result, show_table
 from gmeta.platform.files.local_paths import is_url
 from metaio.errors import FormatError
+from metaio.format.checked_json import has_shape
 from metaio.format.inspection import find_damage
 from metaio.prepare.schema.schema_file import parse_schema
 from metaio.quantities import format_count
@@ -53,6 +55,7 @@ def inspect_stream(path: str, verify: bool) -> None:
         f"{stream.description['time_unit']}, gate {gate:.0%}\n"
         f"task {schema.task.column}, {labels} {schema.label_text}"
     )
+    console.print(_format_account(records, refused))
     _show_increments(records, stream.description["time_unit"])
     _show_tables(stream)
     if len(records) > _SHOWN:
@@ -68,6 +71,35 @@ def inspect_stream(path: str, verify: bool) -> None:
         more = f" and {len(others):,} more" if others else ""
         reasons = "; ".join(note["reasons"])
         console.print(f"quarantined before {note['before']}: {first}{more}: {reasons}")
+
+
+def _format_account(records: list[IncrementRecord], notes: list[dict[str, Any]]) -> str:
+    """Return what became of every row that was read, and of files that are in no increment."""
+    accounts = [one.report.get("account", {"read": 0}) for one in records]
+    total = Counter[str]()
+    for account in accounts:
+        total.update(account if has_shape(account, {"": int}) else {})
+    num_read = total.pop("read", 0)
+    parts = [f"{count:,} {name.replace('_', ' ')}" for name, count in total.items() if count]
+    lacking = num_read - total.total()
+    found = f"{format_count(num_read, 'row')} read: {', '.join(parts)}; "
+    found += f"{lacking:,} cannot be found" if lacking else "the sum closes"
+    unknown = accounts.count({"read": 0})
+    if unknown:
+        found += f" (without {format_count(unknown, 'increment')} of an earlier release)"
+    for fate in ("quarantined", "doubled", "waiting"):
+        own = [note for note in notes if _fate_of(note) == fate]
+        if own:
+            rows = [note.get("rows") for note in own]
+            found += f"\n{fate}: {format_count(sum(len(note['files']) for note in own), 'file')}, "
+            found += format_count(sum(count or 0 for count in rows), "row")
+            found += " and some that cannot be counted" if None in rows else ""
+    return found
+
+
+def _fate_of(note: dict[str, Any]) -> str:
+    kind = "doubled" if note.get("kind") == "doubled" else "quarantined"
+    return "waiting" if note.get("with_next") else kind
 
 
 def _find_problems(stream: Stream) -> list[str]:

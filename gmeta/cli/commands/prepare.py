@@ -38,12 +38,12 @@ OPTIONS = {
     # Memory and threads are set in Spark's own configuration.
     "--schema --spark": {"schema", "spark", "block_rows", "bundle_tasks", "compact"},
     "--extend": {
-        *("extend", "along", "accept", "schema", "memory", "threads"),
-        *("block_rows", "bundle_tasks", "compact"),
+        *("extend", "along", "accept", "strict", "begin", "label_range", "schema"),
+        *("memory", "threads", "block_rows", "bundle_tasks", "compact"),
     },
     "--extend --spark": {
-        *("extend", "along", "accept", "schema", "spark"),
-        *("block_rows", "bundle_tasks", "compact"),
+        *("extend", "along", "accept", "strict", "begin", "label_range", "schema"),
+        *("spark", "block_rows", "bundle_tasks", "compact"),
     },
 }
 # Why tasks are left out, and what to do.
@@ -137,6 +137,13 @@ Accept = Annotated[
     bool, typer.Option("--accept", help="extend: take rows that the screen would refuse")
 ]
 
+Strict = Annotated[bool, typer.Option("--strict", help="extend: end at a damaged file or row")]
+Begin = Annotated[str, typer.Option(metavar="TIME", help="extend: set the window back to here")]
+LabelRange = Annotated[
+    list[str] | None,
+    typer.Option(metavar="LABEL=LEAST:MOST", help="extend: quarantine rows with other labels"),
+]
+
 
 def prepare(
     context: typer.Context,
@@ -162,6 +169,9 @@ def prepare(
     extend: Extend = None,
     along: Along = None,
     accept: Accept = False,
+    strict: Strict = False,
+    begin: Begin = "",
+    label_range: LabelRange = None,
 ) -> None:
     """Turn raw tables into a dataset of tasks, each with a support and a query set.
 
@@ -188,7 +198,9 @@ def prepare(
                 "--overwrite has no effect with --extend: increments do not change. Leave it out"
             )
         # With --extend all paths are tables: there is no OUT.
-        extend_stream(paths, along or [], extend, schema, options, accept, spark)
+        screening = {"accept": accept, "strict": strict, "begin": begin}
+        screening |= {"label_ranges": dict(map(_parse_range, label_range or []))}
+        extend_stream(paths, along or [], extend, schema, options, screening, spark)
         return
     if (left := find_unfinished(out)) is not None:
         consoles.make_console(stderr=True).print(
@@ -291,6 +303,17 @@ def _parse_bytes(text: str) -> int:
     # The letter's place is the power of 1,024. More than an exabyte counts as one.
     power = " KMGT".index(match.group(2).upper() or " ")
     return int(min(float(match.group(1)) * 1024**power, 2.0**60))
+
+
+def _parse_range(text: str) -> tuple[str, tuple[float, float]]:
+    label, _, ends = text.rpartition("=")
+    try:
+        least, most = map(float, ends.split(":"))
+    except ValueError as error:
+        raise UserError(
+            f"--label-range is {text!r}; LABEL=LEAST:MOST is needed, such as click=0:1. Correct it"
+        ) from error
+    return label, (least, most)
 
 
 def _expect_inputs(recipe: Recipe, inputs: list[str], count: int) -> None:

@@ -48,6 +48,10 @@ class BucketEpisodes:
             in_support = added[first + support_lengths_T] - added[first]
             self._support_lengths_T = support_lengths_T + in_support
 
+    def count_side(self, side: int) -> int:
+        """Return how many rows of the episodes are of a side that the bucket's rows were given."""
+        return int((self._rows.side_NS[self._order_N] == side).sum())
+
     def gather(self, first: int, stop: int) -> Rows:
         """Return episodes [first, stop), each array gathered once from the bucket."""
         # A part at a time: a sorted bucket would be a second copy of it in memory.

@@ -71,7 +71,7 @@ def expand_inputs(urls: list[str], folder: Path) -> InputFiles:
     # Two globs may overlap: all rows of that file would count twice.
     name, times = Counter(given).most_common(1)[0]
     if times > 1:
-        raise DataError(f"input {name} is given {times} times. Give it once")
+        raise AccessError(f"input {name} is given {times} times. Give it once")
     if not names:
         raise TooFewRowsError(f"input {given[0]} is empty. Remove it, or write its rows", given)
     # One kind: two scans could give one column two types.
@@ -144,7 +144,7 @@ def _iterate_files(url: str) -> Iterator[tuple[Any, str]]:
         found_there = fs.glob(path, detail=True) if is_glob else {}
         matches = {p: info for p, info in found_there.items() if not is_marker(p, path)}
     if not matches:
-        raise DataError(f"input {url} does not exist. Check the path")
+        raise AccessError(f"input {url} does not exist. Check the path")
     found: list[str] = []
     for match in sorted(matches):
         # A "file" is not checked again: that would be one more request to a store for each.
@@ -153,7 +153,7 @@ def _iterate_files(url: str) -> Iterator[tuple[Any, str]]:
             continue
         found += sorted(inside for inside in fs.find(match) if not is_marker(inside, match))
     if not found:
-        raise DataError(f"input {url} is a folder without files. Check the path")
+        raise AccessError(f"input {url} is a folder without files. Check the path")
     # "**" matches a folder, and what is in it once more.
     yield from ((fs, name) for name in dict.fromkeys(found))
 

@@ -12,7 +12,7 @@ from typing import Any, Self
 import duckdb
 import pyarrow as pa
 
-from metaio.errors import DataError, to_one_line
+from metaio.errors import DataError, TooFewRowsError, to_one_line
 from metaio.format.atomic_folder import open_temporary_folder
 from metaio.prepare.episodes.encode import check_nulls
 from metaio.prepare.schema.schema import Schema, TextRule
@@ -68,6 +68,20 @@ def check_counts(schema: Schema, names: list[str], total: int, nulls: dict[str, 
     if total == 0:
         raise make_no_rows_error(names)
     check_nulls(schema, nulls)
+
+
+def count_rows(names: list[str], rule: TextRule) -> int | None:
+    """Return how many rows files have, whatever a schema says of them; None if one is damaged."""
+    with open_temporary_folder() as folder:
+        try:
+            files = expand_inputs(names, Path(folder))
+            table = format_scan(files, files.names, format_text_options(rule))
+            (found,) = connect(files, folder).sql(f"SELECT count(*) FROM {table}").fetchall()
+        except TooFewRowsError:
+            return 0
+        except (DataError, duckdb.Error, OSError):
+            return None
+    return int(found[0])
 
 
 class DuckSource:

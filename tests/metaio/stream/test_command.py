@@ -1,12 +1,14 @@
 """`gmeta prepare --extend` and `gmeta inspect` of a stream, as a user runs them."""
 
+import re
+import shutil
 from pathlib import Path
 
 import pyarrow.csv
 import pyarrow.parquet
 import pytest
 
-from tests.metaio.stream.logs import append, log, schema
+from tests.metaio.stream.logs import append, changed, log, schema
 from tests.support.commands import gmeta, succeed
 
 SCHEMA = """
@@ -90,6 +92,40 @@ def test_quarantine_ends_with_3_and_one_line(tmp_path: Path) -> None:
     assert line.startswith(f"error: input {tmp_path}/old.csv is quarantined: all of its 5 rows")
     told = f"quarantined before 2: {tmp_path}/old.csv: all of its 5 rows"
     assert told in gmeta("inspect", stream).stdout
+
+
+def test_inspect_says_what_became_of_every_row(tmp_path: Path) -> None:
+    stream = tmp_path / "s"
+    append(stream, changed(log(0), "click", [7, *log(0)["click"].to_pylist()[1:]]), schema=schema(),
+           label_ranges={"click": (0.0, 1.0)})  # fmt: skip
+    for name, table in (("old", log(0, seed=3).slice(0, 5)), ("again", log(0).slice(0, 0))):
+        pyarrow.parquet.write_table(table, tmp_path / f"{name}.parquet")
+        assert gmeta("prepare", "--extend", stream, tmp_path / f"{name}.parquet").returncode == 3
+    (tmp_path / "cut.parquet").write_bytes((tmp_path / "old.parquet").read_bytes()[:-9])
+    (tmp_path / "wide.csv").write_text("a,b\n1,2\n3,4\n")
+    for name in ("cut.parquet", "wide.csv"):
+        assert gmeta("prepare", "--extend", stream, tmp_path / name).returncode == 3
+    shutil.copy(next((tmp_path / "logs").iterdir()), tmp_path / "copy.parquet")
+    assert gmeta("prepare", "--extend", stream, tmp_path / "copy.parquet").returncode == 3
+    found = re.search(r"400 rows read: (.*); the sum closes\n(.*)\n(.*)\n(.*)\n",
+                      gmeta("inspect", stream).stdout)  # fmt: skip
+    assert found is not None
+    parts = found[1].split(", ")
+    assert "1 quarantined" in parts
+    assert sum(int(part.split()[0]) for part in parts) == 400
+    assert found.groups()[1:] == (
+        "quarantined: 2 files, 2 rows and some that cannot be counted",
+        *("doubled: 1 file, 400 rows", "waiting: 2 files, 5 rows"),
+    )
+
+
+def test_a_range_of_labels_that_is_none_is_refused(tmp_path: Path) -> None:
+    result = gmeta("prepare", "--extend", tmp_path / "s", "in.csv", "--label-range", "click=0")
+    assert (result.returncode, result.stderr) == (
+        2,
+        "error: --label-range is 'click=0'; LABEL=LEAST:MOST is needed, such as click=0:1. Correct "
+        "it\n",
+    )
 
 
 def test_what_comes_along_is_asked_for_and_told_when_it_is_left_out(tmp_path: Path) -> None:

@@ -94,6 +94,16 @@ def test_labels_that_are_not_there_yet_are_quarantined_from_csv_too(tmp_path: Pa
         extend([str(tmp_path / "1.csv")], str(tmp_path / "s"), options=OPTIONS)
 
 
+def test_lines_that_are_left_out_are_in_the_account(tmp_path: Path) -> None:
+    file = tmp_path / "0.csv"
+    pa.csv.write_csv(log(0), file)
+    file.write_bytes(file.read_bytes() + b"1,2\n")
+    skipping = parse_schema(schema().to_json() | {"text": {"bad_lines": "skip"}})
+    account = extend([str(file)], str(tmp_path / "s"), skipping, OPTIONS).report["account"]
+    assert (account.pop("read"), account["bad_lines"]) == (401, 1)
+    assert sum(account.values()) == 401
+
+
 def test_lists_that_were_empty_so_far_may_be_filled_while_other_tasks_wait(tmp_path: Path) -> None:
     stream, tables = tmp_path / "s", [log(day) for day in range(3)]
     for number in (0, 2):
@@ -335,10 +345,15 @@ def test_a_column_that_is_missing_or_of_another_type_is_refused_by_name(
     append(stream, log(0), schema=schema())
     assert callable(change)
     with pytest.raises(DataError) as error:
-        append(stream, change(log(1)), "b.parquet")
+        append(stream, change(log(1)), "b.parquet", strict=True)
     file = tmp_path / "logs" / "b.parquet"
-    assert str(error.value) == message.format(file=file, stream=stream)
+    reason = message.format(file=file, stream=stream)
+    assert str(error.value) == reason
     assert not isinstance(error.value, QuarantinedError)
+    with pytest.raises(QuarantinedError):
+        append(stream, change(log(1)), "b.parquet")
+    (note,) = list_quarantine(stream)
+    assert (note["reasons"], note["kind"], note["rows"]) == ([reason], "rows", 400)
 
 
 def test_a_column_that_nobody_reads_is_told(tmp_path: Path) -> None:

@@ -8,11 +8,12 @@ import numpy as np
 import pyarrow as pa
 import pytest
 
-from metaio.errors import AccessError, QuarantinedError
+from metaio.errors import AccessError, DataError, QuarantinedError
 from metaio.prepare.source import parquet_files
 from metaio.stream.chain import open_stream
 from metaio.stream.quarantine import list_quarantine
-from tests.metaio.stream.logs import DAY, append, changed, log, schema
+from tests.metaio.stream.logs import DAY, append, changed, episodes, log, schema, slow_episodes
+from tests.support.refusals import catch_message
 
 
 @pytest.fixture(scope="module")
@@ -67,7 +68,7 @@ POISON: dict[str, tuple[Callable[[pa.Table], pa.Table], str]] = {
         "task ",
     ),
     "a clock that is wrong": (
-        lambda table: with_some(table, "time", 400 * DAY, 400),
+        lambda table: with_some(table, "time", 400 * DAY, 8),
         "its times span 397.0 days, those of recent increments 23.9 h, and all that comes before "
         "its end would be late (stream.rows_factor 20)",
     ),
@@ -114,6 +115,88 @@ def test_times_of_another_unit_than_the_schema_says_are_an_alarm(tmp_path: Path)
     seconds = changed(log(1), "time", 1_767_225_600 + log(1)["time"].to_numpy())
     record = append(tmp_path / "other", seconds, schema=schema())
     assert not any("since 1970" in alarm for alarm in record.report["alarms"])
+
+
+YEAR_2100 = 4_102_444_800
+
+
+def test_rows_of_wrong_clocks_and_labels_are_set_aside_from_the_first_increment_on(
+    tmp_path: Path,
+) -> None:
+    """The sum of what was read closes, whatever became of a row."""
+    stream, ranges = tmp_path / "s", {"click": (0.0, 1.0)}
+    for day in range(3):
+        table = with_some(log(day), "click", 2, 100)
+        user, time = (table[name].to_numpy().copy() for name in ("user", "time"))
+        user[101:121] = 1_000 + 100 * day + np.arange(20)  # of a single row each
+        table = changed(table, "user", user)
+        time[7], time[8], time[9] = YEAR_2100, -1, (day + 60) * DAY
+        time[10:90:2] = max(day * DAY - 1_800, 1)  # some of them late
+        record = append(stream, changed(table, "time", time), schema=schema(), label_ranges=ranges)
+        alarm = record.report["alarms"][0]
+        assert alarm == (
+            "7 of 400 rows are quarantined: label click is not from 0 to 1 (4); time time is ahead "
+            "of now or of the other rows, up to 2100-01-01 00:00:00 (2); time time is below 0 (1). "
+            "Mend them, and give them in a new file"
+        )
+        account = dict(record.report["account"])
+        assert (account.pop("read"), account["quarantined"]) == (400, 7)
+        assert sum(account.values()) == 400
+        assert account["late"] == (40 if day else 0)
+        assert account["short_tasks"] >= 20
+        dataset = open_stream(str(stream)).dataset(day + 1)
+        rows = {row for name in ("train", "gate") for _, *sides in episodes(dataset, name)
+                for side in sides for row in side}  # fmt: skip
+        own = [row for row in rows if row >= day * 100_000]
+        assert len(own) >= account["train"] + account["gate"] > 300
+        assert record.window[1] <= (day + 1) * DAY
+    wrong = with_some(log(3), "time", YEAR_2100, 100)
+    with pytest.raises(QuarantinedError, match="is quarantined: 4 of 400 rows are quarantined"):
+        append(stream, wrong, strict=True)
+    assert append(stream, wrong, accept=True).window[1] == YEAR_2100 + 1
+
+
+def test_a_partition_of_a_wrong_clock_or_of_wrong_labels_alone_is_quarantined(
+    tmp_path: Path,
+) -> None:
+    stream = tmp_path / "s"
+    ahead = changed(log(0), "time", log(0)["time"].to_numpy() + YEAR_2100)
+    with pytest.raises(QuarantinedError, match="400 of 400 rows are quarantined: time time is ah"):
+        append(stream, ahead, schema=schema())
+    append(stream, log(0), "0.parquet", schema=schema())
+    for name, table in {
+        "ahead": ahead,
+        "ms": changed(log(1), "time", (YEAR_2100 // 2 + log(1)["time"].to_numpy()) * 1_000),
+        "two": changed(log(1), "click", [2] * 400),
+    }.items():
+        with pytest.raises(QuarantinedError, match="400 of 400 rows are quarantined"):
+            append(stream, table, f"{name}.parquet", label_ranges={"click": (0.0, 1.0)})
+    assert append(stream, log(1)).number == 2
+
+
+def test_a_window_that_was_moved_ahead_is_set_back(tmp_path: Path) -> None:
+    stream = tmp_path / "s"
+    append(stream, log(0), schema=schema())
+    time = log(1)["time"].to_numpy().copy()
+    time[-1] = 9 * DAY
+    moved = append(stream, changed(log(1), "time", time), accept=True)
+    with pytest.raises(QuarantinedError, match="all of its 400 rows are from before the window"):
+        append(stream, log(2))
+    for begin in (str(moved.window[1]), str(2**40)):
+        message = catch_message(DataError, append, stream, log(2), begin=begin)
+        assert message == (
+            f"--begin is {begin}; the window begins at 777,601, and can only be set back. Give an "
+            "earlier time, or leave --begin out"
+        )
+    record = append(stream, log(2), begin=str(2 * DAY))
+    assert record.window[0] == 2 * DAY
+    assert list_quarantine(stream) == []
+    dataset = open_stream(str(stream)).dataset(3)
+    found = episodes(dataset, "train") | episodes(dataset, "gate")
+    slow = slow_episodes([log(0), log(1).slice(0, 399), log(2)], 2 * DAY)
+    assert {(task, query) for task, _, query in found} == {(task, q) for task, _, q in slow}
+    # No support row is newer than a query row.
+    assert not [support for _, support, _ in found if 100_399 in support]
 
 
 def test_an_ordinary_window_and_an_accepted_one_are_taken(tmp_path: Path) -> None:

@@ -38,6 +38,8 @@ def written(logs: Path, day: int) -> list[str]:
     if day == DAYS - 1:  # who was there on the first day, and not since
         table = changed(table, "item", log(0, rows=500)["item"].to_numpy())
         table = changed(table, "user", log(0, rows=500)["user"].to_numpy())
+    if day == 2:  # a wrong clock
+        table = changed(table, "time", [4_102_444_800, *table["time"].to_pylist()[1:]])
     table = changed(table, "click", np.round(np.random.default_rng(day).random(500), 3))
     names = [str(logs / f"{day}-{part}.parquet") for part in range(3)]
     logs.mkdir(exist_ok=True)
@@ -75,20 +77,24 @@ def test_spark_and_one_machine_write_the_same_stream(
 ) -> None:
     one, many = tmp_path / "one", tmp_path / "many"
     late = returning = reused = 0
+    how = {"label_ranges": {"click": (0.0, 0.99)}}
     for day in range(DAYS):
         inputs = written(tmp_path / "logs", day)
         given = schema(late=3_600.0, **rule) if day == 0 else None
-        record = extend(inputs, str(one), given, SMALL)
+        record = extend(inputs, str(one), given, SMALL, **how)
         if day in days_of_spark:
-            by_spark(session, inputs, many, given)
+            by_spark(session, inputs, many, given, **how)
         else:
-            extend(inputs, str(many), given, SMALL)
+            extend(inputs, str(many), given, SMALL, **how)
         expected, found = files(one), files(many)
         assert found.keys() == expected.keys()
         assert [name for name in found if found[name] != expected[name]] == []
         late += record.report["late"] * record.report["too_late"]
         returning += record.report["tasks"]["train"]["returning"]
         reused += record.report["tables"]["item"]["reused"]
+        account = record.report["account"]
+        assert account["quarantined"] > (day == 2)
+        assert 2 * account["read"] == sum(account.values())
     assert len(open_stream(str(one)).dataset(DAYS).manifest.splits["train"].shards) > 2
     assert late > 0
     assert returning > 0
