@@ -1,10 +1,15 @@
-"""How many threads a step takes on the CPU: whichever number is faster here and now."""
+"""How many threads a step takes on the CPU: whichever number is faster here and now; and what
+becomes of torch's threads where this process is forked."""
 
+import os
 import statistics
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import cache
 from typing import final
+from weakref import WeakSet
 
 import torch
 
@@ -99,3 +104,52 @@ class ThreadChoice:
         self._hold = min(2 * self._hold, LONGEST_HOLD) if is_as_before else SHORTEST_HOLD
         self._chosen, self._left = threads, self._hold
         self._trial, self._slow_steps = [], 0
+
+
+@final
+class ComputeLock:
+    """A lock for computing by torch, which a forked process finds free."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        _LOCKS.add(self)
+        _prepare_for_forks()
+
+    def __enter__(self) -> None:
+        self._lock.acquire()
+
+    def __exit__(self, *_: object) -> None:
+        self._lock.release()
+
+
+_LOCKS: WeakSet[ComputeLock] = WeakSet()
+_FORK_LOCK = threading.Lock()  # one thread forks at a time
+_held: list[ComputeLock] = []
+
+
+@cache
+def _prepare_for_forks() -> None:
+    """Have processes that are forked from now on find the locks free, and use one thread."""
+    os.register_at_fork(
+        before=_hold_locks, after_in_parent=_release_locks, after_in_child=_leave_threads
+    )
+
+
+def _hold_locks() -> None:
+    # A thread in the middle of an inner step has changed what the forked process would compute on.
+    _FORK_LOCK.acquire()
+    _held.extend(_LOCKS)
+    for lock in _held:
+        lock.__enter__()
+
+
+def _release_locks() -> None:
+    while _held:
+        _held.pop().__exit__()
+    _FORK_LOCK.release()
+
+
+def _leave_threads() -> None:
+    # torch's threads, which load a model too, are not forked: a process would wait for them.
+    torch.set_num_threads(1)
+    _release_locks()
