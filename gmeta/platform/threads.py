@@ -106,50 +106,37 @@ class ThreadChoice:
         self._trial, self._slow_steps = [], 0
 
 
-@final
-class ComputeLock:
-    """A lock for computing by torch, which a forked process finds free."""
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        _LOCKS.add(self)
-        _prepare_for_forks()
-
-    def __enter__(self) -> None:
-        self._lock.acquire()
-
-    def __exit__(self, *_: object) -> None:
-        self._lock.release()
+def make_compute_lock() -> threading.Lock:
+    """Return a lock for computing by torch, which a forked process finds free."""
+    lock = threading.Lock()
+    _LOCKS.add(lock)
+    _prepare_for_forks()
+    return lock
 
 
-_LOCKS: WeakSet[ComputeLock] = WeakSet()
-_FORK_LOCK = threading.Lock()  # one thread forks at a time
-_held: list[ComputeLock] = []
+_LOCKS: WeakSet[threading.Lock] = WeakSet()
 
 
 @cache
 def _prepare_for_forks() -> None:
     """Have processes that are forked from now on find the locks free, and use one thread."""
-    os.register_at_fork(
-        before=_hold_locks, after_in_parent=_release_locks, after_in_child=_leave_threads
-    )
+    is_forking, held = threading.Lock(), list[threading.Lock]()
 
+    def hold() -> None:
+        is_forking.acquire()  # one thread forks at a time
+        # A thread in the middle of an inner step has changed what the child would compute on.
+        held.extend(_LOCKS)
+        for lock in held:
+            lock.acquire()
 
-def _hold_locks() -> None:
-    # A thread in the middle of an inner step has changed what the forked process would compute on.
-    _FORK_LOCK.acquire()
-    _held.extend(_LOCKS)
-    for lock in _held:
-        lock.__enter__()
+    def release() -> None:
+        while held:
+            held.pop().release()
+        is_forking.release()
 
+    def begin_child() -> None:
+        # torch's threads, which load a model too, are not forked: the child would wait for them.
+        torch.set_num_threads(1)
+        release()
 
-def _release_locks() -> None:
-    while _held:
-        _held.pop().__exit__()
-    _FORK_LOCK.release()
-
-
-def _leave_threads() -> None:
-    # torch's threads, which load a model too, are not forked: a process would wait for them.
-    torch.set_num_threads(1)
-    _release_locks()
+    os.register_at_fork(before=hold, after_in_parent=release, after_in_child=begin_child)
