@@ -48,11 +48,11 @@ def check_reachable() -> None:
     world_size = int(os.environ.get("WORLD_SIZE", "1"))
     is_spread = world_size > int(os.environ.get("LOCAL_WORLD_SIZE", world_size))
     # gloo, which carries ids, tells the others the address that this host's name stands for. Where
-    # that of the first is the loopback's, too, all are on this host.
-    own = _find_address(socket.gethostname())
-    if is_spread and not name and _is_loopback(own) and not _is_loopback(_find_address(first)):
+    # the first host's is the loopback's, too, all are on this host.
+    own = socket.gethostname()
+    if is_spread and not name and _is_loopback(own) and not _is_loopback(first):
         raise UserError(
-            f"this host's name, {socket.gethostname()!r}, stands for {own}, by which no other host "
+            f"this host's name, {own!r}, stands for the loopback's address, by which no other host "
             f"reaches it: set GLOO_SOCKET_IFNAME to the interface that they reach, of "
             f"{', '.join(interfaces)}"
         )
@@ -68,15 +68,12 @@ def check_reachable() -> None:
             ) from error
 
 
-def _find_address(host: str) -> str:
-    """Return a host's first address; the loopback's if there is none, as gloo does."""
+def _is_loopback(host: str) -> bool:
+    """Return whether a host's first address is the loopback's, which gloo takes if it has none."""
     with suppress(socket.gaierror):
-        return str(socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)[0][4][0])
-    return "127.0.0.1"
-
-
-def _is_loopback(address: str) -> bool:
-    return address.startswith(("127.", "::1"))
+        address = str(socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)[0][4][0])
+        return address.startswith(("127.", "::1"))
+    return True
 
 
 def launch(arguments: Sequence[str], nproc_per_node: int, port: int, max_restarts: int) -> int:

@@ -1,5 +1,6 @@
 """A rank's batches, read and collated by processes beside it (worker.py)."""
 
+import logging
 import os
 import signal
 import subprocess
@@ -37,12 +38,19 @@ from metaio.format.dataset import Dataset
 if TYPE_CHECKING:
     from gmeta.distributed.sharded_learner import ShardedLearner
 
+_log = logging.getLogger(__name__)
+
 # Threads that read and collate take turns with the one that launches a step's kernels: an
 # interpreter runs one thread's Python at a time. For a batch from a process the rank copies one
 # block, from shared memory into the memory that goes to the device, and no thread waits for that.
 BLOCKS = 3  # of each process: one is written while others wait for the rank
 MOST_BY_DEFAULT = 4  # eight were no faster on an H200
 _QUOTA = Path("/sys/fs/cgroup/cpu.max")
+SILENT_S = 30.0
+SILENT = (
+    "process %d, one of data.processes = %d, has made no batch for %g s, and this rank waits for "
+    "it: see whether it is stopped (kill -CONT %d), or its disk hangs"
+)
 END_TIMEOUT_S = 10.0  # of a process whose connection has ended: it is exiting
 # A signal to all processes of a job is for the ranks, which may take a last step and save it.
 _PROGRAM = (
@@ -195,7 +203,11 @@ class BatchWorkers:
     def _receive_batch(
         self, worker: _BatchWorker, request: BatchRequest
     ) -> Episodes | MicroBatches:
+        silent_s = min(SILENT_S, self._settings.run.collective_timeout_s / 2)
         try:
+            # Where this rank waits for ever, others lose contact with it and cannot name the cause.
+            if not worker.connection.poll(silent_s):
+                _log.warning(SILENT, worker.process.pid, self.number, silent_s, worker.process.pid)
             reply: BatchReply = worker.connection.recv()
         except (EOFError, ConnectionError) as error:
             raise self._describe_exit(worker) from error

@@ -2,11 +2,11 @@
 
 import multiprocessing
 import os
-import select
 import shutil
 import signal
 import tempfile
 import threading
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from multiprocessing import forkserver, resource_tracker, util
@@ -71,8 +71,7 @@ def _explain_failure() -> Iterator[None]:
         yield
     # The pipe that only ends, "Connection refused" and a socket that is gone tell no cause.
     except (EOFError, OSError) as error:
-        server = vars(forkserver)["_forkserver"]._forkserver_pid
-        if server is not None and (ended := _wait_for_end(server)) is not None:
+        if ended := _wait_for_end():
             how = f"ended with exit code {ended.si_status}: mend what it wrote above"
             if ended.si_code != os.CLD_EXITED:
                 name = signal.Signals(ended.si_status).name
@@ -86,14 +85,16 @@ def _explain_failure() -> Iterator[None]:
         ) from error
 
 
-def _wait_for_end(child: int) -> os.waitid_result | None:
-    """Return how a child that may be ending has ended; None if it goes on."""
-    with suppress(OSError):
-        ending = os.pidfd_open(child)
-        select.select([ending], [], [], END_TIMEOUT_S)
-        os.close(ending)
-        # It is left to be reaped: multiprocessing starts another server once it sees its end.
-        return os.waitid(os.P_PID, child, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+def _wait_for_end() -> os.waitid_result | None:
+    """Return how the server ended, which may be ending; None if it goes on."""
+    until_s = time.monotonic() + END_TIMEOUT_S
+    with suppress(ChildProcessError):
+        while time.monotonic() < until_s:
+            # Processes that it forked are its children. It is left to be reaped: multiprocessing
+            # starts another server once it sees its end.
+            if ended := os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT):
+                return ended
+            time.sleep(0.02)
     return None
 
 

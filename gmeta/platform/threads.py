@@ -1,10 +1,15 @@
-"""How many threads a step takes on the CPU: whichever number is faster here and now."""
+"""How many threads a step takes on the CPU: whichever number is faster here and now; and what
+becomes of torch's threads where this process is forked."""
 
+import os
 import statistics
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import cache
 from typing import final
+from weakref import WeakSet
 
 import torch
 
@@ -99,3 +104,39 @@ class ThreadChoice:
         self._hold = min(2 * self._hold, LONGEST_HOLD) if is_as_before else SHORTEST_HOLD
         self._chosen, self._left = threads, self._hold
         self._trial, self._slow_steps = [], 0
+
+
+def make_compute_lock() -> threading.Lock:
+    """Return a lock for computing by torch, which a forked process finds free."""
+    lock = threading.Lock()
+    _LOCKS.add(lock)
+    _prepare_for_forks()
+    return lock
+
+
+_LOCKS: WeakSet[threading.Lock] = WeakSet()
+
+
+@cache
+def _prepare_for_forks() -> None:
+    """Have processes that are forked from now on find the locks free, and use one thread."""
+    is_forking, held = threading.Lock(), list[threading.Lock]()
+
+    def hold() -> None:
+        is_forking.acquire()  # one thread forks at a time
+        # A thread in the middle of an inner step has changed what the child would compute on.
+        held.extend(_LOCKS)
+        for lock in held:
+            lock.acquire()
+
+    def release() -> None:
+        while held:
+            held.pop().release()
+        is_forking.release()
+
+    def begin_child() -> None:
+        # torch's threads, which load a model too, are not forked: the child would wait for them.
+        torch.set_num_threads(1)
+        release()
+
+    os.register_at_fork(before=hold, after_in_parent=release, after_in_child=begin_child)

@@ -5,7 +5,6 @@ Shape suffixes: T tasks, N rows, F single-id or pooled features, M multi-id feat
 dense columns, B tables, U unique ids, D embedding width, P task-row pairs, O outputs, J parts of a
 gate, E chosen episodes"""
 
-import threading
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
@@ -23,7 +22,7 @@ from gmeta.data.episodes import make_full_side, with_row_copies
 from gmeta.data.transfer import move_to_device
 from gmeta.errors import UserError
 from gmeta.platform.files.tensor_files import MappedFiles
-from gmeta.platform.threads import ThreadChoice, work_to_predict
+from gmeta.platform.threads import ThreadChoice, make_compute_lock, work_to_predict
 from gmeta.serving.device import HOST, on_the_cpu
 from gmeta.serving.encoded_rows import EncodedColumns, empty_rows, join_rows, split_rows
 from gmeta.serving.episodes import task_batch
@@ -99,7 +98,7 @@ class ServedModel:
         self._unadapted: TaskState | None = None
         self._threads: ThreadChoice | None = None  # None: as many as torch has
         # Adapted layers act through hooks on the one model that all tasks share.
-        self._lock = threading.Lock()
+        self._lock = make_compute_lock()
 
     def refusal(self, support_rows: int, who: str = "a task") -> str | None:
         """Return why `who`, with `support_rows` rows, cannot be adapted to; None if it can."""

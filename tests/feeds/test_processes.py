@@ -6,6 +6,7 @@ import os
 import pickle
 import signal
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
@@ -338,6 +339,26 @@ def test_one_that_fails_writes_why_and_is_named(
         "it to 0 for threads; --resume goes on from the newest checkpoint"
     )
     assert "AttributeError: 'NoneType' object has no attribute 'plan'" in capfd.readouterr().err
+    processes.close()
+
+
+def test_one_that_stands_still_is_named_and_goes_on(
+    click_logs: Path, tmp_path: Path, ranks: Ranks, monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:  # fmt: skip
+    monkeypatch.setattr("gmeta.feeds.batch_workers.SILENT_S", 0.01)
+    processes, local = started(click_logs, tmp_path, ranks, 1)
+    pid = processes._workers[0].process.pid
+    os.kill(pid, signal.SIGSTOP)
+    with ThreadPoolExecutor(1) as pool:
+        first = pool.submit(next, episodes_of(processes, local))
+        wait_until(lambda: bool(caplog.messages), "a line about the process")
+        os.kill(pid, signal.SIGCONT)
+        assert first.result().num_rows > 0
+    assert caplog.messages[0] == (
+        f"process {pid}, one of data.processes = 1, has made no batch for 0.01 s, and this rank "
+        f"waits for it: see whether it is stopped (kill -CONT {pid}), or its disk hangs"
+    )
     processes.close()
 
 

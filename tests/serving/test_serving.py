@@ -33,6 +33,7 @@ from metaio.errors import DataError
 from tests.support.commands import environment
 from tests.support.exported import metaemb_rate, random_rows, write_random_model
 from tests.support.refusals import catch_message
+from tests.support.waiting import PATIENCE_S
 
 
 def of_task(rows: pa.Table, task: int) -> pa.Table:
@@ -216,6 +217,41 @@ def test_a_model_serves_in_inference_mode_and_threads(served: ServedModel, expor
     with ThreadPoolExecutor(4) as pool:
         for found, wanted in zip(pool.map(adapt_and_predict, range(12)), expected, strict=True):
             assert torch.equal(found, wanted)
+
+
+FORKED = """
+import os, sys, threading
+import gmeta, torch
+from tests.support.exported import random_rows
+
+torch.set_num_threads(2)
+torch.ones(1 << 20).sum()  # its threads are there
+model, rows = gmeta.load(sys.argv[1]), random_rows(3_000)
+expected = model.adapt(rows).predict(rows)
+is_over = threading.Event()
+
+
+def compute():
+    while not is_over.is_set():
+        model.adapt(rows)
+
+
+threading.Thread(target=compute, daemon=True).start()
+for _ in range(5):
+    child = os.fork()
+    if not child:
+        os._exit(not torch.allclose(model.adapt(rows).predict(rows), expected, atol=1e-5))
+    print(os.waitpid(child, 0)[1])
+is_over.set()
+"""
+
+
+def test_a_process_that_is_forked_while_its_model_computes_answers_too(exported: Path) -> None:
+    ran = subprocess.run(
+        [sys.executable, "-c", FORKED, exported], capture_output=True, text=True,
+        timeout=PATIENCE_S, check=False, env=environment(),
+    )  # fmt: skip
+    assert ran.stdout.split() == ["0"] * 5, ran.stderr
 
 
 def test_a_caller_under_autocast_gets_the_same_numbers(served: ServedModel) -> None:

@@ -39,11 +39,13 @@ _WARN_EVERY_S = 10.0
 # Kubernetes kills the process 30 s after it asked.
 STOPPING_BUDGET_S = 5.0
 _LOOK_EVERY_S = 0.25  # in a pause, at `is_stopping`
-# A cut link is UNAVAILABLE after keepalive time + timeout; without keepalive it hangs for ever.
 _OPTIONS = (
-    ("grpc.keepalive_time_ms", 10_000),
+    # A cut link is UNAVAILABLE once what a call sent is not acknowledged for the timeout
+    # (TCP_USER_TIMEOUT, which gRPC sets where there is a keepalive time); else it hangs for ever.
+    # Pings are rarer than the 5 minutes that a proxy permits by default: more often, it would end
+    # the connection ("too_many_pings").
+    ("grpc.keepalive_time_ms", 330_000),
     ("grpc.keepalive_timeout_ms", 5_000),
-    ("grpc.keepalive_permit_without_calls", 1),
     ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
     ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
     # Reconnect quickly after a restart of the service: a refused connection costs nothing.

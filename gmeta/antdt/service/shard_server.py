@@ -61,10 +61,7 @@ _OPTIONS = (
     ("grpc.max_metadata_size", 16 << 10),
     ("grpc.max_concurrent_streams", 256),  # calls at once on one connection
     ("grpc.http2.bdp_probe", 0),  # messages are small: no pings to measure the bandwidth
-    # Clients ping every few seconds to notice a cut link: permit it.
-    ("grpc.keepalive_permit_without_calls", 1),
-    ("grpc.http2.min_recv_ping_interval_without_data_ms", 1000),
-    ("grpc.http2.max_ping_strikes", 0),
+    ("grpc.http2.max_ping_strikes", 0),  # clients of earlier releases ping every ten seconds
 )
 _TLS_OPTIONS = (
     ("grpc.max_connection_idle_ms", MAX_CONNECTION_IDLE_S * 1000),

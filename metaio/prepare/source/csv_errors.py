@@ -56,6 +56,12 @@ _FIRST_BYTES: dict[bytes, tuple[str, str | tuple[str, ...], str]] = {
 }
 
 
+# What zlib and zstd say of a file that they cannot unpack.
+_OF_PACKED_FILES = re.compile(
+    "gzip|zstd|frame|checksum|corrupt|dictionary|src size|literals", re.IGNORECASE
+)
+
+
 def make_read_error(error: Exception, name: str, kind: FileKind) -> DataError:
     """Return the DataError that says in one line what DuckDB or pyarrow complained of."""
     what, problem = str(error), f"{f'input {name}' if name else 'an input'} cannot be read"
@@ -67,7 +73,7 @@ def make_read_error(error: Exception, name: str, kind: FileKind) -> DataError:
         )
     problem += f": {shorten(what)}. "
     is_io = isinstance(error, duckdb.IOException)
-    if is_io and re.search("GZIP|frame parameter|[Zz][Ss][Tt][Dd]", what):
+    if is_io and _OF_PACKED_FILES.search(what):
         return DataError(f"{problem}It is cut short, damaged or misnamed: write it again")
     # Disk or network, not the data: the caller may try again.
     if is_io or getattr(error, "errno", None):

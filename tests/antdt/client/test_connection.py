@@ -72,3 +72,9 @@ def test_a_call_of_a_stopping_process_waits_for_the_services_restart(waiting: Wa
     waiting.now_s = 0
     waiting.outage(budget_s=1.0)
     assert waiting.now_s <= 1
+
+
+def test_pings_are_no_more_than_a_proxy_permits_by_default() -> None:
+    options = dict(tested._OPTIONS)
+    assert options["grpc.keepalive_time_ms"] > 5 * 60 * 1000
+    assert "grpc.keepalive_permit_without_calls" not in options

@@ -118,7 +118,7 @@ def test_nodes_that_do_not_meet_are_told_of_in_a_line(monkeypatch: pytest.Monkey
     ("variables", "refusal"),
     [
         ({"GLOO_SOCKET_IFNAME": "eth9"}, "= 'eth9': this host has no interface 'eth9', but "),
-        ({"LOCAL_WORLD_SIZE": "1"}, "name, 'a', stands for 127.0.1.1, by which no other host"),
+        ({"LOCAL_WORLD_SIZE": "1"}, "name, 'a', stands for the loopback's address, by which no"),
         ({"LOCAL_WORLD_SIZE": "1", "GLOO_SOCKET_IFNAME": "lo"}, ""),  # whatever that is for
         ({"LOCAL_WORLD_SIZE": "1", "MASTER_ADDR": "a"}, ""),  # all are here
         ({"LOCAL_WORLD_SIZE": "2"}, ""),
