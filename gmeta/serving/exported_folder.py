@@ -72,6 +72,7 @@ class ExportedConfig:
     item_features: ItemFeaturesConfig = field(default_factory=ItemFeaturesConfig)
     labels: LabelsConfig = field(default_factory=LabelsConfig)
     positive_rating: float = 0.0  # evaluation.positive_rating of the run
+    label_range: tuple[float, ...] = ()  # least and most of each label in training; (): not known
 
     @property
     def losses(self) -> tuple[str, ...]:
@@ -193,6 +194,9 @@ def _parse_config(path: Path, body: dict[str, Any]) -> ExportedConfig:
         features.check()
         widths_of_tables(features, parts.model)  # raises what is wrong with them
         parts.labels.check(features.labels)
+        label_range = tuple(map(float, body.get("label_range", ())))
+        if len(label_range) not in (0, 2 * features.num_labels):
+            raise ValueError("its label_range is no least and most of each label")
         columns, files = _parse_columns(body["columns"]), parse_entries(body["files"])
         for name in {LAYERS_FILE, *map(table_file, range(len(features.tables)))} - files.keys():
             raise ValueError(f"it lists no file {name}")
@@ -221,6 +225,7 @@ def _parse_config(path: Path, body: dict[str, Any]) -> ExportedConfig:
         item_features=parts.item_features,
         labels=parts.labels,
         positive_rating=parts.evaluation.positive_rating,
+        label_range=label_range,
     )
 
 
