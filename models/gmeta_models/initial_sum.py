@@ -6,6 +6,7 @@ import torch
 from torch import nn
 
 from gmeta_models.decision_model import DecisionModel
+from gmeta_models.mlp import DropoutReLU
 
 
 def start_as_sum(model: nn.Module, weight_of: Mapping[int, float], bias: float) -> None:
@@ -23,6 +24,9 @@ def start_as_sum(model: nn.Module, weight_of: Mapping[int, float], bias: float) 
         )
     # Two units of each hidden layer carry the sum and its negative through the ReLUs; the others
     # are as drawn, but the output has no weight for them until it learns one.
+    for part in model.modules():
+        if isinstance(part, DropoutReLU):
+            part.kept = 2  # a sum that is left out now and then would be noise
     with torch.no_grad():
         _only_inputs(layers[0], weight_of, is_last=len(layers) == 1)
         for layer in layers[1:]:
