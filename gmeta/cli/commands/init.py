@@ -120,7 +120,12 @@ def _first_config(guessed: InferredRoles, out: Path) -> TrainConfig:
             },
             **_statistics_sections(guessed),
             **_evaluation_section(guessed),
-            "model": {"name": "melu", "hidden": [64, 64], "output_bias": _output_bias(guessed)},
+            "model": {
+                "name": "melu",
+                "hidden": [64, 64],
+                "dropout": 0.2,
+                "output_bias": _output_bias(guessed),
+            },
             "algorithm": {
                 "plain_epochs": PLAIN_EPOCHS,
                 # What validation chose on several logs, or near it.
