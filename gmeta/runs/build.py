@@ -90,8 +90,13 @@ def build(config: TrainConfig) -> tuple[Dataset, MetaLearner]:
     _check_plain_epochs(config.algorithm, config.run.epochs)
     tables = [table.name for table in dataset.features.tables]
     check_sharding(config.sharding, tables, config.outer.sparse_optimizer)
-    if decay := config.outer.sparse_weight_decay:
-        _check_decay(decay, config)
+    rows_learn = config.sharding.exchange == "host" and config.algorithm.train_base
+    if config.outer.sparse_weight_decay and not rows_learn:
+        raise ConfigError(
+            f"outer.sparse_weight_decay = {config.outer.sparse_weight_decay} is of rows that learn "
+            'in our own tables: it needs sharding.exchange = "host", and no algorithm.options.'
+            "train_base = false. Set them so, or leave it 0"
+        )
     # Right before the model is built: all ranks must begin with equal layers.
     torch.manual_seed(config.run.seed)
     try:
@@ -111,19 +116,6 @@ def build(config: TrainConfig) -> tuple[Dataset, MetaLearner]:
     except ValueError as error:
         raise ConfigError(str(error)) from error
     return dataset, learner
-
-
-def _check_decay(decay: float, config: TrainConfig) -> None:
-    idle = {
-        'sharding.exchange = "torchrec"': config.sharding.exchange == "torchrec",
-        "algorithm.options.train_base = false": not config.algorithm.train_base,
-    }
-    for setting, is_so in idle.items():
-        if is_so:
-            raise ConfigError(
-                f"outer.sparse_weight_decay = {decay} with {setting}: the rows of our own exchange "
-                "decay, as they learn. Set it to 0, or change the other one"
-            )
 
 
 def _check_plain_epochs(algorithm: AlgorithmConfig, epochs: int) -> None:

@@ -291,7 +291,7 @@ def check_labels(
     and most of each label in training; `may_lack` allows NaN (not known)."""
     label_NL = label_N.reshape(len(label_N), len(kinds))
     names = columns.split(", ") if len(kinds) > 1 else [columns]
-    for label_N, name, loss in zip(label_NL.T, names, kinds, strict=True):
+    for at, (label_N, name, loss) in enumerate(zip(label_NL.T, names, kinds, strict=True)):
         wrong_N = label_N[~defined_labels_N(loss, label_N) & ~(may_lack & np.isnan(label_N))]
         if wrong_N.size:
             allowed = _ALLOWED.get(loss, "finite numbers")
@@ -299,12 +299,11 @@ def check_labels(
                 f"label column {name} holds {wrong_N[0]:g}: this model takes {allowed}. Correct "
                 "the label"
             )
-    for label_N, name, loss, least, most in zip(
-        label_NL.T, names, kinds, label_range[::2], label_range[1::2], strict=bool(label_range)
-    ):
+        if not label_range or loss not in ANY_NUMBER:
+            continue
+        least, most = label_range[2 * at], label_range[2 * at + 1]
         slack = _SLACK * ((most - least) or 1.0)
-        far_N = label_N[(label_N < least - slack) | (label_N > most + slack)]
-        if loss in ANY_NUMBER and far_N.size:
+        if (far_N := label_N[(label_N < least - slack) | (label_N > most + slack)]).size:
             raise UserError(
                 f"label column {name} holds {far_N[0]:g}, and this model was trained on labels "
                 f"from {least:g} to {most:g}. Bring it to their unit, or leave the row out"
