@@ -140,6 +140,8 @@ def _first_config(guessed: InferredRoles, out: Path) -> TrainConfig:
             "outer": {
                 "loss": "mae" if guessed.is_rating else "bce",
                 "dense_lr": 0.003,
+                # A rare id stays near 0, as shrinkage would have it.
+                "sparse_weight_decay": 8.0,
                 "lr_schedule": "linear",
             },
             "run": {
