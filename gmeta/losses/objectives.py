@@ -259,17 +259,11 @@ def make_objectives(
     """Return the objectives of a dataset's labels, `names`; of one without a name by `loss`."""
     config.check(names)
     moments: tuple[tuple[float, float], ...] = ()
-    if config.standardise:
+    if config.standardise and config.moments:
         # Probabilities and scores have no units.
-        moments = tuple(
-            (mean, deviation) if kind in ANY_NUMBER else (0.0, 1.0)
-            for kind, mean, deviation in zip(
-                config.loss_kinds(loss, names),
-                config.moments[::2],
-                config.moments[1::2],
-                strict=True,
-            )
-        )
+        kinds, pairs = config.loss_kinds(loss, names), zip(*[iter(config.moments)] * 2, strict=True)
+        of_labels = zip(kinds, pairs, strict=True)
+        moments = tuple(pair if kind in ANY_NUMBER else (0.0, 1.0) for kind, pair in of_labels)
     if not names:
         return Objectives.of(loss, huber_delta, moments)
     losses = tuple(LossFunction(config.loss.get(name, loss), huber_delta) for name in names)

@@ -121,7 +121,7 @@ class Scoring:
         """Return the metric that chooses rates: the headline if it is a distance, else the loss."""
         # Not AUC, which does not notice outputs that run away, as where a rate is too high.
         headline = self.names[0]
-        return headline if headline in OF_PROBABILITIES + OF_VALUES else loss_metric(self.loss)
+        return headline if headline in ("logloss", *OF_VALUES) else loss_metric(self.loss)
 
     @property
     def fitted_loss(self) -> Loss:

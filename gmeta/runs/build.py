@@ -34,7 +34,7 @@ from gmeta.runs.early_stop import make_early_stop
 from gmeta.runs.logging.hook_registry import NAMED_CALLBACKS, NAMED_LOGGERS, find_hooks
 from gmeta_keys.plugins import Registry, describe_package
 from gmeta_models.gated import head_layers
-from gmeta_models.initial_sum import list_sum_layers
+from gmeta_models.initial_sum import keep_sum_units, list_sum_layers
 from gmeta_models.model_config import InputSizes, ModelConfig, SparseColumn
 from gmeta_models.registry import NAMED_MODELS, build_model, check_outputs
 from gmeta_models.table_projections import TableProjections
@@ -89,8 +89,13 @@ def build(config: TrainConfig) -> tuple[Dataset, MetaLearner]:
     _check_plain_epochs(config.algorithm, config.run.epochs)
     tables = [table.name for table in dataset.features.tables]
     check_sharding(config.sharding, tables, config.outer.sparse_optimizer)
-    if decay := config.outer.sparse_weight_decay:
-        _check_decay(decay, config)
+    rows_learn = config.sharding.exchange == "host" and config.algorithm.train_base
+    if config.outer.sparse_weight_decay and not rows_learn:
+        raise ConfigError(
+            f"outer.sparse_weight_decay = {config.outer.sparse_weight_decay} is of rows that learn "
+            'in our own tables: it needs sharding.exchange = "host", and no algorithm.options.'
+            "train_base = false. Set them so, or leave it 0"
+        )
     # Right before the model is built: all ranks must begin with equal layers.
     torch.manual_seed(config.run.seed)
     try:
@@ -110,19 +115,6 @@ def build(config: TrainConfig) -> tuple[Dataset, MetaLearner]:
     except ValueError as error:
         raise ConfigError(str(error)) from error
     return dataset, learner
-
-
-def _check_decay(decay: float, config: TrainConfig) -> None:
-    idle = {
-        'sharding.exchange = "torchrec"': config.sharding.exchange == "torchrec",
-        "algorithm.options.train_base = false": not config.algorithm.train_base,
-    }
-    for setting, is_so in idle.items():
-        if is_so:
-            raise ConfigError(
-                f"outer.sparse_weight_decay = {decay} with {setting}: the rows of our own exchange "
-                "decay, as they learn. Set it to 0, or change the other one"
-            )
 
 
 def _check_plain_epochs(algorithm: AlgorithmConfig, epochs: int) -> None:
@@ -327,6 +319,7 @@ def build_learner(
         _check_one_label(features.labels, algorithm.name, learner)
     if model.linear_start:
         _check_linear_start(built, sizes, objectives)
+        keep_sum_units(built)
     return learner
 
 

@@ -82,11 +82,11 @@ def make_scoring(config: TrainConfig, label: str = "") -> Scoring:
     )
 
 
-def describe_choices(config: TrainConfig) -> str:
-    """Return the line that says by what a run is trained, chosen and compared."""
-    scoring, valid = make_scoring(config), ", ".join(config.data.valid_splits)
-    kept = f"checkpoints by {make_early_stop(config).metric} of {valid}, " if valid else ""
-    units = " of standardised labels" if config.labels.standardise else ""
+def describe_choices(trained: TrainConfig, evaluated: TrainConfig) -> str:
+    """Return the line that says by what a run was trained and chosen, and is compared now."""
+    scoring, valid = make_scoring(evaluated), ", ".join(trained.data.valid_splits)
+    kept = f"checkpoints by {make_early_stop(trained).metric} of {valid}, " if valid else ""
+    units = " of standardised labels" if trained.labels.standardise else ""
     return (
         f"judged by: {scoring.names[0]}; trained with {scoring.loss}{units}, {kept}inner rates by "
         f"{scoring.measure}, trees fitted to {scoring.fitted_loss}"

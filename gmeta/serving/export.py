@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
 
+import numpy as np
 import torch
 from safetensors.torch import save_file
 from torch import Tensor
@@ -219,6 +220,7 @@ def _make_description(
         item_features=config.item_features,
         labels=config.labels,
         positive_rating=config.evaluation.positive_rating,
+        label_range=_find_label_range(config.data.train_split, dataset),
         source={
             "run": str(root),
             "step": step,
@@ -233,6 +235,14 @@ def _make_description(
         },
         files={},
     )
+
+
+def _find_label_range(split: str, dataset: Dataset) -> tuple[float, ...]:
+    """Return least and most of each label in a split's first block; () if one is not known."""
+    label_N = dataset.read_block(split, 0).label_N
+    label_NL = label_N.reshape(len(label_N), -1)
+    ends_2L = np.stack([each.reduce(label_NL, axis=0) for each in (np.fmin, np.fmax)])
+    return tuple(ends_2L.T.ravel().tolist()) if np.isfinite(ends_2L).all() else ()
 
 
 def _copy_vocabularies(dataset: Dataset, folder: Path) -> None:

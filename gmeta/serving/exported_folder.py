@@ -78,6 +78,7 @@ class ExportedConfig:
     item_features: ItemFeaturesConfig = field(default_factory=ItemFeaturesConfig)
     labels: LabelsConfig = field(default_factory=LabelsConfig)
     positive_rating: float = 0.0  # evaluation.positive_rating of the run
+    label_range: tuple[float, ...] = ()  # least and most of each label in training; (): not known
 
     @property
     def losses(self) -> tuple[str, ...]:
@@ -199,6 +200,9 @@ def _parse_config(path: Path, body: dict[str, Any]) -> ExportedConfig:
         features.check()
         widths_of_tables(features, parts.model)  # raises what is wrong with them
         parts.labels.check(features.labels)
+        label_range = tuple(map(float, body.get("label_range", ())))
+        if len(label_range) not in (0, 2 * features.num_labels):
+            raise ValueError("its label_range is no least and most of each label")
         columns, files = _parse_columns(body["columns"]), parse_entries(body["files"])
         needed = {LAYERS_FILE, *map(table_file, range(len(features.tables)))}
         # What is not listed is read without a comparison.
@@ -230,6 +234,7 @@ def _parse_config(path: Path, body: dict[str, Any]) -> ExportedConfig:
         item_features=parts.item_features,
         labels=parts.labels,
         positive_rating=parts.evaluation.positive_rating,
+        label_range=label_range,
     )
 
 

@@ -15,7 +15,7 @@ import pyarrow.compute as pc
 import torch
 
 from gmeta.errors import UserError
-from gmeta.losses.row_losses import defined_labels_N
+from gmeta.losses.row_losses import ANY_NUMBER, defined_labels_N
 from gmeta.serving.encoded_rows import EncodedColumns
 from gmeta.serving.exported_folder import ExportedColumns
 from metaio.errors import DataError
@@ -282,15 +282,35 @@ def _copy_list_views(views: pa.Array) -> pa.Array:
 _ALLOWED = {"bce": "0 to 1, since it predicts clicks", "softmax": "numbers from 0 on"}
 
 
-def check_labels(label_N: Float32, columns: str, kinds: Sequence[str], may_lack: bool) -> None:
-    """Raise UserError for a label that its loss cannot take; `may_lack` allows NaN (not known)."""
+# Ranges of the labels of a block of training: a longer play is no error, another unit is.
+_SLACK = 10.0
+
+
+def check_labels(
+    label_N: Float32,
+    columns: str,
+    kinds: Sequence[str],
+    may_lack: bool,
+    label_range: Sequence[float] = (),
+) -> None:
+    """Raise UserError for a label that its loss cannot take, or far outside of `label_range`, least
+    and most of each label in training; `may_lack` allows NaN (not known)."""
     label_NL = label_N.reshape(len(label_N), len(kinds))
     names = columns.split(", ") if len(kinds) > 1 else [columns]
-    for label_N, name, loss in zip(label_NL.T, names, kinds, strict=True):
+    for at, (label_N, name, loss) in enumerate(zip(label_NL.T, names, kinds, strict=True)):
         wrong_N = label_N[~defined_labels_N(loss, label_N) & ~(may_lack & np.isnan(label_N))]
         if wrong_N.size:
             allowed = _ALLOWED.get(loss, "finite numbers")
             raise UserError(
                 f"label column {name} holds {wrong_N[0]:g}: this model takes {allowed}. Correct "
                 "the label"
+            )
+        if not label_range or loss not in ANY_NUMBER:
+            continue
+        least, most = label_range[2 * at], label_range[2 * at + 1]
+        slack = _SLACK * ((most - least) or 1.0)
+        if (far_N := label_N[(label_N < least - slack) | (label_N > most + slack)]).size:
+            raise UserError(
+                f"label column {name} holds {far_N[0]:g}, and this model was trained on labels "
+                f"from {least:g} to {most:g}. Bring it to their unit, or leave the row out"
             )

@@ -386,7 +386,8 @@ class ServedModel:
         encoded = self._encoder.encode(batch, with_label)
         if with_label:
             may_lack = bool(self.config.features.labels)
-            check_labels(encoded.label_N, columns.label, self.config.losses, may_lack)
+            known = self.config.losses, may_lack, self.config.label_range
+            check_labels(encoded.label_N, columns.label, *known)
         return encoded
 
 

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from gmeta_models.decision_model import DecisionModel
+from gmeta_models.mlp import DropoutReLU
 
 
 def list_sum_layers(model: nn.Module) -> list[nn.Linear]:
@@ -21,6 +22,13 @@ def list_sum_layers(model: nn.Module) -> list[nn.Linear]:
             "leave it out"
         )
     return layers
+
+
+def keep_sum_units(model: nn.Module) -> None:
+    """Exempt from dropout the units that carry a sum: without them it would be noise."""
+    for part in model.modules():
+        if isinstance(part, DropoutReLU):
+            part.kept = 2
 
 
 @torch.no_grad()

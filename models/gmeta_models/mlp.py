@@ -5,9 +5,25 @@ Shape suffixes: N rows, O outputs"""
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from itertools import pairwise
+from typing import NamedTuple
 
 import torch.nn.functional as F
 from torch import Tensor, nn
+
+
+class Dropout(NamedTuple):
+    """The share of the units that are left out, and how many of the first always stay."""
+
+    share: float
+    kept: int
+
+
+def drop_out(hidden: Tensor, dropout: Dropout) -> Tensor:
+    """Return hidden units, some of each row 0, the others divided by the share that stays."""
+    dropped = F.dropout(hidden, dropout.share)
+    if dropout.kept:
+        dropped[..., : dropout.kept] = hidden[..., : dropout.kept]
+    return dropped
 
 
 class DropoutReLU(nn.ReLU):
@@ -17,12 +33,13 @@ class DropoutReLU(nn.ReLU):
     def __init__(self, share: float) -> None:
         super().__init__()
         self.share = share
+        self.kept = 0  # the first units that always stay: start_as_sum
         self.is_dropping = False
 
     def forward(self, input: Tensor) -> Tensor:
         """Return max(x, 0), or while units are left out, that of the others / (1 - share)."""
         hidden: Tensor = super().forward(input)
-        return F.dropout(hidden, self.share) if self.is_dropping else hidden
+        return drop_out(hidden, Dropout(self.share, self.kept)) if self.is_dropping else hidden
 
 
 @contextmanager
@@ -39,9 +56,10 @@ def drop_units(model: nn.Module) -> Iterator[None]:
             part.is_dropping = False
 
 
-def dropout_share(layers: nn.Sequential) -> float:
-    """Return the share of the units that layers of `mlp` leave out."""
-    return max((part.share for part in layers if isinstance(part, DropoutReLU)), default=0.0)
+def dropout_of(layers: nn.Sequential) -> Dropout | None:
+    """Return what layers of `mlp` leave out; None: nothing."""
+    parts = (part for part in layers if isinstance(part, DropoutReLU))
+    return next((Dropout(part.share, part.kept) for part in parts), None)
 
 
 def mlp(widths: Sequence[int], activate_last: bool, dropout: float = 0.0) -> nn.Sequential:

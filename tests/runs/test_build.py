@@ -144,3 +144,50 @@ def test_plain_epochs_leave_the_algorithm_some(
         build(config_from_dict(raw))
         return
     assert catch_message(ConfigError, build, config_from_dict(raw)) == message
+
+
+@pytest.mark.parametrize(
+    ("section", "keys", "message"),
+    [
+        (
+            "outer",
+            {"loss": "mse", "sparse_weight_decay": 0.5},
+            "outer.sparse_weight_decay = 0.5 is of rows that learn in our own tables: it needs "
+            'sharding.exchange = "host", and no algorithm.options.train_base = false. Set them '
+            "so, or leave it 0",
+        ),
+        (
+            "model",
+            {"name": "melu", "without": ["shop"]},
+            "model.without names 'shop', which is no table: the dataset has item. Name some of "
+            "them",
+        ),
+        (
+            "model",
+            {"name": "melu", "output_bias": 1.5},
+            "model.output_bias = 1.5 with labels.standardise: outputs are deviations from the mean "
+            "label already. Leave one of them out",
+        ),
+        (
+            "algorithm",
+            {"adapt_embeddings": ["item"]},
+            "algorithm.adapt_embeddings names 'item', which model.without leaves out of the model. "
+            "Take it out of one of them",
+        ),
+        (
+            "labels",
+            {"standardise": True, "moments": [3.6, 0.0]},
+            "labels.moments = [3.6, 0.0] is no mean and deviation above 0 of each label. Write "
+            "e.g. [3.6, 1.1], or [] to take them from the training split",
+        ),
+    ],
+)
+def test_regularisation_and_units_that_contradict_others_are_refused(
+    data: Path, section: str, keys: dict[str, Any], message: str
+) -> None:
+    raw = informed(data).to_json()
+    raw["sharding"]["exchange"] = "torchrec" if section == "outer" else "host"
+    raw["model"]["without"] = ["item"] if section == "algorithm" else []
+    raw["labels"]["standardise"] = True
+    raw[section] = {**raw[section], **keys}
+    assert catch_message(ConfigError, build, config_from_dict(raw)) == message

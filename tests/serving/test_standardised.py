@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pyarrow as pa
 import pytest
 
 import gmeta
@@ -17,7 +18,7 @@ from gmeta.runs.checkpoints.selected_checkpoint import check_config
 from gmeta.runs.run_folder import RunFolder, list_checkpoints
 from gmeta.serving.export import export_run
 from gmeta.train import train
-from metaio import Rows
+from metaio import Rows, open_dataset
 from tests.distributed.harness import on_ranks
 from tests.support.exported import evaluated, rows_of_split
 from tests.support.increments import write_increments
@@ -49,6 +50,10 @@ def train_on_rank(ranks: Ranks, configs: list[TrainConfig]) -> None:
         train(config, ranks)
 
 
+def max_label(data: Path) -> float:
+    return float(open_dataset(str(data)).read_block("train", 0).label_N.max())
+
+
 @pytest.mark.distributed
 def test_evaluation_export_and_stream_are_those_of_labels_standardised_by_hand(
     tmp_path: Path,
@@ -74,6 +79,11 @@ def test_evaluation_export_and_stream_are_those_of_labels_standardised_by_hand(
     support, query = rows_of_split(first, "gate")
     served = gmeta.load(tmp_path / "model").predict_tasks(support, query)
     np.testing.assert_allclose(served.after_N, ours["after"].to_numpy(), atol=1e-5 * deviation)
+    task = support.slice(0, 3).set_column(1, "click", pa.array([1.0, 2.0, 9e9]))
+    assert catch_message(UserError, gmeta.load(tmp_path / "model").adapt, task) == (
+        f"label column click holds 9e+09, and this model was trained on labels from 0 to "
+        f"{max_label(first):g}. Bring it to their unit, or leave the row out"
+    )
     # The stream's next run keeps the units of its first.
     for name in ("run", "next"):
         assert RunFolder(tmp_path / name).read_config().labels.moments == (mean, deviation)

@@ -12,7 +12,6 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, ClassVar, Generic, TypeVar, cast, final
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from gmeta.adaptation.adaptation_plan import TaskSize, linear_layers
@@ -24,7 +23,7 @@ from gmeta.adaptation.rates import LayerRate, scale_grads
 from gmeta.losses.objectives import RowLoss, known_labels
 from gmeta.losses.row_losses import HALVES
 from gmeta_models.gated import GatedModel
-from gmeta_models.mlp import dropout_share
+from gmeta_models.mlp import Dropout, drop_out, dropout_of
 
 if TYPE_CHECKING:
     from gmeta.adaptation.adaptation_plan import AdaptationPlan
@@ -91,9 +90,9 @@ class FusedLoop(ABC, Generic[Adapted]):
         )
 
     @property
-    def _dropout(self) -> float:
+    def _dropout(self) -> Dropout | None:
         # Of the outer loss alone, as in GeneralLoop.losses_N.
-        return dropout_share(self._model.decision_layers) if self._model.training else 0.0
+        return dropout_of(self._model.decision_layers) if self._model.training else None
 
     def _support_loss(self, rows: WorkingRows, tasks: PaddedTasks) -> RowLoss:
         dtype, prior = _precision(rows.values_PD), self.config.support_prior
@@ -300,8 +299,8 @@ class StillLoop(FusedLoop[ConstantInputMlp]):
     def query_loss_sum(self, adapted: ConstantInputMlp, tasks: PaddedTasks) -> Tensor:
         """Return the sum over the tasks of the mean query loss at the adapted parameters."""
         inputs_NO = adapted.query.after_steps_NO(adapted.scaled_grads_SO).relu()
-        if dropout := self._dropout:
-            inputs_NO = F.dropout(inputs_NO, dropout)
+        if (dropout := self._dropout) is not None:
+            inputs_NO = drop_out(inputs_NO, dropout)
         loss = _row_loss(tasks.query, self._objectives.outer, adapted.query.outputs_NO.dtype)
         return loss.sum(adapted.upper.forward(inputs_NO, tasks.query, dropout)[-1])
 

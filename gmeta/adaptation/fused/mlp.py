@@ -21,12 +21,12 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, NamedTuple, Self
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from gmeta.adaptation.fused.fast_weight_update import FastWeightUpdate
 from gmeta.adaptation.rates import WeightRates, scale_grads
+from gmeta_models.mlp import drop_out
 from gmeta_models.ops.matmul import linear
 
 if TYPE_CHECKING:
@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     from gmeta.adaptation.layout.padded_layout import PaddedRows
     from gmeta.adaptation.rates import LayerRate
     from gmeta.losses.objectives import RowLoss
+    from gmeta_models.mlp import Dropout
 
 # autograd would find the derivatives below in five times as many operations, most of which
 # allocate. Tests hold them to the equations as they stand, differentiated by autograd
@@ -56,7 +57,7 @@ class AdaptedMlp:
     updates: tuple[FastWeightUpdate, ...] = ()  # by layer; none before the first step
 
     def forward(
-        self, inputs_NI: Tensor, rows: PaddedRows, dropout: float = 0.0
+        self, inputs_NI: Tensor, rows: PaddedRows, dropout: Dropout | None = None
     ) -> tuple[Tensor, ...]:
         """Return h_0, ..., h_{L-1} and z_L of rows of the tasks; `dropout` of h_1, ..., h_{L-1}."""
         layers = self._layers(rows)._replace(dropout=dropout)
@@ -143,7 +144,7 @@ class _PassLayers(NamedTuple):
     gates_NO: Sequence[Tensor | None]  # of each row
     updates: Sequence[FastWeightUpdate]
     sides: Sides
-    dropout: float = 0.0
+    dropout: Dropout | None = None
 
     @property
     def tensors(self) -> list[Tensor]:
@@ -188,8 +189,8 @@ class _Forward(torch.autograd.Function):
             if at:
                 # In place: its derivative asks only where z > 0, and there h > 0 too.
                 passed.append(out_NO.relu_())
-                if layers.dropout:
-                    passed[-1] = F.dropout(passed[-1], layers.dropout)
+                if layers.dropout is not None:
+                    passed[-1] = drop_out(passed[-1], layers.dropout)
             out_NO = linear(passed[-1], layers.weights_OI[at], layers.biases_O[at])
             if gate_NO is not None:
                 # Saved for the gradient of the gate.
@@ -233,8 +234,9 @@ class _Forward(torch.autograd.Function):
                     if below is None
                     else _relu_backward(below, passed[at], 0, grad_input=below)
                 )
-                if grad is not None and layers.dropout:
-                    grad.div_(1.0 - layers.dropout)  # units left out are 0, and have none already
+                if grad is not None and layers.dropout is not None:
+                    # Units that are left out are 0, and have none already.
+                    grad[:, layers.dropout.kept :].div_(1.0 - layers.dropout.share)
         return (None, below, *found.in_order)
 
 

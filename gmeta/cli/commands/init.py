@@ -127,6 +127,7 @@ def _first_config(guessed: InferredRoles, out: Path) -> TrainConfig:
             "model": {
                 "name": "melu",
                 "hidden": [64, 64],
+                "dropout": 0.2,
                 "output_bias": _output_bias(guessed),
                 # What a regression of the statistics says, a model need not learn.
                 "linear_start": True,
@@ -145,6 +146,8 @@ def _first_config(guessed: InferredRoles, out: Path) -> TrainConfig:
             "outer": {
                 "loss": "mae" if guessed.is_rating else "bce",
                 "dense_lr": 0.003,
+                # A rare id stays near 0, as shrinkage would have it.
+                "sparse_weight_decay": 8.0,
                 "lr_schedule": "linear",
             },
             "run": {

@@ -162,7 +162,7 @@ class FastGroup:
         rows_UD, tables = self.rows.copy_rows(row_U), self.tables
         if not tables.weight_decay:
             return rows_UD
-        return rows_UD.mul_(1.0 - tables.learning_rate * tables.weight_decay)
+        return rows_UD.mul_(max(0.0, 1.0 - tables.learning_rate * tables.weight_decay))
 
     @torch.no_grad()
     def update(self, to_update: RowsToSend, grad_ND: Tensor) -> None:

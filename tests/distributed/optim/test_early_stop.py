@@ -97,7 +97,8 @@ def test_a_run_says_that_it_still_got_better_or_was_best_while_it_trained_plainl
 def test_the_headline_decides_what_rates_are_chosen_by_and_trees_are_fitted_to(
     config: dict[str, object], line: str
 ) -> None:
-    assert describe_choices(config_from_dict(config)) == line
+    trained = config_from_dict(config)
+    assert describe_choices(trained, trained) == line
 
 
 @pytest.mark.parametrize(

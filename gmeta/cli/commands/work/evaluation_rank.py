@@ -144,7 +144,7 @@ def evaluate_on_rank(
                 evaluated,
                 models,
                 [
-                    describe_choices(chosen),
+                    describe_choices(config, chosen),
                     *filter(None, map(describe_plain_best, evaluated)),
                     *baseline_notes,
                     *notes,
