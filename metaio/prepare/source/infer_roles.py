@@ -245,8 +245,8 @@ def _find_column(
             return fits[0].name
     if role == "label":
         # The only column of 0 and 1 is one, whatever its name.
-        fits = [one for one in columns if one.is_number and (one.least, one.most) == (0, 1)]
-        fits = [column for column in fits if column.num_distinct == 2]
+        fits = [one for one in columns if one.is_number and one.num_distinct == 2]
+        fits = [one for one in fits if (one.least, one.most) == (0, 1)]
         return fits[0].name if len(fits) == 1 else ""
     typed = [column for column in columns if column.is_time] if role == "time" else []
     return typed[0].name if typed else ""

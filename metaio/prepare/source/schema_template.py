@@ -179,20 +179,18 @@ def _format_episodes(found: InferredRoles) -> list[str]:
     ]
 
 
-def _format_protocol(found: InferredRoles, train: float, held_back_share: float) -> list[str]:
+def _format_protocol(found: InferredRoles, train: float, held_back: float) -> list[str]:
     lines = []
     for side in found.select("side"):
         lines += [*_begin_table("[membership]", side, "these rows are support, those query; "), ""]
     for split in found.select("split"):
+        is_made = found.valid_split not in found.splits
         lines += _begin_table("[splits]", split)[1:]
-        if found.valid_split not in found.splits:
-            lines.append('validation_from = "train"  # a tenth of its tasks')
-        return lines
+        return lines + ['validation_from = "train"  # a tenth of its tasks'] * is_made
     return [
         *lines,
         "[splits]  # of tasks, by their hash: those of user-cold are never trained",
-        f"shares = {{ train = {train:g}, valid = {held_back_share:g}, "
-        f"user-cold = {held_back_share:g} }}",
+        f"shares = {{ train = {train:g}, valid = {held_back:g}, user-cold = {held_back:g} }}",
     ]
 
 
