@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from _quality_protocols import PROTOCOLS, Protocol
+from _quality_protocols import FIRST_TRY, PROTOCOLS, Protocol
 from _quality_tables import Row, counts, markdown
 
 TEMPLATE = Path(__file__).with_name("_results_page.md")
@@ -28,7 +28,9 @@ def page(measured: Sequence[Measured], draws: int, command: str, before: str = "
     parts = _parts(before)
     for one in measured:
         parts[one.protocol.title] = _summary(one), _section(one, draws)
-    shown = [parts[protocol.title] for protocol in PROTOCOLS if protocol.title in parts]
+    shown = [
+        parts[protocol.title] for protocol in (*PROTOCOLS, *FIRST_TRY) if protocol.title in parts
+    ]
     return TEMPLATE.read_text().format(
         budget="\n".join(map(_budget, PROTOCOLS)),
         command=command,
@@ -73,11 +75,14 @@ def _section(one: Measured, draws: int) -> str:
         told += " of the one draw that the protocol gives"
     elif draws > 1:
         told += f" and {draws} draws of support and query rows"
+    if protocol.log:
+        told += "."
+    else:
+        told += f". Configs: `examples/{protocol.config}` and `examples/plain/{protocol.config}`."
     ahead = all(lead.verdict == "better" for row in one.rows for lead in row.leads)
     lines = [
         f"## {protocol.title}",
-        f"{protocol.about} {told}. Configs: `examples/{protocol.config}` and "
-        f"`examples/plain/{protocol.config}`.",
+        f"{protocol.about} {told}",
         "\n".join(markdown(one.rows)),
         "Ahead of every baseline in every row."
         if ahead

@@ -21,7 +21,9 @@ class Protocol:
     support is the past, or was given. `tuned` and `by_hand` tell how many runs chose the settings
     of adapted and plain, `judged_by` on which splits. `why` says in a sentence why adapting is not
     ahead everywhere. `others` are other algorithms: overrides of the adapted config by name, run
-    with the first seed alone."""
+    with the first seed alone. One with a `log` has neither recipe nor config: this query makes a
+    log of the files of the folder `{raw}`, and what `gmeta init` makes of that, with the options
+    `init`, is all that is set."""
 
     name: str
     title: str
@@ -39,10 +41,13 @@ class Protocol:
     prepare: tuple[str, ...] = ()
     train: tuple[str, ...] = ()  # overrides of all configs
     others: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    log: str = ""
+    init: tuple[str, ...] = ()
 
-    @property
-    def configs(self) -> dict[str, Path]:
-        """The config of each run by its name."""
+    def configs(self, place: Path) -> dict[str, Path]:
+        """The config of each run by its name; `place` is the folder of what was made."""
+        if self.log:
+            return dict.fromkeys(("adapted", "plain"), place / "made" / "train.toml")
         return {"adapted": EXAMPLES / self.config, "plain": PLAIN / self.config}
 
 
@@ -194,3 +199,57 @@ PROTOCOLS = (
         prepare=("--tasks", "16000"),
     ),
 )
+
+
+def _at_the_first_try(
+    name: str, title: str, about: str, log: str, label: str, metrics: tuple[str, ...] = CLICKS,
+    *, task: str = "", draws: bool = True,
+) -> Protocol:  # fmt: skip
+    words = ("--label", label, *(("--task", task) if task else ()))
+    return Protocol(
+        name=name,
+        title=title,
+        folder="cold",
+        recipe="",
+        config="",
+        splits=("user-cold",),
+        metrics=metrics,
+        draws=draws,
+        about=f"{about} As `gmeta init {' '.join(words)}` has it: nothing is tuned.",
+        tuned=(0, 0),
+        by_hand=(0, 0),
+        judged_by="nothing was chosen",
+        why="both models have the same statistics of support rows and items.",
+        log=log,
+        init=words,
+    )
+
+
+# As a newcomer meets gmeta. On the page once they are measured.
+FIRST_TRY = (
+    _at_the_first_try(
+        "book-crossing", "Book-Crossing ratings", "Ratings from 1 to 10 of 1,295 readers.",
+        "FROM '{raw}/book_crossing.csv'", "rating", RATINGS,
+    ),
+    _at_the_first_try(
+        "steam-played", "Steam: played at all", "Of games that users own, which they have played.",
+        'SELECT "user", game, (hours > 0)::INT AS played FROM \'{raw}/steam.csv\'', "played",
+    ),
+    _at_the_first_try(
+        "steam-hours", "Steam: hours played", "Hours of the games that users have played.",
+        "FROM '{raw}/steam.csv' WHERE hours > 0", "hours", RATINGS,
+    ),
+    _at_the_first_try(
+        "retailrocket-cart", "Retailrocket: views to carts", "Which views end in the cart.",
+        "SELECT visitor, item, cart FROM '{raw}/retailrocket.csv'", "cart",
+    ),
+    _at_the_first_try(
+        "retailrocket-purchase", "Retailrocket: carts to purchases", "What of the cart is bought.",
+        "SELECT visitor, item, purchase FROM '{raw}/retailrocket.csv' WHERE cart = 1", "purchase",
+    ),
+    _at_the_first_try(
+        "grocery", "Grocery purchases", "Purchases against drawn items; the newest are predicted.",
+        "SELECT user_id, item_id, i_category, l.time, 1 AS bought FROM '{raw}/grocery.tsv' l "
+        "JOIN '{raw}/grocery_items.tsv' USING (item_id)", "bought", draws=False,
+    ),
+)  # fmt: skip

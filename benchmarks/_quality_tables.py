@@ -6,6 +6,7 @@ import statistics
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 # Half the width of a 95 % interval in standard errors where 2, 3, ... 10 seeds tell the error:
@@ -20,6 +21,7 @@ BASELINES = {
     ("boosted trees", "after"): "boosted trees",
 }
 OPTIONAL = "boosted trees"  # where gmeta[lightgbm] is not installed
+OUTSIDE = "outside"  # a script of anybody's
 
 
 @dataclass(frozen=True)
@@ -54,17 +56,25 @@ def rows_of(
     splits: Sequence[str],
     metrics: Sequence[str],
     others: Sequence[str] = (),
+    outside: Mapping[tuple[str, str], float] = MappingProxyType({}),
 ) -> list[Row]:
     """The rows of a data set from the evaluation.json of each seed; `others` are runs that stand
-    beside the baselines, of the seeds that have them.
+    beside the baselines, of the seeds that have them, `outside` values of a split and a metric.
 
     Raises:
         ValueError: an evaluation has no such split, metric or comparison."""
     read = [json.loads(path.read_text()) for path in evaluations]
-    return [_row(read, split, metric, others) for split in splits for metric in metrics]
+    return [
+        _row(read, split, metric, others, outside.get((split, metric)))
+        for split in splits
+        for metric in metrics
+    ]
 
 
-def _row(read: Sequence[Mapping[str, Any]], split: str, metric: str, others: Sequence[str]) -> Row:
+def _row(
+    read: Sequence[Mapping[str, Any]], split: str, metric: str, others: Sequence[str],
+    outside: float | None,
+) -> Row:  # fmt: skip
     groups = [_one(each["groups"], name=split) for each in read]
     name = read[0]["runs"][0]["name"]
     higher = bool(read[0]["metrics"][metric]["higher_is_better"])
@@ -85,6 +95,15 @@ def _row(read: Sequence[Mapping[str, Any]], split: str, metric: str, others: Seq
             ]  # fmt: skip
             value = statistics.mean(each["metrics"][metric]["value"] for each in results)
             leads.append(lead(head, value, differences, higher))
+    if outside is not None:
+        # Its rows are not known, so no difference is paired: the interval is that of adapted alone.
+        own = [each["metrics"][metric] for each in adapted]
+        differences = [
+            {key: each[key] and each[key] - outside for key in ("value", "low", "high")}
+            | {"reason": each.get("reason")}
+            for each in own
+        ]
+        leads.append(lead(OUTSIDE, outside, differences, higher))
     return Row(
         split,
         metric,

@@ -1,4 +1,4 @@
-"""Is adapting worth it? Adapted minus each baseline, with its interval, on five data sets.
+"""Is adapting worth it? Adapted minus each baseline, with its interval, on eleven data sets.
 
 For each data set: `gmeta prepare`, `gmeta train` of the example's config and of the tuned plain
 baseline with several seeds, and `gmeta evaluate` against everything that is simpler: the model as
@@ -9,10 +9,15 @@ goes on.
 
     python benchmarks/quality.py --data path/to/data --write docs/results.md
 
---data holds the folders ml-1m, ml-100k and amazon; what is missing is said and left out. All of it
-takes an hour and a half on two cores; --only NAME measures one, and --write leaves the others on
+--data holds the folders ml-1m, ml-100k, amazon and cold; what is missing is said and left out. Of
+the logs in cold `gmeta init` alone makes schema and config. All of it takes two hours and a half on
+two cores; --only NAME measures one, and --write leaves the others on
 the page as they are. --quick takes a minute: MovieLens-100k where it is there, and small synthetic
-logs, with one seed, and 100 tasks that choose rate and steps; the others are left out."""
+logs, with one seed, and 100 tasks that choose rate and steps; the others are left out.
+
+--outside SCRIPT sets one more column beside those of cold: what a script reaches on the same
+episodes (_quality_outside.py says what it is given and prints). Where it fails, as for a package
+that is not installed, the column is left out with the reason."""
 
 import os
 import shutil
@@ -20,16 +25,20 @@ import sys
 import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from multiprocessing.context import ForkServerContext
 from pathlib import Path
 
+import duckdb
 from _common import REPOSITORY, available_cores, environment, finish, make_parser, positive_int
-from _quality_jobs import Job, JobError, gmeta_processes, run_jobs
+from _quality_jobs import Job, JobError, Ran, gmeta_processes, run_jobs
+from _quality_outside import Values, measure_outside
 from _quality_page import Measured, page
-from _quality_protocols import PROTOCOLS, Protocol
+from _quality_protocols import FIRST_TRY, PROTOCOLS, Protocol
 from _quality_tables import counts, figures, rows_of, text_lines
 
 DATA = REPOSITORY.parent / "shared" / "data"
-NAMES = [protocol.name for protocol in PROTOCOLS]
+ALL = (*PROTOCOLS, *FIRST_TRY)
+NAMES = [protocol.name for protocol in ALL]
 # --quick: what fits into a minute of two busy cores.
 QUICK = ("movielens-100k", "synthetic")
 QUICK_PREPARE = ("--tasks", "1000", "--items", "300")
@@ -47,6 +56,7 @@ def main() -> int:
     parser.add_argument("--work", type=Path, default=REPOSITORY / "runs" / "quality")
     parser.add_argument("--parallel", type=positive_int, default=len(available_cores()))
     parser.add_argument("--write", type=Path, metavar="PAGE", help="write the tables as Markdown")
+    parser.add_argument("--outside", type=Path, metavar="SCRIPT", help="one more column of cold")
     options = parser.parse_args()
     names, seeds, draws, work = options.only, options.seeds, options.draws, options.work
     if options.quick:
@@ -54,7 +64,7 @@ def main() -> int:
         seeds, draws, work = 1, 1, work.with_name(f"{work.name}-quick")
         shutil.rmtree(work, ignore_errors=True)
     there: list[tuple[Protocol, Path]] = []
-    for protocol in PROTOCOLS:
+    for protocol in ALL:
         raw = options.data / protocol.folder
         if protocol.name in names and protocol.folder and not raw.is_dir():
             print(f"{protocol.title}: left out, {raw} is no folder. Give --data", flush=True)
@@ -68,14 +78,17 @@ def main() -> int:
         os.environ.setdefault("OMP_NUM_THREADS", "1")
     with ThreadPoolExecutor(at_once) as pool:
         for one in pool.map(
-            lambda each: measure(*each, work, seeds, draws, parallel, quick=options.quick), there
+            lambda each: measure(
+                *each, work, seeds, draws, parallel, options.outside, quick=options.quick
+            ),
+            there,
         ):
             measured.append(one)
             tell(one, quick=options.quick)
     if options.write:
         write_page(options.write, measured, seeds, draws)
     if options.quick:
-        left = [protocol.title for protocol in PROTOCOLS if protocol.name not in QUICK]
+        left = [protocol.title for protocol in ALL if protocol.name not in QUICK]
         print(f"\nQUICK: without {', '.join(left)}, which take longer than a minute", flush=True)
     data = {each.protocol.name: figures(each.rows) for each in measured}
     told = {"seeds": seeds, "draws": draws, "quick": options.quick}
@@ -84,18 +97,18 @@ def main() -> int:
 
 
 def measure(
-    protocol: Protocol, raw: Path, work: Path, seeds: int, draws: int, parallel: int, *, quick: bool
-) -> Measured:
+    protocol: Protocol, raw: Path, work: Path, seeds: int, draws: int, parallel: int,
+    outside: Path | None = None, *, quick: bool,
+) -> Measured:  # fmt: skip
     """Prepare, train and evaluate, `parallel` commands at a time."""
     context = gmeta_processes()
     began = time.perf_counter()
     place = work / protocol.name
-    prepared = prepare_job(protocol, raw, place / "data", quick=quick)
-    (first,) = run_jobs([prepared], 1, context)
+    first = prepare(protocol, raw, place, context, quick=quick)
     trainings = [
         train_job(protocol, name, seed, place, quick=quick)
         for seed in range(seeds)
-        for name in (*protocol.configs, *(() if quick or seed else protocol.others))
+        for name in (*protocol.configs(place), *(() if quick or seed else protocol.others))
     ]
     trained = run_jobs(trainings, parallel, context)
     evaluations = [
@@ -103,7 +116,8 @@ def measure(
     ]
     evaluated = run_jobs(evaluations, parallel, context)
     paths = [job.out / "evaluation.json" for job in evaluations]
-    rows = rows_of(paths, protocol.splits, protocol.metrics, tuple(protocol.others))
+    beside = tell_outside(protocol, outside, place) if outside and protocol.log else {}
+    rows = rows_of(paths, protocol.splits, protocol.metrics, tuple(protocol.others), beside)
     elapsed_s = time.perf_counter() - began
     # Of kept results too: what the commands took when they ran, shared among those at a time.
     command_s = first.seconds + sum(ran.seconds for ran in (*trained, *evaluated)) / parallel
@@ -111,8 +125,35 @@ def measure(
     return Measured(protocol, tuple(rows), max(elapsed_s, command_s), len(paths), where)
 
 
+def prepare(
+    protocol: Protocol, raw: Path, place: Path, context: ForkServerContext, *, quick: bool
+) -> Ran:
+    """Make the dataset, of a log by what `gmeta init` writes."""
+    if not protocol.log:
+        return run_jobs([prepare_job(protocol, raw, place / "data", quick=quick)], 1, context)[0]
+    place.mkdir(parents=True, exist_ok=True)
+    log, made, data = place / "log.csv", place / "made", place / "data"
+    query = protocol.log.format(raw=str(raw).replace("'", "''"))
+    duckdb.sql(query).write_csv(str(log))
+    run_jobs(
+        [Job(("init", str(log), *protocol.init, "--out", str(made)), made, (log,))], 1, context
+    )
+    words = ("prepare", "--schema", str(made / "schema.toml"), str(log), str(data))
+    return run_jobs([Job(words, data, (place / "made.done",))], 1, context)[0]
+
+
+def tell_outside(protocol: Protocol, script: Path, place: Path) -> Values:
+    """What the script reaches; nothing, and a line that says why, where it fails."""
+    config = protocol.configs(place)["adapted"]
+    try:
+        return measure_outside(script, place, config, protocol.splits)
+    except (OSError, RuntimeError) as error:
+        print(f"{protocol.title}: no column of {script}: {error}", flush=True)
+        return {}
+
+
 def prepare_job(protocol: Protocol, raw: Path, out: Path, *, quick: bool) -> Job:
-    """The dataset."""
+    """The dataset of a recipe."""
     inputs = [str(raw)] if protocol.folder else []
     sizes = QUICK_PREPARE if quick and not protocol.folder else protocol.prepare
     return Job(("prepare", "--recipe", protocol.recipe, *sizes, *inputs, str(out)), out)
@@ -120,9 +161,12 @@ def prepare_job(protocol: Protocol, raw: Path, out: Path, *, quick: bool) -> Job
 
 def train_job(protocol: Protocol, name: str, seed: int, place: Path, *, quick: bool) -> Job:
     """A run of one seed, `name` of protocol.configs or of protocol.others, anew of other data."""
-    config = protocol.configs.get(name, protocol.configs["adapted"])
+    configs = protocol.configs(place)
+    config = configs.get(name, configs["adapted"])
     out = place / f"seed-{seed}" / name
     overrides = [f"data.path={place / 'data'}", f"run.dir={out}", f"run.seed={seed}"]
+    if protocol.log and name == "plain":
+        overrides.append("algorithm.name=none")
     shorter = QUICK_TRAIN if quick else ()
     overrides += [*protocol.train, *protocol.others.get(name, ()), "run.keep_last=1", *shorter]
     return Job(("train", str(config), *overrides), out, (config, place / "data.done"))

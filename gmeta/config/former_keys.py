@@ -31,10 +31,7 @@ GONE: dict[str, tuple[Any, str]] = {
     "data.window_blocks": (0, "how many blocks are shuffled together follows from the split"),
     "data.drop_last": (False, "an epoch's last step may be smaller"),
     "data.tasks_per_shard": (0, "the size of a shard follows from the split"),
-    "support_features.bias_start": (
-        False,
-        "model.linear_start starts a model as the regression of all its statistics",
-    ),
+    "support_features.bias_start": (False, "model.linear_start starts as a regression of more"),
     "outer.adagrad_floor": (0.0, "outer.adagrad_decay holds for all sums alike"),
     "sharding.dense_wire_dtype": ("float32", "gradients of the layers travel in float32"),
     "sharding.shared_memory": (False, "ranks of one host exchange over TCP as others do"),

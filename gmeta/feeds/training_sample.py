@@ -13,7 +13,7 @@ from metaio.format.dataset import Dataset
 from metaio.read.batch import TaskBatch
 from metaio.read.compose import compose
 
-MOST_QUERY_ROWS = 200_000
+MOST_ROWS = 500_000  # of support and query
 
 T = TypeVar("T")
 
@@ -36,10 +36,10 @@ def _iterate_sample(settings: BatchSettings, dataset: Dataset) -> Iterator[TaskB
     for block in random.permutation(split.num_blocks).tolist():
         stored = dataset.read_block(split.name, block)
         mixed_E = random.permutation(stored.num_episodes)
-        query_rows_E = (np.diff(stored.row_offsets_T1) - stored.support_lengths_T)[mixed_E]
-        number = int(np.searchsorted(query_rows_E.cumsum(), MOST_QUERY_ROWS - num_rows)) + 1
+        rows_E = np.diff(stored.row_offsets_T1)[mixed_E]
+        number = int(np.searchsorted(rows_E.cumsum(), MOST_ROWS - num_rows)) + 1
         batch = compose(dataset.features, [(stored, np.sort(mixed_E[:number]))])
         yield from check_labels([batch], settings.kinds, dataset, split.name)
-        num_rows += int(query_rows_E[:number].sum())
-        if num_rows >= MOST_QUERY_ROWS:
+        num_rows += int(rows_E[:number].sum())
+        if num_rows >= MOST_ROWS:
             return

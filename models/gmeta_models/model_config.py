@@ -35,7 +35,7 @@ class ModelConfig:
     linear_start: bool = key(
         False,
         "a fresh model starts as the linear (bce: logistic) regression of the label on all dense "
-        "inputs, statistics included, over at most 200,000 training rows; training adds to it. "
+        "inputs, statistics included, over episodes of half a million rows; training adds to it. "
         "melu and din; in place of output_bias",
     )
     pooling: Pooling = key("mean", "how the ids of a multi-id feature become one vector")

@@ -1,5 +1,6 @@
 """benchmarks/quality.py: seeds as one interval, what the page says, what is not repeated."""
 
+import csv
 import json
 import math
 import statistics
@@ -12,12 +13,14 @@ import numpy as np
 import pytest
 from _common import REPOSITORY
 from _quality_jobs import Job, run_jobs
+from _quality_outside import measure_outside, read_rows
 from _quality_page import Measured, page
 from _quality_protocols import PROTOCOLS
 from _quality_tables import BASELINES, counts, figures, lead, markdown, rows_of, text_lines
 from quality import evaluate_job, train_job
 
 from gmeta.config.train_config import load_config
+from metaio import open_dataset
 from tests.support.processes import with_imports_ready
 
 
@@ -162,6 +165,54 @@ def test_other_algorithms_stand_behind_the_baselines_by_their_seeds(tmp_path: Pa
         rows_of([first, lacking], ["cold"], ["auc"], ["encoder"])
 
 
+def test_an_outside_script_is_one_more_column_of_its_best_model_on_validation(
+    tmp_path: Path,
+) -> None:
+    printed = (
+        "features (9, 3)\nlinear bias   valid  AUC 0.60 logloss 0.30\n"
+        "linear bias   cold   AUC 0.90 logloss 0.20\n"
+        "a tree        valid  AUC 0.70 logloss 0.40\na tree        cold   AUC 0.75 logloss 0.25\n"
+    )
+    values = read_rows(printed, ("cold",))
+    assert values == {("cold", "auc"): 0.75, ("cold", "logloss"): 0.2}
+    paths = two_seeds(tmp_path)
+    for path in paths:
+        told = json.loads(path.read_text())
+        for one in told["groups"][0]["results"]:
+            metric = one["metrics"]["auc"]
+            metric |= {"low": metric["value"] - 0.01, "high": metric["value"] + 0.01, "reason": ""}
+        path.write_text(json.dumps(told))
+    (row,) = rows_of(paths, ["cold"], ["auc"], outside=values)
+    last = row.leads[-1]
+    assert (last.baseline, last.value) == ("outside", 0.75)
+    assert last.difference == pytest.approx(-0.04)
+    # Two seeds .02 apart, beside the interval over tasks.
+    assert last.high - last.difference == pytest.approx(math.hypot(0.01, 12.706 * 0.01))
+
+
+def test_a_script_is_given_the_prepared_episodes_or_its_last_line_told(
+    click_logs: Path, tmp_path: Path
+) -> None:
+    config = tmp_path / "train.toml"
+    config.write_text('[run]\ndir = "run"\n')
+    (tmp_path / "data").symlink_to(click_logs)
+    script = tmp_path / "script.py"
+    script.write_text("import sys; sys.exit('no pandas')")
+    with pytest.raises(RuntimeError, match=r"^no pandas$"):
+        measure_outside(script, tmp_path, config, ("user-cold",))
+    script.write_text("print('m  valid  AUC 0.5\\nm  user-cold  AUC 0.6')")
+    found = measure_outside(script, tmp_path, config, ("user-cold",))
+    assert found == {("user-cold", "auc"): 0.6}
+    spec = json.loads((tmp_path / "outside" / "spec.json").read_text())
+    with Path(spec["file"]).open() as file:
+        rows = list(csv.DictReader(file))
+    splits = open_dataset(str(click_logs)).splits
+    wanted = sum(splits[name].num_rows for name in ("train", "valid", "user-cold"))
+    assert len(rows) == wanted
+    assert sum(row["is_query"] == "1" for row in rows if row["task"] == rows[0]["task"]) == 5
+    assert (spec["kind"], spec["item"]) == ("c", "item")
+
+
 def test_the_page_tells_where_adapting_is_not_ahead(tmp_path: Path) -> None:
     rows = tuple(rows_of(two_seeds(tmp_path), ["cold"], ["auc"]))
     protocol = PROTOCOLS[0]
@@ -204,7 +255,7 @@ def test_the_page_in_docs_is_what_the_generator_makes_of_its_figures() -> None:
 @pytest.mark.parametrize("protocol", PROTOCOLS, ids=lambda protocol: protocol.name)
 def test_configs_of_a_data_set_differ_in_algorithm_and_what_was_tuned(protocol: Any) -> None:
     adapted, plain = (
-        load_config(protocol.configs[name], ["data.path=data", "run.dir=run"])
+        load_config(protocol.configs(Path())[name], ["data.path=data", "run.dir=run"])
         for name in ("adapted", "plain")
     )
     assert plain.algorithm.name == "none" != adapted.algorithm.name

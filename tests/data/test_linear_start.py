@@ -161,7 +161,7 @@ def test_the_fused_loops_first_step_starts_from_it(loss: str) -> None:
         z_N, y_N = output_N[begin:end], label_N[begin:end]
         losses_N = np.log1p(np.exp(z_N)) - y_N * z_N if loss == "bce" else (z_N - y_N) ** 2
         wanted += losses_N.mean()
-    assert float(found) == pytest.approx(wanted, rel=1e-5)
+    assert found.item() == pytest.approx(wanted, rel=1e-5)
 
 
 def test_every_layer_learns_from_there() -> None:

@@ -12,10 +12,12 @@ from gmeta.distributed.ranks import Ranks
 from gmeta.feeds.batch_request import BatchSettings
 from gmeta.feeds.item_statistics_reader import read_item_statistics
 from gmeta.runs.build import build
+from gmeta.serving.model_loader import load
 from metaio import open_dataset
 from metaio.read.compose import compose
 from tests.distributed.harness import on_ranks
 from tests.distributed.test_continuing import config_of, newest, tensors, train_each
+from tests.support.commands import succeed
 from tests.support.increments import write_increments
 
 KEYS = {
@@ -72,6 +74,11 @@ def test_a_run_starts_as_the_regression_and_a_stream_goes_on_from_where_it_stand
     share_N = 1.0 / (1.0 + np.exp(-(bias + dense_NK @ weight_K)))
     gradient_X = scaled_NX.T @ (share_N - label_N) + PENALTY * at_X
     np.testing.assert_allclose(gradient_X, 0.0, atol=1e-4)
+
+    succeed("export", runs[1], tmp_path / "model")
+    served = load(tmp_path / "model").learner.state_dict()
+    for name, values in layers[runs[1]].items():
+        assert torch.equal(served[name.removeprefix("model.learner.")], values), name
 
     two = tmp_path / "two"
     on_ranks(1, train_each, [config_of(two, second, runs[2], **KEYS)])

@@ -2,6 +2,8 @@
 
 import math
 import shlex
+import subprocess
+import sys
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Annotated, Any
@@ -15,7 +17,7 @@ from gmeta.platform.files.atomic_write import write_atomically
 from gmeta.tuning.config_toml import format_config
 from metaio.prepare.source.infer_roles import InferredRoles, Role, infer_roles
 from metaio.prepare.source.profile import read_log_sample
-from metaio.prepare.source.schema_template import NEGATIVES, format_schema, propose_episodes
+from metaio.prepare.source.schema_template import format_schema, propose_episodes
 from metaio.quantities import format_count
 
 # Steps of an epoch that a config aims at, and bounds on the tasks of a step: few tasks in large
@@ -44,10 +46,15 @@ def init(
     overwrite: Annotated[
         bool, typer.Option("--overwrite", help="replace files that are there")
     ] = False,
+    run: Annotated[
+        bool, typer.Option("--run", help="also prepare, train both runs and evaluate: to a report")
+    ] = False,
 ) -> None:
     """Write a first schema and config, with comments, from looking at a log's first rows.
 
-    gmeta init 'logs/*.parquet' --label click"""
+    gmeta init 'logs/*.parquet' --label click
+
+    gmeta init log.csv --run"""
     if out.exists() and not out.is_dir():
         raise UserError(f"--out = {str(out)!r} is a file: a folder is needed. Choose another")
     paths = [out / SCHEMA_FILE, out / CONFIG_FILE]
@@ -87,31 +94,51 @@ def init(
         console.print(f"left out: {column.name}: {guessed.reasons[column.name]}")
     dealt = propose_episodes(guessed)
     dropped = 1 - dealt.num_tasks / len(guessed.task_sizes)
+    last = f"the last {format_count(dealt.query_rows, 'row')} of each to be predicted"
+    sides = [f"{column.name} says which are predicted" for column in guessed.select("side")]
     console.print(
         f"{dealt.num_tasks:,} tasks of at least {dealt.min_rows} rows ({dropped:.0%} have fewer); "
-        f"the last {format_count(dealt.query_rows, 'row')} of each to be predicted"
+        f"{(*sides, last)[0]}"
     )
     if dealt.num_tasks < FEW_TASKS:
         console.print(
             f"{dealt.num_tasks:,} tasks are few to learn from, and to tell settings apart: "
             "look at the intervals of an evaluation before anything else"
         )
-    # The lines are for a shell, and a path may have spaces.
     schema, config, data, runs = (
-        shlex.quote(str(out / name)) for name in (SCHEMA_FILE, CONFIG_FILE, "data", "runs")
+        str(out / name) for name in (SCHEMA_FILE, CONFIG_FILE, "data", "runs")
     )
+    steps = [
+        ["prepare", "--schema", schema, *inputs, data],
+        ["train", config],
+        ["train", config, "algorithm.name=none", f"run.dir={runs}/maml-plain"],
+        ["evaluate", f"{runs}/maml", "--against", f"{runs}/maml-plain"],
+    ]
+    if run:
+        return _run_steps(steps)
+    # The lines are for a shell, and a path may have spaces.
+    first, *others = (f"  gmeta {shlex.join(words)}\n" for words in steps)
+    config = shlex.quote(config)
     console.print(
-        f"\nRead and correct {paths[0]} and {paths[1]}, then:\n"
-        f"  gmeta prepare --schema {schema} {shlex.join(inputs)} {data}\n"
-        f"  gmeta inspect {data}\n"
-        f"  gmeta train {config}\n"
-        f"  gmeta train {config} algorithm.name=none run.dir={runs}/maml-plain\n"
-        f"  gmeta evaluate {runs}/maml --against {runs}/maml-plain\n"
+        f"\nRead and correct {paths[0]} and {paths[1]}, then (--run does all of it):\n"
+        f"{first}  gmeta inspect {shlex.quote(data)}\n{''.join(others)}"
         f"or, for settings of both that suit the log, in place of the two trainings:\n"
         f"  gmeta tune {config} --with-plain\n"
-        f"  gmeta train {runs}/maml-tune/best.toml\n"
-        f"  gmeta train {runs}/maml-tune-plain/best.toml"
+        f"  gmeta train {shlex.quote(f'{runs}/maml-tune/best.toml')}\n"
+        f"  gmeta train {shlex.quote(f'{runs}/maml-tune-plain/best.toml')}"
     )
+    return None
+
+
+def _run_steps(steps: list[list[str]]) -> None:
+    """Run commands one after the other, each in a process of its own, with a line before it."""
+    for number, words in enumerate(steps, start=1):
+        make_console().print(
+            f"\n[{number} of {len(steps)}] gmeta {shlex.join(words)}", markup=False
+        )
+        status = subprocess.call([sys.executable, "-m", "gmeta", *words])
+        if status:
+            raise typer.Exit(status)  # the command has said why
 
 
 def _first_config(guessed: InferredRoles, out: Path) -> TrainConfig:
@@ -119,19 +146,13 @@ def _first_config(guessed: InferredRoles, out: Path) -> TrainConfig:
         {
             "data": {
                 "path": str(out / "data"),
-                "valid_split": "valid",
+                "valid_split": guessed.valid_split,
                 "tasks_per_step": _tasks_per_step(propose_episodes(guessed).num_training_tasks),
             },
             **_statistics_sections(guessed),
             **_evaluation_section(guessed),
-            "model": {
-                "name": "melu",
-                "hidden": [64, 64],
-                "dropout": 0.2,
-                "output_bias": _output_bias(guessed),
-                # What a regression of the statistics says, a model need not learn.
-                "linear_start": True,
-            },
+            # What a regression of the statistics says, a model need not learn.
+            "model": {"name": "melu", "hidden": [64, 64], "dropout": 0.2, "linear_start": True},
             "algorithm": {
                 "plain_epochs": PLAIN_EPOCHS,
                 # What validation chose on several logs, or near it.
@@ -167,30 +188,17 @@ def _tasks_per_step(num_tasks: int) -> int:
     return min(max(1 << power, LEAST_TASKS), MOST_TASKS)
 
 
-def _output_bias(guessed: InferredRoles) -> float:
-    """Return the output bias with which an untrained model predicts the mean label."""
-    mean = guessed.mean_label
-    if guessed.is_rating:
-        return 0.0  # of standardised labels
-    # The mean is of the raw values; a label of two values becomes 0 and 1.
-    if guessed.threshold is not None:
-        mean = (mean - guessed.label.least) / (guessed.label.most - guessed.label.least)
-    if guessed.is_positives:
-        mean = 1 / (1 + NEGATIVES)
-    # The log-odds of 0 and 1 are infinite.
-    share = min(max(mean, 1e-6), 1 - 1e-6)
-    return round(math.log(share / (1 - share)), 2)
-
-
 def _evaluation_section(guessed: InferredRoles) -> dict[str, Any]:
-    """Return the [evaluation] section for ratings that are not on a scale up to 5."""
+    """Return the [evaluation] section for a query row a task, and ratings beyond a scale of 5."""
+    keys: dict[str, Any] = {}
+    if propose_episodes(guessed).query_rows == 1:
+        # One row has no order.
+        keys["metrics"] = ["mae", "rmse", "auc"] if guessed.is_rating else ["auc", "logloss"]
     # On a scale up to 5 the defaults hold: 4 and 5 are good.
     stars = guessed.label.least >= 0 and 4 <= guessed.label.most <= 5
-    if not guessed.is_rating or stars or guessed.median_label <= 0:
-        return {}
-    return {
-        "evaluation": {"positive_rating": guessed.median_label, "unit": f"of {guessed.label.name}"}
-    }
+    if guessed.is_rating and not stars and guessed.median_label > 0:
+        keys |= {"positive_rating": guessed.median_label, "unit": f"of {guessed.label.name}"}
+    return {"evaluation": keys} if keys else {}
 
 
 def _statistics_sections(guessed: InferredRoles) -> dict[str, Any]:
@@ -198,7 +206,8 @@ def _statistics_sections(guessed: InferredRoles) -> dict[str, Any]:
     sections: dict[str, Any] = {"support_features": {"task": True, "columns": ["*"]}}
     if guessed.item:
         sections["support_features"]["residual_of"] = guessed.item
-        sections["item_features"] = {"columns": [column.name for column in guessed.ids]}
+        columns = [*guessed.ids, *guessed.select("multi")]
+        sections["item_features"] = {"columns": [column.name for column in columns]}
         if not guessed.is_rating:
             sections["item_features"]["log_odds"] = True
     if not guessed.select("time"):

@@ -77,7 +77,6 @@ def _minimise(
         return float(weight_N @ losses_N + PENALTY / 2 * at_X.square().sum())
 
     at_X = input_NX.new_zeros(input_NX.shape[1])
-    best = objective(at_X)
     for _ in range(MOST_ROUNDS):
         output_N = base + input_NX @ at_X
         grad_N = row_grads_N(loss, output_N, label_N)
@@ -92,11 +91,9 @@ def _minimise(
         hessian_XX.diagonal().add_(PENALTY)
         step_X = torch.linalg.solve(hessian_XX, input_NX.T @ (weight_N * grad_N) + PENALTY * at_X)
         # Newton's steps on clicks may go too far.
-        while (now := objective(at_X - step_X)) > best and step_X.abs().max() > 1e-12:
+        while objective(at_X - step_X) > objective(at_X) and step_X.abs().max() > 1e-12:
             step_X = step_X / 2
-        if now > best:
-            break
-        at_X, best = at_X - step_X, now
+        at_X = at_X - step_X
         if step_X.abs().max() < 1e-9:
             break
     return at_X

@@ -12,6 +12,7 @@ from metaio.prepare.schema.rules import MembershipRule
 
 # UNDECIDED leaves a row to [episodes].
 SUPPORT, QUERY, UNDECIDED = 0, 1, 2
+_SIDE_WORDS = ("support", "query", "0", "1", "false", "true")  # in turn
 # The column of a batch that holds the side of its file.
 SIDE_OF_FILE = "side of the file"
 
@@ -39,16 +40,18 @@ def with_side(batch: pa.RecordBatch, side: str | None) -> pa.RecordBatch:
 
 
 def read_sides(name: str, column: pa.Array) -> npt.NDArray[np.int8]:
-    """Return the side of each row [N] from a column of "support", "query" and nulls."""
+    """Return the side of each row [N] from a column of "support" and "query", or 0 and 1, and
+    nulls."""
     # A file whose column is null in all rows has the type null.
     if pa.types.is_null(column.type):
         return np.full(len(column), UNDECIDED, np.int8)
     words = column.cast(pa.string()) if not pa.types.is_string(column.type) else column
-    known = pc.index_in(words, value_set=pa.array(["support", "query"]))
+    known = pc.index_in(words, value_set=pa.array(_SIDE_WORDS))
     wrong = pc.and_(pc.is_null(known), pc.is_valid(words))
     if pc.any(wrong).as_py():
         raise DataError(
-            f"membership column {name} holds {words.filter(wrong)[0].as_py()!r}; support, query "
-            "and null are allowed. Correct those rows"
+            f"membership column {name} holds {words.filter(wrong)[0].as_py()!r}; support and "
+            "query, or 0 and 1, and null are allowed. Correct those rows"
         )
-    return np.asarray(pc.fill_null(known, UNDECIDED)).astype(np.int8)
+    place_N = np.asarray(pc.fill_null(known, -1)).astype(np.int8)
+    return np.where(place_N < 0, np.int8(UNDECIDED), place_N % 2)

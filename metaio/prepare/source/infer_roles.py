@@ -13,12 +13,13 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from metaio.errors import DataError, to_one_line
+from metaio.prepare.schema.rules import VALIDATION
 from metaio.prepare.schema.schema import TextRule
 from metaio.prepare.source.profile import ColumnProfile, LogSample, is_list, profile_column
 
 # Above this share ids are hashed: a vocabulary is kept in memory and copied into exports.
 MAX_DISTINCT_SHARE = 0.5
-MIN_DISTINCT_NUMBERS = 20  # a column named as a number with fewer values serves as ids as well
+MIN_DISTINCT_NUMBERS = 20  # a column named as a number, or a time, with fewer serves as ids
 _ID = r"(_?(id|no|nr|idx|index|key|code|hash|token|uuid|number|num))?"
 # The first of these patterns that some columns fit decides.
 LABELS = (
@@ -38,6 +39,7 @@ TIMES = (
     r"time(_?stamp)?|ts|date(_?time)?|event_?time|unix_?time|created_?at|when",
     r".*(_?time(_?stamp)?|_date|_datetime|_ts|_at|time)",
 )
+_VALID_SPLITS = ("valid", "val", "validation", "dev")
 # Names of integers that count or measure: only a name tells these from ids.
 _MEASURES = re.compile(
     r"price|cost|amount|count|num|qty|quantity|duration|length|width|height|weight|size|views|age"
@@ -51,7 +53,10 @@ _ROW_IDS = (
 
 MAX_CHANGED_ITEMS_SHARE = 0.02  # share of the items of which a column of theirs may have two values
 
-Role = Literal["task", "label", "time", "row id", "single", "multi", "dense", "vector", "left out"]
+Role = Literal[
+    "task", "label", "time", "row id", "split", "side", "single", "multi", "dense", "vector",
+    "left out",
+]  # fmt: skip
 _INPUTS: tuple[Role, ...] = ("single", "multi", "dense", "vector")
 
 
@@ -69,6 +74,7 @@ class InferredRoles:
     # Why columns are left out.
     reasons: Mapping[str, str] = field(default_factory=dict)
     text: TextRule = TextRule()  # noqa: RUF009 - frozen
+    splits: frozenset[str] = frozenset()  # that a column names
 
     def select(self, role: Role) -> list[ColumnProfile]:
         """Return the columns of a role, in their order."""
@@ -102,6 +108,11 @@ class InferredRoles:
         return self.label.least == self.label.most == 1 and bool(self.item)
 
     @property
+    def valid_split(self) -> str:
+        """Return the split that settings are chosen on: the log's own, or that which is made."""
+        return next((name for name in _VALID_SPLITS if name in self.splits), VALIDATION)
+
+    @property
     def item(self) -> str:
         """Return the item's column: the ids with the most values; "" without one."""
         ids = self.ids
@@ -120,6 +131,7 @@ def infer_roles(log: LogSample, given_roles: Mapping[Role, str]) -> InferredRole
     columns = tuple(profile_column(name, rows[name]) for name in rows.column_names)
     roles: dict[str, Role] = {name: role for role, name in given_roles.items()}
     _check_given(columns, given_roles)
+    roles = _find_protocol(columns, rows) | roles
     wanted: tuple[tuple[Role, tuple[str, ...]], ...] = (
         ("label", LABELS),
         ("task", TASKS),
@@ -128,7 +140,8 @@ def infer_roles(log: LogSample, given_roles: Mapping[Role, str]) -> InferredRole
     for role, patterns in wanted:
         if role in given_roles:
             continue
-        name = _find_column([c for c in columns if c.name not in roles], role, patterns, len(rows))
+        unused = [column for column in columns if column.name not in roles]
+        name = _find_column(unused, role, patterns, len(rows))
         if name:
             roles[name] = role
         elif role != "time":
@@ -148,13 +161,15 @@ def infer_roles(log: LogSample, given_roles: Mapping[Role, str]) -> InferredRole
                 why[column.name] = reason
     (label,) = (name for name, role in roles.items() if role == "label")
     (task,) = (name for name, role in roles.items() if role == "task")
+    splits = [_texts_of(rows[name]) for name, role in roles.items() if role == "split"]
     values = pc.cast(rows[label], pa.float64(), safe=False)  # integers beyond 2^53, too
     # A value that occurs, since it is proposed as a threshold.
     median = pc.quantile(values, 0.5, interpolation="higher")[0].as_py()
     mean = pc.mean(values).as_py() or 0.0
     found = InferredRoles(
-        columns, roles, len(rows), mean, median or 0.0, log.task_sizes(task), (), why, log.text
-    )
+        columns, roles, len(rows), mean, median or 0.0, log.task_sizes(task), (), why, log.text,
+        frozenset().union(*splits),
+    )  # fmt: skip
     if found.task_sizes[-1] < 2:
         raise DataError(
             f"each value of {task} has one row: there is nothing that a model could adapt to. Name "
@@ -196,30 +211,57 @@ def _check_given(columns: Iterable[ColumnProfile], given: Mapping[Role, str]) ->
         )
 
 
+def _find_protocol(columns: Iterable[ColumnProfile], rows: pa.Table) -> dict[str, Role]:
+    """Return the columns that name each row's split, or say whether it is support or query."""
+    found: dict[Role, str] = {}
+    for column in columns:
+        name = normalise_name(column.name).lower()
+        if name not in ("split", "side", "is_query") or column.is_list:
+            continue
+        texts = _texts_of(rows[column.name])
+        if name == "split" and "train" in texts and not column.num_null:
+            found.setdefault("split", column.name)
+        numbers = ({"0", "1"}, {"false", "true"}) if name == "is_query" else ()
+        if texts in ({"support", "query"}, *numbers):
+            found.setdefault("side", column.name)
+    return {name: role for role, name in found.items()}
+
+
+def _texts_of(values: pa.ChunkedArray) -> set[str]:
+    return set(pc.unique(values).drop_null().cast(pa.string()).to_pylist())
+
+
 def _find_column(
     columns: list[ColumnProfile], role: Role, patterns: tuple[str, ...], num_rows: int
 ) -> str:
     """Return the column that looks like a role; "" for none."""
     for pattern in patterns:
-        fits = [column for column in columns if _matches_role(column, role, pattern)]
+        fits = [column for column in columns if _matches_role(column, role, pattern, num_rows)]
         if role == "task":
             # Of several, the one with the most tasks that still average two rows or more.
             fits = [column for column in fits if column.num_distinct <= num_rows / 2]
             fits.sort(key=lambda column: -column.num_distinct)
         if fits:
             return fits[0].name
+    if role == "label":
+        # The only column of 0 and 1 is one, whatever its name.
+        fits = [one for one in columns if one.is_number and one.num_distinct == 2]
+        fits = [one for one in fits if (one.least, one.most) == (0, 1)]
+        return fits[0].name if len(fits) == 1 else ""
     typed = [column for column in columns if column.is_time] if role == "time" else []
     return typed[0].name if typed else ""
 
 
-def _matches_role(column: ColumnProfile, role: Role, pattern: str) -> bool:
+def _matches_role(column: ColumnProfile, role: Role, pattern: str, num_rows: int) -> bool:
     name = normalise_name(column.name)
     if column.num_distinct < 2 or not re.fullmatch(pattern, name, re.IGNORECASE):
         return False
     if role == "label":
         return column.is_number
     if role == "time":
-        return column.can_be_time
+        # A number of few values is a code, such as a day of the week.
+        few = column.num_distinct < min(MIN_DISTINCT_NUMBERS, num_rows / 2)
+        return column.can_be_time and not (column.is_number and few)
     return not column.is_list and not column.is_time
 
 

@@ -48,7 +48,9 @@ def propose_episodes(found: InferredRoles) -> EpisodeProposal:
     is_rare = not (found.is_rating or found.is_positives) and min(clicked, 1 - clicked) < RARE_SHARE
     # A third of the median task's rows, at most ten; fifty where ten rows may hold no click.
     most = MAX_QUERY_ROWS[is_rare]
-    query_rows = int(np.clip(np.median(sizes) // 3, 1, most)) if len(sizes) else most
+    # Two at least, for what ranks them, where most tasks are larger than that.
+    least = 2 if len(sizes) and np.median(sizes) > 3 else 1
+    query_rows = int(np.clip(np.median(sizes) // 3, least, most)) if len(sizes) else most
     min_rows = query_rows + max(1, query_rows // 3)
     num_tasks = int(np.count_nonzero(sizes >= min_rows))
     share = float(np.clip(HELD_BACK_TASKS / max(num_tasks, 1), LEAST_SHARE, MOST_SHARE))
@@ -175,9 +177,22 @@ def _format_episodes(found: InferredRoles) -> list[str]:
         f"min_rows = {proposal.min_rows}  # smaller tasks are dropped, and counted",
         f"max_rows = {MAX_ROWS}",
         "",
+        *_format_protocol(found, train, proposal.held_back_share),
+    ]
+
+
+def _format_protocol(found: InferredRoles, train: float, held_back: float) -> list[str]:
+    lines = []
+    for side in found.select("side"):
+        lines += [*_begin_table("[membership]", side, "these rows are support, those query; "), ""]
+    for split in found.select("split"):
+        is_made = found.valid_split not in found.splits
+        lines += _begin_table("[splits]", split)[1:]
+        return lines + ['validation_from = "train"  # a tenth of its tasks'] * is_made
+    return [
+        *lines,
         "[splits]  # of tasks, by their hash: those of user-cold are never trained",
-        f"shares = {{ train = {train:g}, valid = {proposal.held_back_share:g}, "
-        f"user-cold = {proposal.held_back_share:g} }}",
+        f"shares = {{ train = {train:g}, valid = {held_back:g}, user-cold = {held_back:g} }}",
     ]
 
 

@@ -151,7 +151,8 @@ def test_what_init_writes_prepares_and_fits(tmp_path: Path, suffix: str) -> None
     assert found == "made/train.toml is right: maml with melu on made/data, into made/runs/maml\n"
     written = tomllib.loads((tmp_path / "made" / "train.toml").read_text())
     # The baselines of an evaluation know what training rows say of an item: so does the model.
-    assert written["item_features"] == {"columns": ["item"], "log_odds": True}  # not the session
+    columns = ["item", "genres", "tags"] if suffix == "parquet" else ["item", "genres"]
+    assert written["item_features"] == {"columns": columns, "log_odds": True}  # not the session
     assert written["support_features"]["residual_of"] == "item"
     assert written["model"]["linear_start"] is True
     assert "augment" not in written  # the log has a time column: support is the past
@@ -189,7 +190,7 @@ def test_commands_for_unusual_places_are_those_of_a_shell(tmp_path: Path) -> Non
         "gmeta prepare --schema 'my logs/made/schema.toml' 'my logs/$1.parquet' "
         "'my logs/made/data'\n"
     ) in made.stdout
-    assert "gmeta evaluate 'my logs/made/runs'/maml --against " in made.stdout
+    assert "gmeta evaluate 'my logs/made/runs/maml' --against " in made.stdout
 
 
 def test_lists_of_numbers_are_vectors_where_all_are_as_long(tmp_path: Path) -> None:
@@ -259,7 +260,7 @@ def test_a_log_of_positives_alone_gets_negatives(tmp_path: Path) -> None:
         "by": "popularity",
     }
     config = tomllib.loads((tmp_path / "train.toml").read_text())
-    assert config["model"]["output_bias"] == pytest.approx(-1.39, abs=0.01)  # a fifth are clicks
+    assert config["model"]["linear_start"] is True  # whose bias is the share of clicks
     succeed("prepare", "--schema", "schema.toml", "log.csv", "data", cwd=tmp_path)
     assert "0.200" in gmeta("inspect", "data", cwd=tmp_path).stdout
 
@@ -281,6 +282,57 @@ def test_episodes_follow_from_the_tasks(rows: int, expected: tuple[int, int, flo
     found = (episodes["query_rows"], episodes["min_rows"], shares["train"], shares["valid"])
     assert found == expected
     assert propose_episodes(guessed(table)).num_tasks == 100
+
+
+@pytest.mark.parametrize("name", ["is_query", "side"])
+def test_columns_of_a_protocol_are_no_inputs(tmp_path: Path, name: str) -> None:
+    """A split of their own, whose train split keeps a tenth to choose by, and given sides."""
+    number = np.arange(ROWS)
+    split = np.where(number % 80 < 60, "train", "cold")
+    is_query = number // 80 % 5 == 0  # 10 of each user's 50 rows
+    side = is_query + 0 if name == "is_query" else np.where(is_query, "query", "support")
+    rows = log().drop_columns(["tags", "user_id"]).append_column("split", pa.array(split))
+    rows = rows.append_column("user_id", pa.array(number % 80)).append_column(name, pa.array(side))
+    pyarrow.csv.write_csv(rows, tmp_path / "log.csv")
+    made = succeed("init", "log.csv", cwd=tmp_path).stdout
+    assert f"{name} says which are predicted" in made
+    schema = tomllib.loads((tmp_path / "schema.toml").read_text())
+    assert schema["splits"] == {"column": "split", "validation_from": "train"}
+    assert schema["membership"] == {"column": name}
+    succeed("prepare", "--schema", "schema.toml", "log.csv", "data", cwd=tmp_path)
+    dataset = open_dataset(str(tmp_path / "data"))
+    assert sorted(dataset.splits) == ["cold", "train", "valid"]
+    support_T = dataset.read_block("cold", 0).support_lengths_T
+    assert support_T.tolist() == [40] * 20
+    succeed("config", "train.toml", "--check", cwd=tmp_path)
+    own = log().append_column("split", pa.array(np.where(split == "cold", "val", split)))
+    found = guessed(own)
+    assert found.valid_split == "val"
+    assert "validation_from" not in format_schema(found, ["log.csv"])
+    other = log().append_column("split", pa.array(number % 3))  # of something else
+    row_of(guessed(other), split="single")
+
+
+def test_a_code_is_no_time_and_the_only_column_of_0_and_1_the_label() -> None:
+    number = np.arange(ROWS)
+    rows = log().drop_columns(["ts", "click"]).append_column("time", pa.array(number % 7))
+    rows = rows.append_column("watched_it_all", pa.array(number % 2))
+    row_of(guessed(rows), time="single", watched_it_all="label")
+    row_of(guessed(rows, time="time"), time="time")
+    two = rows.append_column("weekend", pa.array(number % 7 // 6))
+    told = catch_message(DataError, guessed, two)
+    assert "looks like the label. Name it with --label" in told
+
+
+def test_a_single_query_row_is_not_ranked(tmp_path: Path) -> None:
+    for rows, metrics in ((3, ["auc", "logloss"]), (5, None)):
+        number = np.arange(200 * rows)
+        table = pa.table({"uid": number // rows, "item": number % 7, "y": number % 2})
+        pyarrow.csv.write_csv(table, tmp_path / f"{rows}.csv")
+        succeed("init", f"{rows}.csv", "--out", str(rows), cwd=tmp_path)
+        config = tomllib.loads((tmp_path / str(rows) / "train.toml").read_text())
+        assert config.get("evaluation", {}).get("metrics") == metrics
+        assert propose_episodes(guessed(table)).query_rows == 1 + (rows > 3)
 
 
 def test_of_rare_clicks_more_rows_are_to_be_predicted() -> None:
@@ -350,7 +402,7 @@ def test_labels_that_are_no_stars_are_good_from_their_median_on(tmp_path: Path) 
     found = tomllib.loads((tmp_path / "minutes" / "train.toml").read_text())
     assert found["evaluation"] == {"positive_rating": 50.0, "unit": "of score"}
     assert found["labels"]["standardise"]
-    assert "output_bias" not in found["model"]
+    assert found["model"]["linear_start"] is True  # whose bias is the mean
     assert found["outer"]["loss"] == "mae"
     assert "evaluation" not in tomllib.loads((tmp_path / "stars" / "train.toml").read_text())
 
@@ -369,3 +421,19 @@ def test_ids_of_decimals_beyond_2_53_are_told_apart() -> None:
     ids = pa.chunked_array([pa.array([2**60, 2**60 + 1, None]).cast(pa.decimal128(20, 0))])
     found = profile_column("user", ids)
     assert (found.num_distinct, found.least, found.num_null) == (2, 2.0**60, 1)
+
+
+def test_init_goes_from_a_log_to_a_report_and_stops_at_a_step_that_fails(tmp_path: Path) -> None:
+    pyarrow.csv.write_csv(log().drop_columns("tags"), tmp_path / "log.csv")
+    made = succeed("init", "log.csv", "--run", cwd=tmp_path).stdout
+    steps = [line for line in made.splitlines() if line.startswith("[")]
+    assert steps == [
+        "[1 of 4] gmeta prepare --schema schema.toml log.csv data",
+        "[2 of 4] gmeta train train.toml",
+        "[3 of 4] gmeta train train.toml algorithm.name=none run.dir=runs/maml-plain",
+        "[4 of 4] gmeta evaluate runs/maml --against runs/maml-plain",
+    ]
+    assert (tmp_path / "runs" / "maml" / "evaluation" / "report.html").is_file()
+    again = gmeta("init", "log.csv", "--run", "--overwrite", cwd=tmp_path)
+    assert again.returncode == 2
+    assert "[2 of 4]" not in again.stdout

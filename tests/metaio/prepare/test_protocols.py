@@ -393,8 +393,8 @@ def test_rules_that_do_not_go_together_are_refused(parts: dict[str, Any], messag
 def test_a_side_of_another_name_is_refused(tmp_path: Path) -> None:
     table = log(20).append_column("side", pa.array(["support"] * 19 + ["test"]))
     assert catch_message(DataError, prepared, tmp_path, table, membership={"column": "side"}) == (
-        "membership column side holds 'test'; support, query and null are allowed. Correct those "
-        "rows"
+        "membership column side holds 'test'; support and query, or 0 and 1, and null are allowed. "
+        "Correct those rows"
     )
 
 
