@@ -207,6 +207,7 @@ def _make_description(
         columns=columns,
         table_format=table_format,
         item_features=config.item_features,
+        neighbours=config.neighbours,
         labels=config.labels,
         positive_rating=config.evaluation.positive_rating,
         source={

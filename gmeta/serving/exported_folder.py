@@ -13,7 +13,12 @@ import pyarrow.parquet as pq
 
 from gmeta.config.algorithm import AlgorithmConfig
 from gmeta.config.evaluation import EvaluationConfig
-from gmeta.config.inputs import ItemFeaturesConfig, LabelPrior, SupportFeaturesConfig
+from gmeta.config.inputs import (
+    ItemFeaturesConfig,
+    LabelPrior,
+    NeighboursConfig,
+    SupportFeaturesConfig,
+)
 from gmeta.config.labels import LabelsConfig, Loss
 from gmeta.config.table_widths import widths_of_tables
 from gmeta.config.train_config import config_from_dict
@@ -70,6 +75,7 @@ class ExportedConfig:
     huber_delta: float = 1.0
     support_features: SupportFeaturesConfig = field(default_factory=SupportFeaturesConfig)
     item_features: ItemFeaturesConfig = field(default_factory=ItemFeaturesConfig)
+    neighbours: NeighboursConfig = field(default_factory=NeighboursConfig)
     labels: LabelsConfig = field(default_factory=LabelsConfig)
     positive_rating: float = 0.0  # evaluation.positive_rating of the run
 
@@ -179,13 +185,14 @@ def _parse_config(path: Path, body: dict[str, Any]) -> ExportedConfig:
     try:
         outer = {"loss": body["loss"], "huber_delta": body.get("huber_delta", 1.0)}
         sections = {key: body[key] for key in ("model", "algorithm")}
-        inputs = {key: body.get(key, {}) for key in ("support_features", "item_features", "labels")}
+        named = ("support_features", "item_features", "neighbours", "labels")
+        inputs = {key: body.get(key, {}) for key in named}
         evaluation = {"positive_rating": body.get("positive_rating", 0.0)}
         parts = config_from_dict(
             {**sections, **inputs, "outer": outer, "evaluation": evaluation}, is_saved=True
         )
         support = parts.support_features
-        if LabelPrior.from_config(support) is None and support.is_used:
+        if LabelPrior.from_config(support) is None and parts.has_support_inputs:
             raise ValueError("its support_features have no label_prior")
         if body["table_format"] not in TABLE_FORMATS:
             raise ConfigError(f"table_format {body['table_format']!r} is unknown")
@@ -219,6 +226,7 @@ def _parse_config(path: Path, body: dict[str, Any]) -> ExportedConfig:
         huber_delta=parts.outer.huber_delta,
         support_features=parts.support_features,
         item_features=parts.item_features,
+        neighbours=parts.neighbours,
         labels=parts.labels,
         positive_rating=parts.evaluation.positive_rating,
     )

@@ -70,9 +70,12 @@ def _load_learner(folder: Path, config: ExportedConfig) -> MetaLearner:
             config.algorithm,
             config.loss,
             config.huber_delta,
-            build_statistics(config.support_features, config.features, config.item_features),
+            build_statistics(
+                config.support_features, config.features, config.item_features, config.neighbours
+            ),
             config.item_features,
             config.labels,
+            config.neighbours,
         )
 
     try:
