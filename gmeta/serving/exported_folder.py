@@ -43,6 +43,8 @@ FORMAT_VERSION = 1
 CONFIG_FILE = "config.json"
 DELTA_FILE = "delta.json"  # in place of config.json: what changed since another export
 LAYERS_FILE = "layers.safetensors"
+NEIGHBOURS_FILE = "neighbours.safetensors"  # of a model that has them
+NEIGHBOURS = "neighbours."  # how their names begin among a learner's tensors
 REMEDY = "Copy the folder again, or export the run again"
 
 
@@ -104,6 +106,17 @@ def table_file(index: int) -> str:
     """Return the name of the file of the table at this place of `features.tables`."""
     # By place, as a table's name need not be one that a file may have.
     return f"table-{index:05d}.safetensors"
+
+
+def row_files(config: ExportedConfig) -> dict[str, tuple[str, int]]:
+    """Return file and number of rows, by a name, of all that has a row for each id: of the tables
+    by theirs, and of neighbours."""
+    tables = config.features.tables
+    found = {one.name: (table_file(at), one.num_rows) for at, one in enumerate(tables)}
+    if column := config.neighbours.column:
+        (table,) = (one.table for one in config.features.single if one.name == column)
+        found[NEIGHBOURS_FILE] = NEIGHBOURS_FILE, found[table][1]
+    return found
 
 
 def vocabulary_file(table: str) -> str:
@@ -201,7 +214,10 @@ def _parse_config(path: Path, body: dict[str, Any]) -> ExportedConfig:
         widths_of_tables(features, parts.model)  # raises what is wrong with them
         parts.labels.check(features.labels)
         columns, files = _parse_columns(body["columns"]), parse_entries(body["files"])
-        for name in {LAYERS_FILE, *map(table_file, range(len(features.tables)))} - files.keys():
+        needed = {LAYERS_FILE, *map(table_file, range(len(features.tables)))}
+        if parts.neighbours.column:
+            needed.add(NEIGHBOURS_FILE)
+        for name in needed - files.keys():
             raise ValueError(f"it lists no file {name}")
         if not isinstance(body["source"], dict):
             raise ValueError("its source is no object")
