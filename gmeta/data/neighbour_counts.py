@@ -16,7 +16,7 @@ import tempfile
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import IO, Any
+from typing import IO, Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -30,8 +30,6 @@ _TASK_PRIOR, _ITEM_PRIOR, _TOGETHER_PRIOR, _ALIKE_PRIOR = 3.0, 5.0, 5.0, 3.0
 MOST_ITEMS = 200
 # Each takes some 400 bytes while it is counted.
 PAIRS_AT_ONCE = 1 << 20
-_LEVELS = [[other for other in range(NUM_FOLDS) if other != fold] for fold in range(NUM_FOLDS)]
-_LEVELS.append(list(range(NUM_FOLDS)))
 
 
 @dataclass(frozen=True)
@@ -85,7 +83,7 @@ class NeighbourLists:
         """Return empty lists without each fold, then of all tasks, in a temporary file, mapped."""
         # Without a name: nothing is left of it, however this process ends.
         file = tempfile.TemporaryFile()  # noqa: SIM115 - the maps need it
-        shape = len(_LEVELS), num_items, most
+        shape = NUM_FOLDS + 1, num_items, most
         file.truncate(8 * max(int(np.prod(shape)), 1))
         return cls(*_map_lists(file, shape, "r+"), file)
 
@@ -117,21 +115,19 @@ def count_neighbours(
     """Fill the lists, without each fold's tasks and of all, of every `num_parts`-th item."""
     _, num_items, most = lists.ids.shape
     fold_N = np.repeat(baskets.fold_T.astype(np.int64), np.diff(baskets.offsets_T1))
-    place_N, above_N = baskets.item_N * np.int64(NUM_FOLDS) + fold_N, baskets.above_N.astype(float)
+    above_N = baskets.above_N.astype(float)
     values = np.ones(len(above_N)), above_N, above_N**2
-    sums = [np.bincount(place_N, value_N, num_items * NUM_FOLDS) for value_N in values]
-    sums_by_fold = np.stack(sums, axis=1).reshape(num_items, NUM_FOLDS, 3)
+    sums_of_items = _sum_by_fold(baskets.item_N, fold_N, values, num_items)
+    items = [_ItemLevels.of(*sums) for sums in _leave_folds_out(sums_of_items)]
     mine_N = np.flatnonzero(baskets.item_N % num_parts == part)
     order_N = mine_N[np.argsort(baskets.item_N[mine_N], kind="stable")]
-    for one_P, other_P, pairs_by_fold in _count_pairs(
+    for one_P, other_P, sums_of_pairs in _count_pairs(
         baskets, fold_N, order_N, num_items, pairs_at_once
     ):
-        of_one, of_other = sums_by_fold[one_P], sums_by_fold[other_P]
-        for level, folds in enumerate(_LEVELS):
-            added = (each[:, folds].sum(axis=1) for each in (of_one, of_other, pairs_by_fold))
-            weights_P2 = _weigh(*added).astype(np.float16)
-            # By the stored numbers, so that equal pairs are equal in whatever order they are added.
-            score_P = np.abs(weights_P2.astype(np.float32)).sum(axis=1)
+        for level, sums in enumerate(_leave_folds_out(sums_of_pairs)):
+            together_P, alike_P = items[level].weigh(one_P, other_P, *sums)
+            # In fewer digits, so that equal pairs are equal in whatever order they are added.
+            score_P = (together_P + np.abs(alike_P)).astype(np.float32)
             near_P = np.flatnonzero(score_P > 0)
             # Pairs are in ascending order, in which equally near ones stay.
             downward_P = np.int64(1 << 32) - score_P[near_P].view(np.int32)
@@ -141,55 +137,91 @@ def count_neighbours(
             place_P = np.arange(len(order_P)) - np.repeat(starts_P, lengths)
             order_P, place_P = order_P[place_P < most], place_P[place_P < most]
             lists.ids[level, one_P[order_P], place_P] = other_P[order_P]
-            lists.weights[level, one_P[order_P], place_P] = weights_P2[order_P]
+            for weight, values_P in enumerate((together_P, alike_P)):
+                lists.weights[level, one_P[order_P], place_P, weight] = values_P[order_P]
 
 
-def _weigh(one_P3: Floats, other_P3: Floats, pairs_P4: Floats) -> Floats:
-    """Return both weights of pairs: from tasks, sum and squares of each, and what both share."""
-    count_P, sum_P, other_sum_P, product_P = pairs_P4.T
-    means, norms = [], []
-    for count_of_P, sum_of_P, square_of_P in (one_P3.T, other_P3.T):
-        mean_P = sum_of_P / (count_of_P + _ITEM_PRIOR)
-        means.append(mean_P)
-        norms.append(np.maximum(square_of_P + mean_P * (count_of_P * mean_P - 2 * sum_of_P), 0.0))
-    alike_P = product_P - means[0] * other_sum_P - means[1] * sum_P + means[0] * means[1] * count_P
-    both_P = np.sqrt(one_P3[:, 0] * other_P3[:, 0])
-    weights = (
-        count_P / (both_P + _TOGETHER_PRIOR),
-        alike_P / (np.sqrt(norms[0] * norms[1]) + _ALIKE_PRIOR),
-    )
-    return np.stack(weights, axis=1)
+class _ItemLevels(NamedTuple):
+    """What is known of each item alone: mean of z, and roots of its tasks and of its squares."""
+
+    mean_R: Floats
+    root_tasks_R: Floats
+    root_squares_R: Floats
+
+    @classmethod
+    def of(cls, count_R: Floats, sum_R: Floats, square_R: Floats) -> "_ItemLevels":
+        mean_R = sum_R / (count_R + _ITEM_PRIOR)
+        squares_R = square_R + mean_R * (count_R * mean_R - 2 * sum_R)
+        # Rounding may make it negative.
+        return cls(mean_R, np.sqrt(count_R), np.sqrt(np.maximum(squares_R, 0.0)))
+
+    def weigh(
+        self,
+        one_P: Int64,
+        other_P: Int64,
+        count_P: Floats,
+        sum_P: Floats,
+        other_sum_P: Floats,
+        product_P: Floats,
+    ) -> tuple[Floats, Floats]:
+        (mean_P, tasks_P, squares_P), (other_mean_P, other_tasks_P, other_squares_P) = (
+            [known_R[items_P] for known_R in self] for items_P in (one_P, other_P)
+        )
+        alike_P = product_P - mean_P * other_sum_P - other_mean_P * (sum_P - mean_P * count_P)
+        return (
+            count_P / (tasks_P * other_tasks_P + _TOGETHER_PRIOR),
+            alike_P / (squares_P * other_squares_P + _ALIKE_PRIOR),
+        )
+
+
+def _sum_by_fold(
+    place_N: npt.NDArray[np.integer[Any]], fold_N: Int64, values: Sequence[Floats], number: int
+) -> Floats:
+    """Return the sums of each value [values, folds, number] in its place."""
+    at_N = fold_N * number + place_N
+    sums = np.empty((len(values), NUM_FOLDS * number))
+    for place, value_N in enumerate(values):
+        sums[place] = np.bincount(at_N, value_N, NUM_FOLDS * number)
+    return sums.reshape(len(values), NUM_FOLDS, number)
+
+
+def _leave_folds_out(sums: Floats) -> Iterator[Floats]:
+    """Yield sums [values, folds, ...] over the other folds of each, then over all."""
+    # No number holds the fold that is left out, not even one that is taken away again.
+    for fold in range(NUM_FOLDS + 1):
+        first, *others = (sums[:, other] for other in range(NUM_FOLDS) if other != fold)
+        total = first.copy()
+        for each in others:
+            total += each
+        yield total
 
 
 def _count_pairs(
     baskets: Baskets, fold_N: Int64, order_N: Int64, num_items: int, pairs_at_once: int
 ) -> Iterator[tuple[Int64, Int64, Floats]]:
     """Yield pairs of an item and another in ascending order, all of an item at once, and by fold
-    [P, folds, 4] the tasks that have both, sums of their z, and of the products of these."""
+    [4, folds, P] the tasks that have both, sums of their z, and of the products of these."""
     task_N = owners(np.diff(baskets.offsets_T1))
     length_N = np.diff(baskets.offsets_T1)[task_N[order_N]]
     targets = np.arange(pairs_at_once, int(length_N.sum()), pairs_at_once)
     cuts = np.unique([0, *np.searchsorted(np.cumsum(length_N), targets), len(order_N)])
-    open_P, open_sums = np.zeros(0, np.int64), np.zeros((0, NUM_FOLDS, 4))
+    open_P, open_sums = np.zeros(0, np.int64), np.zeros((4, NUM_FOLDS, 0))
     for begin, end in pairwise(cuts.tolist()):
         rows, lengths = order_N[begin:end], length_N[begin:end]
-        one, other = (
-            np.repeat(rows, lengths),
-            ragged_indices(baskets.offsets_T1[task_N[rows]], lengths),
-        )
+        one = np.repeat(rows, lengths)
+        other = ragged_indices(baskets.offsets_T1[task_N[rows]], lengths)
         one, other = one[one != other], other[one != other]
         key = baskets.item_N[one] * np.int64(num_items) + baskets.item_N[other]
         # What the item before left open belongs to the first of these.
         pair_P, place = np.unique(np.concatenate([open_P, key]), return_inverse=True)
-        at = place[len(open_P) :] * NUM_FOLDS + fold_N[one]
         above, above_other = (baskets.above_N[each].astype(float) for each in (one, other))
         values = np.ones(len(one)), above, above_other, above * above_other
-        sums = [np.bincount(at, value, len(pair_P) * NUM_FOLDS) for value in values]
-        sums_by_fold: Floats = np.stack(sums, axis=1).reshape(-1, NUM_FOLDS, 4).astype(float)
-        sums_by_fold[place[: len(open_P)]] += open_sums
+        sums = _sum_by_fold(place[len(open_P) :], fold_N[one], values, len(pair_P))
+        sums[:, :, place[: len(open_P)]] += open_sums
         done = len(pair_P)
         if end < len(order_N):
             next_item = np.int64(baskets.item_N[order_N[end]])
             done = int(np.searchsorted(pair_P, next_item * num_items))
-        yield *np.divmod(pair_P[:done], num_items), sums_by_fold[:done]
-        open_P, open_sums = pair_P[done:], sums_by_fold[done:]
+        one_P, other_P = np.divmod(pair_P[:done], num_items)
+        yield one_P, other_P, sums[:, :, :done]
+        open_P, open_sums = pair_P[done:], sums[:, :, done:]
