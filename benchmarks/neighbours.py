@@ -70,7 +70,7 @@ def main() -> None:
     baskets = Baskets.of(lengths_T, item_N, label_N, fold_T)
     kept_T = np.diff(baskets.offsets_T1)
     pairs = int((kept_T * (kept_T - 1)).sum())
-    lists = NeighbourLists.make_on_disk(num_items + 1, options.neighbours)
+    lists = NeighbourLists.make_on_disk(NUM_FOLDS, num_items + 1, options.neighbours)
     count_s, count_mb = measure(lambda: count_neighbours(baskets, lists))
     rows = slice(0, BATCH_TASKS * TASK_ROWS)
     task_N, zeros_N = owners(lengths_T[:BATCH_TASKS]), np.zeros(BATCH_TASKS * TASK_ROWS)

@@ -9,26 +9,32 @@ An item's neighbours are the others of which together + |alike| is largest. Ever
 neighbours for which none of its own tasks counts: z is of a task alone, and sums over the other
 folds are added up, never subtracted.
 
-Shape suffixes: T tasks, N rows, H longest list, P pairs, R rows of tables"""
+Shape suffixes: T tasks, N rows, H longest list or task, V values, R rows of tables"""
+
+from __future__ import annotations
 
 import os
 import tempfile
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import IO, Any, NamedTuple
+from typing import IO, TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 
-from gmeta.data.sums import NUM_FOLDS, Floats
-from metaio.ragged import Float32, Int64, offsets, owners, ragged_indices
+from metaio.ragged import offsets, owners, ragged_indices
+
+if TYPE_CHECKING:
+    import numpy.typing as npt
+
+    from gmeta.data.sums import Floats
+    from metaio.ragged import Float32, Int64
 
 # Rows of the mean of all that a task's mean and an item's count besides; and see above.
 _TASK_PRIOR, _ITEM_PRIOR, _TOGETHER_PRIOR, _ALIKE_PRIOR = 3.0, 5.0, 5.0, 3.0
 # A task's newest items, of which pairs are made: 40,000 pairs a task.
 MOST_ITEMS = 200
-# Each takes some 400 bytes while it is counted.
+# Each takes some 500 bytes while it is counted.
 PAIRS_AT_ONCE = 1 << 20
 
 
@@ -42,7 +48,7 @@ class Baskets:
     above_N: Float32
 
     @classmethod
-    def of(cls, lengths_T: Int64, item_N: Int64, label_N: Floats, fold_T: Int64) -> "Baskets":
+    def of(cls, lengths_T: Int64, item_N: Int64, label_N: Floats, fold_T: Int64) -> Baskets:
         """Return the baskets of rows, task by task, the newest last, with labels above the mean of
         all in units of their deviation; an item of 0 is none."""
         task_N = owners(lengths_T)
@@ -59,7 +65,7 @@ class Baskets:
         return cls(offsets(kept_T), fold_T.astype(np.int8), items, above)
 
     @classmethod
-    def join(cls, parts: Sequence["Baskets"]) -> "Baskets":
+    def join(cls, parts: Sequence[Baskets]) -> Baskets:
         """Return the baskets of all parts, of which there is at least one."""
         return cls(
             offsets(np.concatenate([np.diff(part.offsets_T1) for part in parts])),
@@ -79,12 +85,13 @@ class NeighbourLists:
     file: IO[bytes] | None = None
 
     @classmethod
-    def make_on_disk(cls, num_items: int, most: int) -> "NeighbourLists":
+    def make_on_disk(cls, num_folds: int, num_items: int, most: int) -> NeighbourLists:
         """Return empty lists without each fold, then of all tasks, in a temporary file, mapped."""
         # Without a name: nothing is left of it, however this process ends.
         file = tempfile.TemporaryFile()  # noqa: SIM115 - the maps need it
-        shape = NUM_FOLDS + 1, num_items, most
-        file.truncate(8 * max(int(np.prod(shape)), 1))
+        shape = num_folds + 1, num_items, most
+        # A disk that is full says so here: in a map it would end the process.
+        os.posix_fallocate(file.fileno(), 0, 8 * int(np.prod(shape)))
         return cls(*_map_lists(file, shape, "r+"), file)
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -113,32 +120,33 @@ def count_neighbours(
     pairs_at_once: int = PAIRS_AT_ONCE,
 ) -> None:
     """Fill the lists, without each fold's tasks and of all, of every `num_parts`-th item."""
-    _, num_items, most = lists.ids.shape
+    num_levels, num_items, most = lists.ids.shape
     fold_N = np.repeat(baskets.fold_T.astype(np.int64), np.diff(baskets.offsets_T1))
     above_N = baskets.above_N.astype(float)
     values = np.ones(len(above_N)), above_N, above_N**2
-    sums_of_items = _sum_by_fold(baskets.item_N, fold_N, values, num_items)
+    shape = num_levels - 1, num_items
+    sums_of_items = _sum_by_fold(baskets.item_N, fold_N, values, shape)
     items = [_ItemLevels.of(*sums) for sums in _leave_folds_out(sums_of_items)]
     mine_N = np.flatnonzero(baskets.item_N % num_parts == part)
     order_N = mine_N[np.argsort(baskets.item_N[mine_N], kind="stable")]
-    for one_P, other_P, sums_of_pairs in _count_pairs(
-        baskets, fold_N, order_N, num_items, pairs_at_once
+    for one_V, other_V, sums_of_pairs in _count_pairs(
+        baskets, fold_N, order_N, shape, pairs_at_once
     ):
         for level, sums in enumerate(_leave_folds_out(sums_of_pairs)):
-            together_P, alike_P = items[level].weigh(one_P, other_P, *sums)
+            together_V, alike_V = items[level].weigh(one_V, other_V, *sums)
             # In fewer digits, so that equal pairs are equal in whatever order they are added.
-            score_P = (together_P + np.abs(alike_P)).astype(np.float32)
-            near_P = np.flatnonzero(score_P > 0)
+            score_V = (together_V + np.abs(alike_V)).astype(np.float32)
+            near_V = np.flatnonzero(score_V > 0)
             # Pairs are in ascending order, in which equally near ones stay.
-            downward_P = np.int64(1 << 32) - score_P[near_P].view(np.int32)
-            order_P = near_P[np.argsort((one_P[near_P] << 33) + downward_P, kind="stable")]
-            starts_P = np.flatnonzero(np.diff(one_P[order_P], prepend=-1))
-            lengths = np.diff(starts_P, append=len(order_P))
-            place_P = np.arange(len(order_P)) - np.repeat(starts_P, lengths)
-            order_P, place_P = order_P[place_P < most], place_P[place_P < most]
-            lists.ids[level, one_P[order_P], place_P] = other_P[order_P]
-            for weight, values_P in enumerate((together_P, alike_P)):
-                lists.weights[level, one_P[order_P], place_P, weight] = values_P[order_P]
+            downward_V = np.int64(1 << 32) - score_V[near_V].view(np.int32)
+            order_V = near_V[np.argsort((one_V[near_V] << 33) + downward_V, kind="stable")]
+            starts_V = np.flatnonzero(np.diff(one_V[order_V], prepend=-1))
+            lengths = np.diff(starts_V, append=len(order_V))
+            place_V = np.arange(len(order_V)) - np.repeat(starts_V, lengths)
+            order_V, place_V = order_V[place_V < most], place_V[place_V < most]
+            lists.ids[level, one_V[order_V], place_V] = other_V[order_V]
+            for weight, values_V in enumerate((together_V, alike_V)):
+                lists.weights[level, one_V[order_V], place_V, weight] = values_V[order_V]
 
 
 class _ItemLevels(NamedTuple):
@@ -149,7 +157,7 @@ class _ItemLevels(NamedTuple):
     root_squares_R: Floats
 
     @classmethod
-    def of(cls, count_R: Floats, sum_R: Floats, square_R: Floats) -> "_ItemLevels":
+    def of(cls, count_R: Floats, sum_R: Floats, square_R: Floats) -> _ItemLevels:
         mean_R = sum_R / (count_R + _ITEM_PRIOR)
         squares_R = square_R + mean_R * (count_R * mean_R - 2 * sum_R)
         # Rounding may make it negative.
@@ -157,39 +165,44 @@ class _ItemLevels(NamedTuple):
 
     def weigh(
         self,
-        one_P: Int64,
-        other_P: Int64,
-        count_P: Floats,
-        sum_P: Floats,
-        other_sum_P: Floats,
-        product_P: Floats,
+        one_V: Int64,
+        other_V: Int64,
+        count_V: Floats,
+        sum_V: Floats,
+        other_sum_V: Floats,
+        product_V: Floats,
     ) -> tuple[Floats, Floats]:
-        (mean_P, tasks_P, squares_P), (other_mean_P, other_tasks_P, other_squares_P) = (
-            [known_R[items_P] for known_R in self] for items_P in (one_P, other_P)
+        (mean_V, tasks_V, squares_V), (other_mean_V, other_tasks_V, other_squares_V) = (
+            [known_R[items_V] for known_R in self] for items_V in (one_V, other_V)
         )
-        alike_P = product_P - mean_P * other_sum_P - other_mean_P * (sum_P - mean_P * count_P)
+        alike_V = product_V - mean_V * other_sum_V - other_mean_V * (sum_V - mean_V * count_V)
         return (
-            count_P / (tasks_P * other_tasks_P + _TOGETHER_PRIOR),
-            alike_P / (squares_P * other_squares_P + _ALIKE_PRIOR),
+            count_V / (tasks_V * other_tasks_V + _TOGETHER_PRIOR),
+            alike_V / (squares_V * other_squares_V + _ALIKE_PRIOR),
         )
 
 
 def _sum_by_fold(
-    place_N: npt.NDArray[np.integer[Any]], fold_N: Int64, values: Sequence[Floats], number: int
+    place_N: npt.NDArray[np.integer[Any]],
+    fold_N: Int64,
+    values: Sequence[Floats],
+    shape: tuple[int, int],
 ) -> Floats:
-    """Return the sums of each value [values, folds, number] in its place."""
+    """Return the sums of each value, by fold and place: [values, *shape]."""
+    num_folds, number = shape
     at_N = fold_N * number + place_N
-    sums = np.empty((len(values), NUM_FOLDS * number))
+    sums = np.empty((len(values), num_folds * number))
     for place, value_N in enumerate(values):
-        sums[place] = np.bincount(at_N, value_N, NUM_FOLDS * number)
-    return sums.reshape(len(values), NUM_FOLDS, number)
+        sums[place] = np.bincount(at_N, value_N, num_folds * number)
+    return sums.reshape(len(values), *shape)
 
 
 def _leave_folds_out(sums: Floats) -> Iterator[Floats]:
     """Yield sums [values, folds, ...] over the other folds of each, then over all."""
     # No number holds the fold that is left out, not even one that is taken away again.
-    for fold in range(NUM_FOLDS + 1):
-        first, *others = (sums[:, other] for other in range(NUM_FOLDS) if other != fold)
+    num_folds = sums.shape[1]
+    for fold in range(num_folds + 1):
+        first, *others = (sums[:, other] for other in range(num_folds) if other != fold)
         total = first.copy()
         for each in others:
             total += each
@@ -197,15 +210,16 @@ def _leave_folds_out(sums: Floats) -> Iterator[Floats]:
 
 
 def _count_pairs(
-    baskets: Baskets, fold_N: Int64, order_N: Int64, num_items: int, pairs_at_once: int
+    baskets: Baskets, fold_N: Int64, order_N: Int64, shape: tuple[int, int], pairs_at_once: int
 ) -> Iterator[tuple[Int64, Int64, Floats]]:
-    """Yield pairs of an item and another in ascending order, all of an item at once, and by fold
-    [4, folds, P] the tasks that have both, sums of their z, and of the products of these."""
+    """Yield pairs [V] of an item and another in ascending order, all of an item at once; and by
+    fold [4, folds, V] the tasks that have both, sums of their z, and of the products of these."""
+    num_folds, num_items = shape
     task_N = owners(np.diff(baskets.offsets_T1))
     length_N = np.diff(baskets.offsets_T1)[task_N[order_N]]
     targets = np.arange(pairs_at_once, int(length_N.sum()), pairs_at_once)
     cuts = np.unique([0, *np.searchsorted(np.cumsum(length_N), targets), len(order_N)])
-    open_P, open_sums = np.zeros(0, np.int64), np.zeros((4, NUM_FOLDS, 0))
+    open_V, open_sums = np.zeros(0, np.int64), np.zeros((4, num_folds, 0))
     for begin, end in pairwise(cuts.tolist()):
         rows, lengths = order_N[begin:end], length_N[begin:end]
         one = np.repeat(rows, lengths)
@@ -213,15 +227,15 @@ def _count_pairs(
         one, other = one[one != other], other[one != other]
         key = baskets.item_N[one] * np.int64(num_items) + baskets.item_N[other]
         # What the item before left open belongs to the first of these.
-        pair_P, place = np.unique(np.concatenate([open_P, key]), return_inverse=True)
+        pair_V, place = np.unique(np.concatenate([open_V, key]), return_inverse=True)
         above, above_other = (baskets.above_N[each].astype(float) for each in (one, other))
         values = np.ones(len(one)), above, above_other, above * above_other
-        sums = _sum_by_fold(place[len(open_P) :], fold_N[one], values, len(pair_P))
-        sums[:, :, place[: len(open_P)]] += open_sums
-        done = len(pair_P)
+        sums = _sum_by_fold(place[len(open_V) :], fold_N[one], values, (num_folds, len(pair_V)))
+        sums[:, :, place[: len(open_V)]] += open_sums
+        done = len(pair_V)
         if end < len(order_N):
             next_item = np.int64(baskets.item_N[order_N[end]])
-            done = int(np.searchsorted(pair_P, next_item * num_items))
-        one_P, other_P = np.divmod(pair_P[:done], num_items)
-        yield one_P, other_P, sums[:, :, :done]
-        open_P, open_sums = pair_P[done:], sums[:, :, done:]
+            done = int(np.searchsorted(pair_V, next_item * num_items))
+        one_V, other_V = np.divmod(pair_V[:done], num_items)
+        yield one_V, other_V, sums[:, :, :done]
+        open_V, open_sums = pair_V[done:], sums[:, :, done:]

@@ -37,6 +37,12 @@ def sum_of_sharing(value_N: Floats, row_V: Int64, pair_V: Int64, num_pairs: int)
     return np.bincount(row_V, others_V, len(value_N)).astype(np.float64)
 
 
+def scale_count(count_N: Floats) -> Floats:
+    """Return log(1 + n) / log(1 + 100), of the size of other inputs: 0 for 0, 1 for a hundred."""
+    scaled_N: Floats = np.log1p(count_N) / np.log1p(100.0)
+    return scaled_N
+
+
 def log_odds(share: float | Floats) -> Floats:
     """Return log(p / (1 - p)) of shares of clicks, finite for none and for all of them."""
     inside = np.clip(share, 1e-6, 1.0 - 1e-6)

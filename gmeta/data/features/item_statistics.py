@@ -23,8 +23,7 @@ import torch
 from torch import Tensor, nn
 
 from gmeta.config.inputs import choose_columns
-from gmeta.data.features.support_statistics import scale_count
-from gmeta.data.sums import NUM_FOLDS, Floats, add_to_folds, find_folds, log_odds
+from gmeta.data.sums import NUM_FOLDS, Floats, add_to_folds, find_folds, log_odds, scale_count
 from metaio.format.block import find_features_of_values
 from metaio.format.features import OOV_ROW
 from metaio.ragged import Int64, owners, sum_rows

@@ -10,8 +10,8 @@ task's n support rows, and sums over support rows,
 and the third of support rows with labels above the mean of all labels, and of the others. All are
 0 where no support row has a neighbour.
 
-Shape suffixes: T tasks, N rows, H longest list, P task-row pairs, S support rows, R rows of
-tables"""
+Shape suffixes: T tasks, N rows, F single-id or pooled features, H longest list or task, P task-row
+pairs, S support rows, U unique ids, R rows of tables"""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from gmeta.data.neighbour_counts import Baskets, NeighbourLists
-from gmeta.data.sums import find_folds
+from gmeta.data.sums import NUM_FOLDS, find_folds
 from metaio.ragged import owners
 
 if TYPE_CHECKING:
@@ -137,12 +137,12 @@ class Neighbours(nn.Module):
         label_N = (
             batch.label_N.numpy().astype(np.float64) - self._prior.mean
         ) / self._prior.deviation
-        item_N = batch.unique_ids_U.numpy()[batch.positions_NF[:, self._place].numpy()]
-        return Baskets.of(lengths_T, item_N, label_N, find_folds(batch.task_T.numpy()))
+        item_N, fold_T = find_ids_N(batch, self._place), find_folds(batch.task_T.numpy())
+        return Baskets.of(lengths_T, item_N, label_N, fold_T)
 
     def make_lists(self) -> NeighbourLists:
         """Return empty lists, for `count_neighbours` to fill and `set_lists` to take."""
-        return NeighbourLists.make_on_disk(*self.ids_RH.shape)
+        return NeighbourLists.make_on_disk(NUM_FOLDS, *self.ids_RH.shape)
 
     def set_lists(self, lists: NeighbourLists) -> None:
         """Take the lists without each fold, and of all tasks those of the items that have any."""
@@ -173,6 +173,12 @@ class Neighbours(nn.Module):
             ids_RH, weights_RH2 = self.ids_RH.cpu().numpy(), self.weights_RH2.cpu().numpy()
             self._on_host = NeighbourLists(ids_RH[None], weights_RH2[None])
         return self._on_host
+
+
+def find_ids_N(batch: TaskBatch, place: int) -> Int64:
+    """Return each row's id in a single-id column."""
+    ids_N: Int64 = batch.unique_ids_U.numpy()[batch.positions_NF[:, place].numpy()]
+    return ids_N
 
 
 def find_levels_N(lists: NeighbourLists, batch: TaskBatch) -> Int64:

@@ -31,11 +31,12 @@ from gmeta.config.inputs import NO_PRIOR, LabelPrior, choose_columns
 from gmeta.data.features.neighbours import (
     NAMES,
     RatedRows,
+    find_ids_N,
     find_levels_N,
     find_neighbours_column,
     make_neighbour_features,
 )
-from gmeta.data.sums import Floats, log_odds, sum_of_sharing
+from gmeta.data.sums import Floats, log_odds, scale_count, sum_of_sharing
 from metaio.format.block import find_features_of_values
 from metaio.format.features import OOV_ROW
 from metaio.ragged import Int64, owners, places, sum_rows
@@ -46,9 +47,6 @@ if TYPE_CHECKING:
     from gmeta.data.neighbour_counts import NeighbourLists
     from metaio.format.features import Features
     from metaio.read.batch import TaskBatch, TaskRows
-
-# Counts are shown as log(1 + n) / log(1 + 100), so that they stay near the other inputs' size.
-_MANY_ROWS = 100.0
 
 
 @dataclass(frozen=True)
@@ -134,12 +132,9 @@ class SupportStatistics:
             sum_N, count_N = rows.shared_label_sums(entries)
             found += [self._smooth(sum_N, count_N, mean_N) - mean_N, scale_count(count_N)]
         if self.neighbours_column is not None and lists is not None:
-            item_N = batch.unique_ids_U.numpy()[
-                batch.positions_NF[:, self.neighbours_column].numpy()
-            ]
             rated = RatedRows(
                 rows.task_N,
-                item_N,
+                find_ids_N(batch, self.neighbours_column),
                 rows.is_support_N,
                 rows.label_N,
                 labels.label_N > 0,
@@ -280,12 +275,6 @@ def _columns(
         known_V = known_P[pair_V]
         entries.append(_Entries(row_V[known_V], pair_V[known_V], num_pairs))
     return entries
-
-
-def scale_count(count_N: Floats) -> Floats:
-    """Return log(1 + n) / log(1 + 100): 0 for none, 1 for a hundred."""
-    scaled_N: Floats = np.log1p(count_N) / np.log1p(_MANY_ROWS)
-    return scaled_N
 
 
 NO_STATISTICS = SupportStatistics(False, (), (), (), 0.0, NO_PRIOR)

@@ -20,7 +20,7 @@ from gmeta.data.features.neighbours import (
     make_neighbour_features,
 )
 from gmeta.data.neighbour_counts import Baskets, NeighbourLists, count_neighbours
-from gmeta.data.sums import sum_of_sharing
+from gmeta.data.sums import NUM_FOLDS, sum_of_sharing
 from gmeta.evaluation.baselines.bias_model import BiasModel, base_output, to_predictions
 from gmeta.evaluation.baselines.episode_rows import (
     NO_ITEM,
@@ -75,7 +75,7 @@ class TreeNeighbours:
             )
             for rows in parts
         ]
-        lists = NeighbourLists.make_on_disk(num_items, config.count)
+        lists = NeighbourLists.make_on_disk(NUM_FOLDS, num_items, config.count)
         count_neighbours(Baskets.join(baskets), lists)
         return cls(column, lists, *prior)
 
