@@ -122,13 +122,13 @@ def count_neighbours(
     """Fill the lists, without each fold's tasks and of all, of every `num_parts`-th item."""
     num_levels, num_items, most = lists.ids.shape
     fold_N = np.repeat(baskets.fold_T.astype(np.int64), np.diff(baskets.offsets_T1))
-    above_N = baskets.above_N.astype(float)
-    values = np.ones(len(above_N)), above_N, above_N**2
     shape = num_levels - 1, num_items
-    sums_of_items = _sum_by_fold(baskets.item_N, fold_N, values, shape)
+    powers = [baskets.above_N.astype(float) ** power for power in range(3)]
+    sums_of_items = _sum_by_fold(baskets.item_N, fold_N, powers, shape)
     items = [_ItemLevels.of(*sums) for sums in _leave_folds_out(sums_of_items)]
-    mine_N = np.flatnonzero(baskets.item_N % num_parts == part)
-    order_N = mine_N[np.argsort(baskets.item_N[mine_N], kind="stable")]
+    del powers, sums_of_items  # there may be many
+    order_N = np.flatnonzero(baskets.item_N % num_parts == part)
+    order_N = order_N[np.argsort(baskets.item_N[order_N], kind="stable")]
     for one_V, other_V, sums_of_pairs in _count_pairs(
         baskets, fold_N, order_N, shape, pairs_at_once
     ):
