@@ -33,6 +33,7 @@ from gmeta.data.collate import CollateOptions
 from gmeta.data.cuda_graphs import Capture, LossGraphs
 from gmeta.data.episodes import Episodes, collate_support_query
 from gmeta.data.features.item_statistics import ItemStatistics
+from gmeta.data.features.neighbours import Neighbours
 from gmeta.data.features.regression import Regression, fit_regression, select_query_rows
 from gmeta.data.features.support_statistics import NO_STATISTICS, SupportStatistics
 from gmeta.data.task_groups import GROUP_WORK, least_gain
@@ -73,6 +74,7 @@ class MetaLearner(nn.Module):
         tables: TableSizes = TableSizes(0, 0),  # noqa: B008 - frozen
         statistics: SupportStatistics = NO_STATISTICS,
         items: ItemStatistics | None = None,
+        neighbours: Neighbours | None = None,
         projections: TableProjections | None = None,
     ) -> None:
         super().__init__()
@@ -83,6 +85,7 @@ class MetaLearner(nn.Module):
         # Behind the dense columns stand the statistics of items, then those of support rows.
         self.statistics = statistics
         self.items = items
+        self.neighbours = neighbours
         objectives = Objectives.of(loss) if isinstance(loss, str) else loss
         self.objectives = objectives
         self._algorithm = find_algorithm(config.name)
@@ -185,6 +188,7 @@ class MetaLearner(nn.Module):
         return CollateOptions(
             device=device,
             items=None if self.items is None else self.items.fold_statistics(),
+            neighbours=None if self.neighbours is None else self.neighbours.fold_lists(),
             statistics=self.statistics,
             route=self.route,
             plain_epochs=self._config.plain_epochs,
@@ -198,10 +202,15 @@ class MetaLearner(nn.Module):
         """Return a batch to predict with the statistics of its rows' items."""
         return batch if self.items is None else self.items.with_features(batch)
 
+    def with_support(self, batch: TaskBatch) -> TaskBatch:
+        """Return a batch that has `with_items` with the statistics of its support rows."""
+        lists = None if self.neighbours is None else self.neighbours.lists()
+        return self.statistics.with_features(batch, lists)
+
     def collate_to_predict(self, batch: TaskBatch) -> Episodes:
         """Return the input of `predict`, from a batch on the host."""
         return collate_support_query(
-            self.statistics.with_features(self.with_items(batch)),
+            self.with_support(self.with_items(batch)),
             rows_per_task=self._plan.adapts_rows,
             to_predict=True,
         )

@@ -134,7 +134,10 @@ class TrainingRun:
         self.profiler = StepProfiler(self.folder.profile, config.run.profile_steps, ranks)
 
     def _take_item_statistics(self) -> list[str]:
-        return read_item_statistics(self._learner.items, self._batches, self._dataset, self._ranks)
+        learner = self._learner
+        return read_item_statistics(
+            learner.items, learner.neighbours, self._batches, self._dataset, self._ranks
+        )
 
     def _describe_run(self, plan: dict[str, Any]) -> None:
         fingerprint, plugins = self._dataset.fingerprint, find_all_plugins(self._config)

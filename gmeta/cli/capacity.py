@@ -126,14 +126,14 @@ def _build_model(
     names = [table.name for table in features.tables]
     check_sharding(config.sharding, names, config.outer.sparse_optimizer)
     # Item features and labels of the config name columns of a dataset.
-    items, labels = None, LabelsConfig()
+    items, labels, neighbours = None, LabelsConfig(), None
     if dataset is not None:
-        items, labels = config.item_features, config.labels
+        items, labels, neighbours = config.item_features, config.labels, config.neighbours
     losses = config.outer.loss, config.outer.huber_delta
     try:
         features.check()
         learner = build_learner(
-            features, config.model, config.algorithm, *losses, statistics, items, labels
+            features, config.model, config.algorithm, *losses, statistics, items, labels, neighbours
         )
     except ValueError as error:
         raise ConfigError(str(error)) from error
@@ -249,6 +249,8 @@ def count_flops(
     rows_UD = torch.zeros(num_ids, width, requires_grad=True)
     if learner.items is not None:
         learner.items.set_from_sums(learner.items.empty_sums())
+    if learner.neighbours is not None:
+        learner.neighbours.set_lists(learner.neighbours.make_lists())
     # FlopCounterMode knows neither products that are added in place nor those of oneDNN.
     unknown_to_torch = {
         torch.ops.aten.baddbmm_: _count_operations,

@@ -1,4 +1,5 @@
-"""The sections [augment], [support_features] and [item_features]: batches and inputs from them."""
+"""The sections [augment], [support_features], [item_features] and [neighbours]: batches and inputs
+from them."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -90,6 +91,20 @@ class ItemFeaturesConfig:
         "of clicks: these means as log-odds above those of all rows, and with "
         "support_features.residual_of the task's mean: they add up as a bias model's effects do",
     )
+
+
+@dataclass(frozen=True)
+class NeighboursConfig:
+    """What a task's support rows say of items near a row's own, as dense inputs of the model; near
+    are items that the tasks of the training split have together, or judge alike."""
+
+    column: str = key(
+        "",
+        "the single-id column whose values have neighbours, such as the item: which support rows "
+        "have one, and how far their labels lie above what their items predict, as inputs of the "
+        "model; what a training row is told comes from the tasks of other folds",
+    )
+    count: int = key(50, "neighbours of each value that are kept, 8 bytes each", min=1, max=10_000)
 
 
 def choose_columns(key_name: str, patterns: Sequence[str], names: Sequence[str]) -> list[bool]:

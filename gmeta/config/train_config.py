@@ -15,7 +15,12 @@ from typing import Any, Literal, cast, get_args, get_origin, get_type_hints
 from gmeta.config.algorithm import ALGORITHM_OPTIONS, AlgorithmConfig
 from gmeta.config.evaluation import EvaluationConfig
 from gmeta.config.former_keys import MOVED, with_current_keys
-from gmeta.config.inputs import AugmentConfig, ItemFeaturesConfig, SupportFeaturesConfig
+from gmeta.config.inputs import (
+    AugmentConfig,
+    ItemFeaturesConfig,
+    NeighboursConfig,
+    SupportFeaturesConfig,
+)
 from gmeta.config.labels import LabelsConfig, Loss
 from gmeta.config.settings import WORDING, describe_keys, describe_settings, settings_from_dict
 from gmeta.config.sharding import ShardingConfig
@@ -245,6 +250,7 @@ class TrainConfig:
     augment: AugmentConfig = field(default_factory=AugmentConfig)
     support_features: SupportFeaturesConfig = field(default_factory=SupportFeaturesConfig)
     item_features: ItemFeaturesConfig = field(default_factory=ItemFeaturesConfig)
+    neighbours: NeighboursConfig = field(default_factory=NeighboursConfig)
     model: ModelConfig = field(default_factory=ModelConfig)
     algorithm: AlgorithmConfig = field(default_factory=AlgorithmConfig)
     labels: LabelsConfig = field(default_factory=LabelsConfig)
@@ -258,6 +264,11 @@ class TrainConfig:
         name = label.partition("|")[0] or self.labels.judged
         # A dataset's own names are checked where it is opened: labels.loss by LabelsConfig.check.
         return cast(Loss, self.labels.loss.get(name, self.outer.loss))
+
+    @property
+    def has_support_inputs(self) -> bool:
+        """Tell whether the model has inputs made from support rows."""
+        return self.support_features.is_used or bool(self.neighbours.column)
 
     @property
     def digest(self) -> str:

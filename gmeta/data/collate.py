@@ -33,6 +33,7 @@ from gmeta.data.episodes import (
 )
 from gmeta.data.features.item_statistics import FoldStatistics
 from gmeta.data.features.support_statistics import SupportStatistics
+from gmeta.data.neighbour_counts import NeighbourLists
 from gmeta.data.task_groups import RECTANGLE_WORK, TaskGroup, group_tasks, least_gain
 from gmeta.losses.objectives import label_weights
 from metaio.ragged import Int64, offsets, owners, ragged_indices
@@ -51,6 +52,7 @@ class CollateOptions:
     # Pickled: worker processes collate with it.
     device: str  # the kind that the learner computes on
     items: FoldStatistics | None
+    neighbours: NeighbourLists | None
     statistics: SupportStatistics
     route: Route
     plain_epochs: int  # the first ones are of plain training
@@ -67,7 +69,7 @@ class CollateOptions:
         """Return a training batch with all statistics of each row behind its dense columns."""
         if self.items is not None:
             batch = self.items.with_features(batch)
-        return self.statistics.with_features(batch)
+        return self.statistics.with_features(batch, self.neighbours)
 
     def collate(self, batch: TaskBatch, epoch: int) -> Episodes:
         """Return the input of the learner's `forward` in this epoch of a run, counted from 0."""

@@ -1,15 +1,23 @@
 """Sums that both the learner's statistics and the boosted trees are made of.
 
-Shape suffixes: N rows, V values"""
+Shape suffixes: T tasks, N rows, V values"""
 
 import numpy as np
 import numpy.typing as npt
 
+from metaio.hashing import splitmix64
 from metaio.ragged import Int64
 
 Floats = npt.NDArray[np.float64]
 
 NUM_FOLDS = 5
+_SALT = np.uint64(0x17E3)
+
+
+def find_folds(task_T: Int64) -> Int64:
+    """Return the fold of each task, from 0 to NUM_FOLDS - 1, by a hash of its id."""
+    mixed_T = splitmix64(task_T.astype(np.uint64) ^ _SALT)
+    return (mixed_T % np.uint64(NUM_FOLDS)).astype(np.int64)
 
 
 def add_to_folds(sums_by_fold: Floats, fold_V: Int64, id_V: Int64, label_V: Floats) -> None:
@@ -27,6 +35,12 @@ def sum_of_sharing(value_N: Floats, row_V: Int64, pair_V: Int64, num_pairs: int)
     value_V = value_N[row_V]
     others_V = np.bincount(pair_V, value_V, num_pairs)[pair_V] - value_V
     return np.bincount(row_V, others_V, len(value_N)).astype(np.float64)
+
+
+def scale_count(count_N: Floats) -> Floats:
+    """Return log(1 + n) / log(1 + 100), of the size of other inputs: 0 for 0, 1 for a hundred."""
+    scaled_N: Floats = np.log1p(count_N) / np.log1p(100.0)
+    return scaled_N
 
 
 def log_odds(share: float | Floats) -> Floats:

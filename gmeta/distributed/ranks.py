@@ -10,7 +10,6 @@ from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, TypeVar
 
-import numpy as np
 import numpy.typing as npt
 import torch
 import torch.distributed as dist
@@ -158,7 +157,7 @@ def sum_over_ranks(values: list[float], ranks: Ranks) -> list[float]:
     return summed
 
 
-def add_arrays_over_ranks(arrays: Sequence[npt.NDArray[np.float64]], ranks: Ranks) -> None:
+def add_arrays_over_ranks(arrays: Sequence[npt.NDArray[Any]], ranks: Ranks) -> None:
     """Replace arrays on the host by their element-wise sums over the ranks."""
     for array in arrays:
         dist.all_reduce(torch.from_numpy(array), group=ranks.control)

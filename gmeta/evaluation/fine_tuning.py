@@ -77,6 +77,7 @@ def adapt_with(algorithm: AlgorithmConfig, sharded: DistributedLearner) -> None:
         own.tables,
         statistics=own.statistics,
         items=own.items,
+        neighbours=own.neighbours,
         projections=own.projections,
     )
     # A trained encoder or generator belongs to the run too, on the device where it is.

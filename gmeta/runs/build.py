@@ -13,7 +13,13 @@ from gmeta.adaptation.algorithms.algorithm import TableSizes
 from gmeta.adaptation.algorithms.registry import NAMED_ALGORITHMS
 from gmeta.config.algorithm import PLAIN, AlgorithmConfig
 from gmeta.config.evaluation import EvaluationConfig
-from gmeta.config.inputs import NO_PRIOR, ItemFeaturesConfig, LabelPrior, SupportFeaturesConfig
+from gmeta.config.inputs import (
+    NO_PRIOR,
+    ItemFeaturesConfig,
+    LabelPrior,
+    NeighboursConfig,
+    SupportFeaturesConfig,
+)
 from gmeta.config.labels import LabelsConfig
 from gmeta.config.sharding import check_sharding
 from gmeta.config.table_names import module_name
@@ -21,6 +27,7 @@ from gmeta.config.table_widths import widths_of_tables
 from gmeta.config.train_config import DataConfig, TrainConfig
 from gmeta.data.augment import check_augment
 from gmeta.data.features.item_statistics import ItemStatistics
+from gmeta.data.features.neighbours import Neighbours
 from gmeta.data.features.support_statistics import NO_STATISTICS, SupportStatistics
 from gmeta.data.label_checks import check_first_labels, scored_labels
 from gmeta.data.opening import open_data
@@ -105,12 +112,20 @@ def build(config: TrainConfig) -> tuple[Dataset, MetaLearner]:
             labels = replace(labels, moments=estimate_moments(config, dataset))
         losses = config.outer.loss, config.outer.huber_delta
         # A config may have the prior of an earlier run: then the inputs mean the same.
-        if settings.is_used and LabelPrior.from_config(settings) is None:
+        neighbours = config.neighbours
+        if config.has_support_inputs and LabelPrior.from_config(settings) is None:
             prior = estimate_label_prior(config.data.train_split, config.outer.loss, dataset)
             settings = replace(settings, label_prior=prior)
-        statistics = build_statistics(settings, dataset.features, items)
+        statistics = build_statistics(settings, dataset.features, items, neighbours)
         learner = build_learner(
-            dataset.features, config.model, config.algorithm, *losses, statistics, items, labels
+            dataset.features,
+            config.model,
+            config.algorithm,
+            *losses,
+            statistics,
+            items,
+            labels,
+            neighbours,
         )
     except ValueError as error:
         raise ConfigError(str(error)) from error
@@ -254,12 +269,15 @@ def estimate_moments(config: TrainConfig, dataset: Dataset) -> tuple[float, ...]
 
 
 def build_statistics(
-    config: SupportFeaturesConfig, features: Features, items: ItemFeaturesConfig
+    config: SupportFeaturesConfig,
+    features: Features,
+    items: ItemFeaturesConfig,
+    neighbours: NeighboursConfig | None = None,
 ) -> SupportStatistics:
     """Return the statistics of a config that has a prior. Raises ValueError: it names a column that
     is not there, or its prior is not valid."""
     prior = LabelPrior.from_config(config) or NO_PRIOR
-    return SupportStatistics.of(config, features, prior, items)
+    return SupportStatistics.of(config, features, prior, items, neighbours)
 
 
 def build_learner(
@@ -271,6 +289,7 @@ def build_learner(
     statistics: SupportStatistics = NO_STATISTICS,
     item_features: ItemFeaturesConfig | None = None,
     labels: LabelsConfig = LabelsConfig(),  # noqa: B008 - frozen
+    neighbours: NeighboursConfig | None = None,
 ) -> MetaLearner:
     """Return a freshly initialised model and the way it adapts. Raises ValueError: one is unknown,
     or they do not fit each other or the columns."""
@@ -284,6 +303,9 @@ def build_learner(
     items = None
     if item_features is not None and item_features.columns:
         items = ItemStatistics(item_features, features)
+    near = None
+    if neighbours is not None and neighbours.column:
+        near = Neighbours(neighbours, features, statistics.prior)
     width = statistics.width + (items.width if items is not None else 0)
     # Statistics reach the model as dense columns.
     sizes = replace(sizes, num_dense=sizes.num_dense + width)
@@ -313,6 +335,7 @@ def build_learner(
         tables,
         statistics=statistics,
         items=items,
+        neighbours=near,
         projections=projections,
     )
     if features.labels:
@@ -336,6 +359,7 @@ def _check_one_label(names: tuple[str, ...], algorithm: str, learner: MetaLearne
     # Labels with names may be unknown in a row; these parts read the label of every row.
     requirements = {
         f"algorithm.name = {algorithm!r}": learner.encoder is not None,
+        "neighbours": learner.neighbours is not None,
         "support_features": learner.statistics.width > 0,
         "item_features": learner.items is not None,
     }

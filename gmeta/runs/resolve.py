@@ -22,7 +22,7 @@ def resolve(config: TrainConfig) -> TrainConfig:
     data, run = _without_empty_splits(config.data, config.run, dataset)
     config = _with_moments(replace(config, data=data, run=run), dataset)
     inputs = config.support_features
-    if not inputs.is_used or inputs.label_prior or dataset.manifest.stream is None:
+    if not config.has_support_inputs or inputs.label_prior or dataset.manifest.stream is None:
         return config
     before = config_of_begun_run(run.dir)
     if before is None and run.continue_from:

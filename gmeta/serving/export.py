@@ -29,6 +29,8 @@ from gmeta.runs.environment import package_versions
 from gmeta.runs.run_folder import RunFolder, list_checkpoints, parse_checkpoint_step
 from gmeta.serving.exported_folder import (
     LAYERS_FILE,
+    NEIGHBOURS,
+    NEIGHBOURS_FILE,
     ExportedColumns,
     ExportedConfig,
     check_free,
@@ -165,7 +167,12 @@ def write_model(
 ) -> None:
     """Write layers, tables (got one by one, by name) and config.json into `folder`."""
     # safetensors refuses strided views.
-    _save_tensors({key: value.contiguous() for key, value in layers.items()}, folder / LAYERS_FILE)
+    kept = {key: value.contiguous() for key, value in layers.items()}
+    near = {key: kept.pop(key) for key in layers if key.startswith(NEIGHBOURS)}
+    _save_tensors(kept, folder / LAYERS_FILE)
+    if near:
+        # As a table: it is mapped, and a delta holds the rows that changed.
+        _save_tensors(near, folder / NEIGHBOURS_FILE, {"table": NEIGHBOURS_FILE})
     for index, spec in enumerate(description.features.tables):
         stored = store_table(spec.name, table(spec.name), description.table_format)
         _save_tensors(stored.to_tensors(), folder / table_file(index), {"table": spec.name})
@@ -218,6 +225,7 @@ def _make_description(
         columns=columns,
         table_format=table_format,
         item_features=config.item_features,
+        neighbours=config.neighbours,
         labels=config.labels,
         positive_rating=config.evaluation.positive_rating,
         label_range=_find_label_range(config.data.train_split, dataset),

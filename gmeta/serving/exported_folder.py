@@ -13,7 +13,12 @@ import pyarrow.parquet as pq
 
 from gmeta.config.algorithm import AlgorithmConfig
 from gmeta.config.evaluation import EvaluationConfig
-from gmeta.config.inputs import ItemFeaturesConfig, LabelPrior, SupportFeaturesConfig
+from gmeta.config.inputs import (
+    ItemFeaturesConfig,
+    LabelPrior,
+    NeighboursConfig,
+    SupportFeaturesConfig,
+)
 from gmeta.config.labels import LabelsConfig, Loss
 from gmeta.config.table_widths import widths_of_tables
 from gmeta.config.train_config import config_from_dict
@@ -38,6 +43,8 @@ FORMAT_VERSION = 1
 CONFIG_FILE = "config.json"
 DELTA_FILE = "delta.json"  # in place of config.json: what changed since another export
 LAYERS_FILE = "layers.safetensors"
+NEIGHBOURS_FILE = "neighbours.safetensors"  # of a model that has them
+NEIGHBOURS = "neighbours."  # how their names begin among a learner's tensors
 REMEDY = "Copy the folder again, or export the run again"
 
 
@@ -76,6 +83,7 @@ class ExportedConfig:
     huber_delta: float = 1.0
     support_features: SupportFeaturesConfig = field(default_factory=SupportFeaturesConfig)
     item_features: ItemFeaturesConfig = field(default_factory=ItemFeaturesConfig)
+    neighbours: NeighboursConfig = field(default_factory=NeighboursConfig)
     labels: LabelsConfig = field(default_factory=LabelsConfig)
     positive_rating: float = 0.0  # evaluation.positive_rating of the run
     label_range: tuple[float, ...] = ()  # least and most of each label in training; (): not known
@@ -105,6 +113,17 @@ def table_file(index: int) -> str:
     """Return the name of the file of the table at this place of `features.tables`."""
     # By place, as a table's name need not be one that a file may have.
     return f"table-{index:05d}.safetensors"
+
+
+def row_files(config: ExportedConfig) -> dict[str, tuple[str, int]]:
+    """Return file and number of rows, by a name, of all that has a row for each id: of the tables
+    by theirs, and of neighbours."""
+    tables = config.features.tables
+    found = {one.name: (table_file(at), one.num_rows) for at, one in enumerate(tables)}
+    if column := config.neighbours.column:
+        (table,) = (one.table for one in config.features.single if one.name == column)
+        found[NEIGHBOURS_FILE] = NEIGHBOURS_FILE, found[table][1]
+    return found
 
 
 def vocabulary_file(table: str) -> str:
@@ -186,13 +205,14 @@ def _parse_config(path: Path, body: dict[str, Any]) -> ExportedConfig:
     try:
         outer = {"loss": body["loss"], "huber_delta": body.get("huber_delta", 1.0)}
         sections = {key: body[key] for key in ("model", "algorithm")}
-        inputs = {key: body.get(key, {}) for key in ("support_features", "item_features", "labels")}
+        named = ("support_features", "item_features", "neighbours", "labels")
+        inputs = {key: body.get(key, {}) for key in named}
         evaluation = {"positive_rating": body.get("positive_rating", 0.0)}
         parts = config_from_dict(
             {**sections, **inputs, "outer": outer, "evaluation": evaluation}, is_saved=True
         )
         support = parts.support_features
-        if LabelPrior.from_config(support) is None and support.is_used:
+        if LabelPrior.from_config(support) is None and parts.has_support_inputs:
             raise ValueError("its support_features have no label_prior")
         if body["table_format"] not in TABLE_FORMATS:
             raise ConfigError(f"table_format {body['table_format']!r} is unknown")
@@ -207,6 +227,8 @@ def _parse_config(path: Path, body: dict[str, Any]) -> ExportedConfig:
         needed = {LAYERS_FILE, *map(table_file, range(len(features.tables)))}
         # What is not listed is read without a comparison.
         needed |= {vocabulary_file(table) for table in columns.vocabularies}
+        if parts.neighbours.column:
+            needed.add(NEIGHBOURS_FILE)
         for name in needed - files.keys():
             raise ValueError(f"it lists no file {name}")
         if not isinstance(body["source"], dict):
@@ -232,6 +254,7 @@ def _parse_config(path: Path, body: dict[str, Any]) -> ExportedConfig:
         huber_delta=parts.outer.huber_delta,
         support_features=parts.support_features,
         item_features=parts.item_features,
+        neighbours=parts.neighbours,
         labels=parts.labels,
         positive_rating=parts.evaluation.positive_rating,
         label_range=label_range,

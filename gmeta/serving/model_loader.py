@@ -15,6 +15,8 @@ from gmeta.runs.build import build_learner, build_statistics, check_registered, 
 from gmeta.serving.device import on_the_cpu, parse_device
 from gmeta.serving.exported_folder import (
     LAYERS_FILE,
+    NEIGHBOURS,
+    NEIGHBOURS_FILE,
     ExportedConfig,
     check_files,
     checksum_in,
@@ -66,6 +68,7 @@ def _load_again(folder: Path, config: ExportedConfig, device: str) -> ServedMode
 def _load_learner(folder: Path, config: ExportedConfig) -> MetaLearner:
     check_registered(folder, config.model, config.algorithm, config.source)
     tensors = read_tensors(folder / LAYERS_FILE)
+    near = read_tensors(folder / NEIGHBOURS_FILE) if config.neighbours.column else {}
 
     def build() -> MetaLearner:
         try:
@@ -75,9 +78,15 @@ def _load_learner(folder: Path, config: ExportedConfig) -> MetaLearner:
                 config.algorithm,
                 config.loss,
                 config.huber_delta,
-                build_statistics(config.support_features, config.features, config.item_features),
+                build_statistics(
+                    config.support_features,
+                    config.features,
+                    config.item_features,
+                    config.neighbours,
+                ),
                 config.item_features,
                 config.labels,
+                config.neighbours,
             )
         except (ValueError, RuntimeError) as error:
             raise GMetaError(
@@ -90,9 +99,9 @@ def _load_learner(folder: Path, config: ExportedConfig) -> MetaLearner:
     with nullcontext() if is_own else torch.device("meta"):
         wanted = build().state_dict()
     # Compared here, since torch reports a misfit in as many lines as there are layers.
-    shapes = {name: tensor.shape for name, tensor in tensors.items()}
+    shapes = {name: tensor.shape for name, tensor in (tensors | near).items()}
     lacking = [name for name, value in wanted.items() if shapes.get(name) != value.shape]
-    if lacking or len(tensors) > len(wanted):
+    if lacking or len(shapes) > len(wanted):
         # With nothing lacking, any further tensor is one that the model does not have.
         what = f"it lacks {lacking[0]} and {len(lacking) - 1} more" if lacking else "it holds more"
         raise GMetaError(
@@ -101,7 +110,11 @@ def _load_learner(folder: Path, config: ExportedConfig) -> MetaLearner:
         )
     learner = build()
     check_layers(tensors, learner.state_dict(), f"Export an earlier checkpoint to {folder}")
-    learner.load_state_dict(tensors)
+    learner.load_state_dict(tensors, strict=False)
+    if learner.neighbours is not None:
+        # Not copied: of the mapped file only the rows that requests ask for are read.
+        own = {name.removeprefix(NEIGHBOURS): values for name, values in near.items()}
+        learner.neighbours.load_state_dict(own, assign=True)
     return learner
 
 

@@ -216,7 +216,7 @@ class ServedModel:
         # A length may be 0: that of a task of which nothing is known.
         with self._exclusive(), torch.enable_grad():
             nothing = empty_rows(self.config.features), [0] * len(lengths)
-            batch = self._statistics.with_features(self._batch((rows, lengths), nothing))
+            batch = self.learner.with_support(self._batch((rows, lengths), nothing))
             batch, fetched_row_P, num_rows = with_row_copies(batch, adapts_rows)
             values_PD = self._fetch_UD(batch)
             if fetched_row_P is not None:
@@ -358,7 +358,7 @@ class ServedModel:
         # Statistics are of a task's support, so one batch has both sides to compute them; only the
         # query rows are used further.
         sides = (join_rows(known), known_lengths), (rows, lengths)
-        both = self._statistics.with_features(self._batch(*sides))
+        both = self.learner.with_support(self._batch(*sides))
         # Both sides stand in turn, task by task.
         turns = np.array([known_lengths, lengths], np.int64).T.ravel()
         is_query_N = np.repeat(np.tile([False, True], len(lengths)), turns)

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from gmeta.config.algorithm import AlgorithmConfig
-from gmeta.config.inputs import ItemFeaturesConfig
+from gmeta.config.inputs import ItemFeaturesConfig, NeighboursConfig
 from gmeta.config.sharding import ShardingConfig
 from gmeta.config.train_config import OuterConfig, RunConfig, TrainConfig
 from gmeta.distributed.optim.optimizers import OuterOptimizer, build_optimizer
@@ -82,7 +82,12 @@ class Trained:
         features = features_of(num_rows)
         algorithm = AlgorithmConfig(inner_lr=0.1)
         self.learner: MetaLearner = build_learner(
-            features, config.model, algorithm, "bce", item_features=config.item_features
+            features,
+            config.model,
+            algorithm,
+            "bce",
+            item_features=config.item_features,
+            neighbours=config.neighbours,
         )
         self.sharded: DistributedLearner = shard_learner(self.learner, features, config, ranks)
         self.optimizer: OuterOptimizer = build_optimizer(self.sharded, config.outer)
@@ -247,6 +252,37 @@ def test_what_training_rows_said_grows_and_reused_rows_know_nothing(tmp_path: Pa
     for found in on_ranks(2, load_what_training_rows_say, tmp_path):
         assert torch.equal(found["s1"], expected)
         assert torch.equal(found["s0"], without_reused)
+
+
+def load_neighbours(ranks: Ranks, folder: Path) -> list[Tensor]:
+    """What a grown model has of lists in which each item of a table names the two behind it."""
+    config = replace(
+        config_of(4),
+        outer=OuterConfig(dense_optimizer="sgd", sparse_optimizer="sgd"),
+        neighbours=NeighboursConfig("s0", 2),
+    )
+    saved = Trained(ranks, config, OLD_ROWS)
+    assert saved.learner.neighbours is not None
+    ids_RH, weights_RH2 = saved.learner.neighbours.buffers()
+    ids_RH.copy_((torch.arange(OLD_ROWS)[:, None] + torch.tensor([1, 2])) % OLD_ROWS)
+    weights_RH2.fill_(0.5)
+    path = saved.save(folder, 1)
+    grown = Trained(ranks, config, NEW_ROWS)
+    load_into_grown_tables(path, grown.sharded, grown.optimizer, ranks, config.outer, RESET)
+    assert grown.learner.neighbours is not None
+    return list(grown.learner.neighbours.buffers())
+
+
+@pytest.mark.distributed
+def test_neighbours_grow_and_nothing_names_a_reused_row(tmp_path: Path) -> None:
+    expected = torch.zeros(NEW_ROWS, 2, dtype=torch.int32)
+    expected[:OLD_ROWS] = (torch.arange(OLD_ROWS)[:, None] + torch.tensor([1, 2])) % OLD_ROWS
+    reused = torch.from_numpy(RESET["s0"])
+    expected[reused] = 0
+    expected[torch.isin(expected, reused)] = 0
+    for ids_RH, weights_RH2 in on_ranks(2, load_neighbours, tmp_path):
+        assert torch.equal(ids_RH, expected)
+        assert torch.equal(weights_RH2, 0.5 * (expected != 0)[:, :, None].expand(-1, -1, 2).half())
 
 
 def test_a_discount_does_nothing_at_1() -> None:

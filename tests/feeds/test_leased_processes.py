@@ -79,7 +79,9 @@ def work_on_rank(ranks: Ranks, config: TrainConfig, rebuild: bool) -> tuple[Any,
     dataset, learner = build(config)
     sharded = shard_learner(learner, dataset.features, config, ranks)
     local = sharded.local
-    read_item_statistics(learner.items, BatchSettings.of(config, dataset), dataset, ranks)
+    read_item_statistics(
+        learner.items, learner.neighbours, BatchSettings.of(config, dataset), dataset, ranks
+    )
     asked: list[Asking] = []
     trained: list[list[list[int]]] = []
     stop = Stop()

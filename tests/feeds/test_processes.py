@@ -71,7 +71,7 @@ STEPS = 5  # of an epoch: 200 tasks
 EVERYTHING = [
     "augment.resplit_support=true", "augment.oov_dropout=0.3", 'item_features.columns=["item"]',
     'support_features.columns=["genre", "tags"]', "outer.accumulate_steps=2",
-    "algorithm.plain_epochs=1", "run.shape_buckets=on",
+    "algorithm.plain_epochs=1", "run.shape_buckets=on", "neighbours.column=item",
 ]  # fmt: skip
 KINDS = {
     "fast loop": [], "everything": EVERYTHING, "general loop": ["algorithm.name=encoder"],
@@ -103,7 +103,9 @@ def made_here(
     """The learner, and the batches from there to the end of the run, made in this process."""
     dataset, learner = build(config)
     local = shard_learner(learner, dataset.features, config, ranks).local
-    read_item_statistics(learner.items, BatchSettings.of(config, dataset), dataset, ranks)
+    read_item_statistics(
+        learner.items, learner.neighbours, BatchSettings.of(config, dataset), dataset, ranks
+    )
     found = []
     with open_reader(config.data, config.run.seed, dataset, "train", rank, world_size) as reader:
         for at in range(epoch, config.run.epochs):

@@ -7,7 +7,7 @@ import pyarrow as pa
 import torch
 
 from gmeta.config.algorithm import AlgorithmConfig
-from gmeta.config.inputs import ItemFeaturesConfig, SupportFeaturesConfig
+from gmeta.config.inputs import ItemFeaturesConfig, NeighboursConfig, SupportFeaturesConfig
 from gmeta.config.table_widths import widths_of_tables
 from gmeta.distributed.ranks import Ranks
 from gmeta.evaluation.evaluate import evaluate_run
@@ -39,7 +39,7 @@ def write_random_model(
     folder: Path, features: Features = FEATURES, table_format: TableFormat = "float32",
     loss: str = "bce", algorithm: AlgorithmConfig | None = None, model: ModelConfig | None = None,
     support_features: SupportFeaturesConfig | None = None,
-    item_features: ItemFeaturesConfig | None = None,
+    item_features: ItemFeaturesConfig | None = None, neighbours: NeighboursConfig | None = None,
 ) -> dict[str, torch.Tensor]:  # fmt: skip
     """An exported model of random values in `folder`; returns its float32 tables by name."""
     config = ExportedConfig(
@@ -49,13 +49,19 @@ def write_random_model(
         table_format=table_format, source={}, files={},
         support_features=support_features or SupportFeaturesConfig(),
         item_features=item_features or ItemFeaturesConfig(),
+        neighbours=neighbours or NeighboursConfig(),
     )  # fmt: skip
     folder.mkdir(parents=True, exist_ok=True)
     torch.manual_seed(0)
-    statistics = build_statistics(config.support_features, features, config.item_features)
+    inputs = config.support_features, features, config.item_features, config.neighbours
     learner = build_learner(
-        features, config.model, config.algorithm, loss, 1.0, statistics, config.item_features
-    )
+        features, config.model, config.algorithm, loss, 1.0, build_statistics(*inputs),
+        config.item_features, neighbours=config.neighbours,
+    )  # fmt: skip
+    if learner.neighbours is not None:
+        ids_RH, weights_RH2 = learner.neighbours.buffers()
+        ids_RH[1:] = torch.randint(1, len(ids_RH), ids_RH[1:].shape)
+        weights_RH2[1:] = torch.rand(weights_RH2[1:].shape)
     if learner.items is not None:
         for values_V2 in learner.items.buffers():
             values_V2[1:] = torch.randn(len(values_V2) - 1, 2)  # row 0 is of unknown values

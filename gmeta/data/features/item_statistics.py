@@ -23,11 +23,9 @@ import torch
 from torch import Tensor, nn
 
 from gmeta.config.inputs import choose_columns
-from gmeta.data.features.support_statistics import scale_count
-from gmeta.data.sums import NUM_FOLDS, Floats, add_to_folds, log_odds
+from gmeta.data.sums import NUM_FOLDS, Floats, add_to_folds, find_folds, log_odds, scale_count
 from metaio.format.block import find_features_of_values
 from metaio.format.features import OOV_ROW
-from metaio.hashing import splitmix64
 from metaio.ragged import Int64, owners, sum_rows
 
 if TYPE_CHECKING:
@@ -37,7 +35,6 @@ if TYPE_CHECKING:
 
 # A rank that trains keeps 48 bytes a value and for a while 80 more, a checkpoint 8: at most 1 GiB.
 MOST_VALUES = 1 << 23
-_SALT = np.uint64(0x17E3)
 
 
 class _Column(NamedTuple):
@@ -221,9 +218,7 @@ def _buffer(index: int) -> str:
 
 
 def _fold_N(batch: TaskBatch) -> Int64:
-    mixed_T = splitmix64(batch.task_T.numpy().astype(np.uint64) ^ _SALT)
-    fold_T = (mixed_T % np.uint64(NUM_FOLDS)).astype(np.int64)
-    return np.repeat(fold_T, np.diff(batch.row_offsets_T1.numpy()))
+    return np.repeat(find_folds(batch.task_T.numpy()), np.diff(batch.row_offsets_T1.numpy()))
 
 
 def _entries(batch: TaskBatch, column: _Column) -> tuple[Int64, Int64]:

@@ -28,19 +28,25 @@ import numpy.typing as npt
 import torch
 
 from gmeta.config.inputs import NO_PRIOR, LabelPrior, choose_columns
-from gmeta.data.sums import Floats, log_odds, sum_of_sharing
+from gmeta.data.features.neighbours import (
+    NAMES,
+    RatedRows,
+    find_ids_N,
+    find_levels_N,
+    find_neighbours_column,
+    make_neighbour_features,
+)
+from gmeta.data.sums import Floats, log_odds, scale_count, sum_of_sharing
 from metaio.format.block import find_features_of_values
 from metaio.format.features import OOV_ROW
 from metaio.ragged import Int64, owners, places, sum_rows
 from metaio.read.batch import deduplicate_task_rows
 
 if TYPE_CHECKING:
-    from gmeta.config.inputs import ItemFeaturesConfig, SupportFeaturesConfig
+    from gmeta.config.inputs import ItemFeaturesConfig, NeighboursConfig, SupportFeaturesConfig
+    from gmeta.data.neighbour_counts import NeighbourLists
     from metaio.format.features import Features
     from metaio.read.batch import TaskBatch, TaskRows
-
-# Counts are shown as log(1 + n) / log(1 + 100), so that they stay near the other inputs' size.
-_MANY_ROWS = 100.0
 
 
 @dataclass(frozen=True)
@@ -57,6 +63,7 @@ class SupportStatistics:
     prior: LabelPrior
     expected_place: int | None = None  # place of the dense input that labels count from
     log_odds: bool = False  # that input and the task's mean are log-odds of clicks
+    neighbours_column: int | None = None  # its place among the single-id features
 
     @classmethod
     def of(
@@ -65,9 +72,10 @@ class SupportStatistics:
         features: Features,
         prior: LabelPrior,
         items: ItemFeaturesConfig | None = None,
+        neighbours: NeighboursConfig | None = None,
     ) -> SupportStatistics:
         """Return the statistics of a config; those of `items` stand between them and the dense
-        columns. Raises ValueError: `columns` or `residual_of` match nothing, or change nothing."""
+        columns. Raises ValueError: a column that is named is not there, or changes nothing."""
         known = [column.name for column in features.sparse]
         chosen = choose_columns("support_features.columns", config.columns, known)
         num_single = len(features.single)
@@ -75,6 +83,10 @@ class SupportStatistics:
         names = ["task mean", "task count", "task spread"] if config.task else []
         for name, is_chosen in zip(known, chosen, strict=True):
             names += [f"{name} mean", f"{name} count"] if is_chosen else []
+        place = find_neighbours_column(neighbours, features)
+        names += (
+            [f"{features.single[place].name} {name}" for name in NAMES] if place is not None else []
+        )
         return cls(
             config.task,
             tuple(np.flatnonzero(chosen[:num_single]).tolist()),
@@ -84,6 +96,7 @@ class SupportStatistics:
             prior,
             _find_expected_place(config, features, items) if config.residual_of else None,
             bool(config.residual_of and items is not None and items.log_odds),
+            place,
         )
 
     @property
@@ -91,17 +104,20 @@ class SupportStatistics:
         """Return the number of statistics of a row."""
         return len(self.names)
 
-    def with_features(self, batch: TaskBatch) -> TaskBatch:
-        """Return the batch with the statistics of each row behind its dense columns."""
+    def with_features(self, batch: TaskBatch, lists: NeighbourLists | None = None) -> TaskBatch:
+        """Return the batch with the statistics of each row behind its dense columns; `lists` are
+        needed where neighbours are among them."""
         if not self.width:
             return batch
-        of_rows = torch.from_numpy(self.features_NK(batch)).to(batch.dense_NK.dtype)
+        of_rows = torch.from_numpy(self.features_NK(batch, lists)).to(batch.dense_NK.dtype)
         return replace(batch, dense_NK=torch.cat([batch.dense_NK, of_rows], dim=1))
 
-    def features_NK(self, batch: TaskBatch) -> npt.NDArray[np.float32]:
-        """Return the statistics of every row of the batch."""
-        rows, expected_N = _LabelRows.of(batch, self.prior), self._expected_N(batch)
-        rows = rows.minus_expected(expected_N)
+    def features_NK(
+        self, batch: TaskBatch, lists: NeighbourLists | None = None
+    ) -> npt.NDArray[np.float32]:
+        """Return the statistics of every row of the batch, see with_features."""
+        labels, expected_N = _LabelRows.of(batch, self.prior), self._expected_N(batch)
+        rows = labels.minus_expected(expected_N)
         # A support row never sees its own label: it gets those of the other support rows.
         tasks = rows.totals()
         mean_N = self._smooth(tasks.sum_N, tasks.count_N, np.zeros(len(tasks.sum_N)))
@@ -113,6 +129,17 @@ class SupportStatistics:
         for entries in _columns(batch, pairs, self.single_columns, self.multi_columns):
             sum_N, count_N = rows.shared_label_sums(entries)
             found += [self._smooth(sum_N, count_N, mean_N) - mean_N, scale_count(count_N)]
+        if self.neighbours_column is not None and lists is not None:
+            rated = RatedRows(
+                rows.task_N,
+                find_ids_N(batch, self.neighbours_column),
+                rows.is_support_N,
+                rows.label_N,
+                labels.label_N > 0,
+                mean_N,
+                tasks.count_N,
+            )
+            found += make_neighbour_features(lists, find_levels_N(lists, batch), rated)
         return np.stack(found, axis=1).astype(np.float32)
 
     def _expected_N(self, batch: TaskBatch) -> Floats:
@@ -246,12 +273,6 @@ def _columns(
         known_V = known_P[pair_V]
         entries.append(_Entries(row_V[known_V], pair_V[known_V], num_pairs))
     return entries
-
-
-def scale_count(count_N: Floats) -> Floats:
-    """Return log(1 + n) / log(1 + 100): 0 for none, 1 for a hundred."""
-    scaled_N: Floats = np.log1p(count_N) / np.log1p(_MANY_ROWS)
-    return scaled_N
 
 
 NO_STATISTICS = SupportStatistics(False, (), (), (), 0.0, NO_PRIOR)

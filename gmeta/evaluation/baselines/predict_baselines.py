@@ -8,6 +8,7 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
+from gmeta.config.inputs import LabelPrior, NeighboursConfig
 from gmeta.config.labels import Loss
 from gmeta.config.train_config import DataConfig
 from gmeta.data.support_views import EvalProtocol, SupportView
@@ -19,7 +20,7 @@ from gmeta.evaluation.baselines.block_rows import read_rows, sample_rows
 from gmeta.evaluation.baselines.boosted_trees import BoostedTrees
 from gmeta.evaluation.baselines.candidates import Candidates, rank_among_candidates_N2
 from gmeta.evaluation.baselines.training_sums import sum_training_rows
-from gmeta.evaluation.baselines.tree_features import StatisticsMaker
+from gmeta.evaluation.baselines.tree_features import StatisticsMaker, TreeNeighbours
 from gmeta.evaluation.report.evaluated_runs import PLACES, EvaluatedBaseline
 from gmeta.metrics.scored_label import ONE_LABEL, ScoredLabel
 from metaio.format.dataset import Dataset
@@ -65,6 +66,7 @@ def predict_baselines(
     on: Dataset | None = None,
     candidates: Candidates | None = None,
     label: ScoredLabel = ONE_LABEL,
+    neighbours: NeighboursConfig = NeighboursConfig(),  # noqa: B008 - frozen
 ) -> Baselines:
     """Return what models of `dataset` predict for query rows of `splits` of `on` (or of itself)."""
     item = find_item_index(dataset, item_column)
@@ -100,7 +102,10 @@ def predict_baselines(
     if not trees.is_available():
         return Baselines(found, (trees.MISSING,))
     describing = episode_rows.find_item_columns(train, dataset.features, bias.item)
-    known = StatisticsMaker(sums, dataset.features, bias, describing)
+    read = (rows.select_label(label) for rows in read_rows(dataset, train_split))
+    prior = LabelPrior(sums.mean, LabelPrior.of(train.label_N).deviation)
+    near = TreeNeighbours.count(read, dataset.features, neighbours, prior, SEED)
+    known = StatisticsMaker(sums, dataset.features, bias, describing, near)
     is_past = dataset.manifest.support_is_past
     grown = trees.grow_trees(loss, known, train, valid, is_past, SEED, huber_delta)
     if grown is None:

@@ -4,13 +4,23 @@
 - each sparse column: the mean label of training rows with its value; the support rows with the same
   value, and how far these lie above what their items alone predict; of the item its training rows
 - each dense column as it is
+- where a run has neighbours, what its support rows say of them (data/features/neighbours.py)
 Shape suffixes: T tasks, N rows, V values, K dense columns, X all inputs side by side"""
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import numpy as np
 
-from gmeta.data.sums import sum_of_sharing
+from gmeta.config.inputs import LabelPrior, NeighboursConfig
+from gmeta.data.features.neighbours import (
+    NAMES,
+    RatedRows,
+    find_neighbours_column,
+    make_neighbour_features,
+)
+from gmeta.data.neighbour_counts import Baskets, NeighbourLists, count_neighbours
+from gmeta.data.sums import NUM_FOLDS, sum_of_sharing
 from gmeta.evaluation.baselines.bias_model import BiasModel, base_output, to_predictions
 from gmeta.evaluation.baselines.episode_rows import (
     NO_ITEM,
@@ -20,7 +30,7 @@ from gmeta.evaluation.baselines.episode_rows import (
     IdLists,
     make_lists,
 )
-from gmeta.evaluation.baselines.training_sums import TrainingSums
+from gmeta.evaluation.baselines.training_sums import TrainingSums, assign_folds
 from metaio.format.features import Features
 from metaio.ragged import Int64
 
@@ -28,6 +38,61 @@ from metaio.ragged import Int64
 # value's: a single row is mostly noise.
 VALUE_PRIOR = 5.0
 SHARED_PRIOR = 2.0
+TASK_PRIOR = 3.0
+
+
+@dataclass(frozen=True)
+class TreeNeighbours:
+    """The neighbours of a single-id column's values, by the folds of the trees."""
+
+    column: int
+    lists: NeighbourLists
+    mean: float
+    deviation: float
+
+    @classmethod
+    def count(
+        cls,
+        parts: Iterable[EpisodeRows],
+        features: Features,
+        config: NeighboursConfig,
+        prior: LabelPrior,
+        seed: int,
+    ) -> "TreeNeighbours | None":
+        """Return the neighbours over all rows; None: the config has none."""
+        column = find_neighbours_column(config, features)
+        if column is None:
+            return None
+        (num_items,) = (
+            one.num_rows for one in features.tables if one.name == features.single[column].table
+        )
+        baskets = [
+            Baskets.of(
+                np.diff(rows.row_offsets_T1),
+                rows.ids_of(column),
+                (rows.label_N - prior.mean) / prior.deviation,
+                assign_folds(rows.task_T, seed),
+            )
+            for rows in parts
+        ]
+        lists = NeighbourLists.make_on_disk(NUM_FOLDS, num_items, config.count)
+        count_neighbours(Baskets.join(baskets), lists)
+        return cls(column, lists, *prior)
+
+    def make_columns(
+        self, rows: EpisodeRows, fold_N: Int64, hidden_N: Bools, above_N: Floats
+    ) -> dict[str, Floats]:
+        """Return the statistics by name; `above_N` are labels of support rows above their items."""
+        support_N, episode_N = rows.is_support_N, rows.episode_N
+        residual_N, num_tasks = above_N / self.deviation, len(rows.task_T)
+        count_T = np.bincount(episode_N, support_N, num_tasks)
+        mean_T = np.bincount(episode_N, residual_N, num_tasks) / (count_T + TASK_PRIOR)
+        item_N = np.where(hidden_N, 0, rows.ids_of(self.column))
+        is_positive_N = support_N & (rows.label_N > self.mean)
+        mean_N, count_N = mean_T[episode_N], count_T[episode_N].astype(float)
+        rated = RatedRows(episode_N, item_N, support_N, residual_N, is_positive_N, mean_N, count_N)
+        # NO_FOLD is the last level: all tasks.
+        return dict(zip(NAMES, make_neighbour_features(self.lists, fold_N, rated), strict=True))
 
 
 @dataclass(frozen=True)
@@ -48,6 +113,7 @@ class StatisticsMaker:
     features: Features
     bias: BiasModel
     follows_item: tuple[bool, ...]
+    neighbours: TreeNeighbours | None = None
 
     def make_statistics(
         self, rows: EpisodeRows, fold_N: Int64, unseen_N: Bools | None = None
@@ -82,6 +148,8 @@ class StatisticsMaker:
             columns |= _count_shared_values(feature.name, lists, rows, above_N)
         for name, dense_N in zip(self.features.dense, rows.dense_NK.T, strict=True):
             columns[f"{name} (dense)"] = dense_N.astype(np.float64)
+        if self.neighbours is not None:
+            columns |= self.neighbours.make_columns(rows, fold_N, hidden_N, above_N)
         values_NX = np.stack([column_N[query_N] for column_N in columns.values()], axis=1)
         start_N = (level_N + effect_N)[query_N]
         return Statistics(values_NX, start_N, rows.label_N[query_N], tuple(columns))

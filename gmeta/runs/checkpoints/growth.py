@@ -40,6 +40,8 @@ def load_into_grown_tables(
         # Loading wrote the old values there: back to what the fresh model and its optimizer had.
         for part, rows, values in fresh:
             part[rows] = values
+        if (near := sharded.local.learner.neighbours) is not None:
+            near.forget(reset_rows.get(near.table))
 
 
 def decay_sums(sums: Tensor, decay: float) -> None:
@@ -61,9 +63,11 @@ def _iterate_table_parts(
         for value in (weight, *kept.get(name, {}).values()):
             for first_row, part in _list_local_parts(value):
                 yield table, first_row, part
-    # Item statistics are replicated: every rank holds all rows.
+    # Statistics of items are replicated: every rank holds all rows.
     if (items := sharded.local.learner.items) is not None:
         yield from ((table, 0, values) for table, values in items.table_buffers())
+    if (near := sharded.local.learner.neighbours) is not None:
+        yield from ((near.table, 0, values) for values in near.buffers())
 
 
 def _iterate_adagrad_sums(

@@ -22,8 +22,13 @@ from gmeta.runs.run_progress import RunProgress
 
 # What algorithms learn beside the model: weights to begin with may be of a run without.
 PARTS_OF_ALGORITHMS = ("learner.encoder.", "learner.generator.", "learner.rates.")
-# What has a row for each id: weights, what an optimizer keeps of them, statistics of items.
-_TABLE_KEYS = (f"model.{TABLES_PREFIX}", f"optimizer.state.{TABLES_PREFIX}", "model.learner.items.")
+# What has a row for each id: weights, what an optimizer keeps of them, what is known of items.
+_TABLE_KEYS = (
+    f"model.{TABLES_PREFIX}",
+    f"optimizer.state.{TABLES_PREFIX}",
+    "model.learner.items.",
+    "model.learner.neighbours.",
+)
 
 
 def load_checkpoint(

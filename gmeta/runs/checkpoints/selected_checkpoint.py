@@ -91,7 +91,7 @@ def check_config(path: Path, config: TrainConfig) -> None:
 def tied_config(config: TrainConfig) -> dict[str, Any]:
     """Return what a checkpoint's weights mean nothing without: inputs, model, inner loop, loss."""
     saved = config.to_json()
-    sections = ("support_features", "item_features", "model", "algorithm")
+    sections = ("support_features", "item_features", "neighbours", "model", "algorithm")
     tied = {section: saved[section] for section in sections}
     del tied["model"]["dropout"]
     of_labels = "loss", "adapt", "entire_space", "standardise", "moments"

@@ -31,7 +31,7 @@ from gmeta.serving.exported_folder import (
     ExportedConfig,
     read_config,
     read_vocabulary,
-    table_file,
+    row_files,
     vocabulary_file,
     write_config,
 )
@@ -45,15 +45,12 @@ def write_delta(old: Path, parent: ParentVersion, new: Path, out: Path) -> Delta
     """Write into the empty folder `out` what changed from `old`, which is version `parent`."""
     before, after = read_config(old), read_config(new)
     # Matched by name: a column that was added shifts the numbers of the files.
-    places = {table.name: index for index, table in enumerate(before.features.tables)}
-    touched = {}
-    for index, table in enumerate(after.features.tables):
-        file = table_file(index)
-        place = places.get(table.name)
+    sources, touched = row_files(before), {}
+    for name, (file, num_rows) in row_files(after).items():
         # Without a source all rows of the table are written.
-        source = None if place is None else old / table_file(place)
+        source = old / sources[name][0] if name in sources else None
         num_changed = write_changed_rows(source, new / file, out / file)
-        touched[table.name] = ChangedRows(num_changed, table.num_rows)
+        touched[name] = ChangedRows(num_changed, num_rows)
     vocabularies = {}
     for name in _vocabularies(after):
         values = read_vocabulary(new / vocabulary_file(name))
@@ -110,24 +107,23 @@ def _write_tables(
     base: Path, start: ExportedConfig, deltas: Sequence[Version], config: ExportedConfig, out: Path
 ) -> None:
     steps = [(one, model_config(one)) for one in deltas]
-    for index, table in enumerate(config.features.tables):
+    for name, (own, num_rows) in row_files(config).items():
         # By name: the number of a table's file differs where a column was added.
-        known = _table_file_of(base, start, start.files, table.name)
-        files = (_table_file_of(one.folder, each, files_of(one), table.name) for one, each in steps)
+        known = _row_file_of(base, start, start.files, name)
+        files = (_row_file_of(one.folder, each, files_of(one), name) for one, each in steps)
         changes = [file for file in files if file is not None]
         if known is None:
             raise GMetaError(
-                f"version {deltas[-1].name} has table {table.name}, which its base {base} lacks. "
+                f"version {deltas[-1].name} has table {name}, which its base {base} lacks. "
                 "Export the run again without --since"
             )
-        materialize_table(known, changes, out / table_file(index), table.name, table.num_rows)
+        materialize_table(known, changes, out / own, name, num_rows)
 
 
-def _table_file_of(
-    folder: Path, config: ExportedConfig, files: Mapping[str, FileChecksum], table: str
+def _row_file_of(
+    folder: Path, config: ExportedConfig, files: Mapping[str, FileChecksum], name: str
 ) -> Path | None:
-    names = [each.name for each in config.features.tables]
-    file = table_file(names.index(table)) if table in names else ""
+    file, _ = row_files(config).get(name, ("", 0))
     return folder / file if file in files else None
 
 
@@ -140,7 +136,7 @@ def _altered_error(version: Version, file: str) -> GMetaError:
 
 def _unchunked_files(config: ExportedConfig) -> list[str]:
     """Return what a delta holds in full: layers, and any file but tables and vocabularies."""
-    tables = {table_file(index) for index in range(len(config.features.tables))}
+    tables = {file for file, _ in row_files(config).values()}
     return [name for name in config.files if name not in tables and _VOCABULARY not in name]
 
 

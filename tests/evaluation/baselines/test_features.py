@@ -1,15 +1,24 @@
 """Statistics of support and columns against a loop over rows, and what they must not know."""
 
 import math
+from dataclasses import replace
 
 import numpy as np
 import pytest
 
+from gmeta.config.inputs import LabelPrior, NeighboursConfig
 from gmeta.config.labels import Loss
+from gmeta.data.features.neighbours import NAMES
+from gmeta.data.sums import NUM_FOLDS
 from gmeta.evaluation.baselines.bias_model import BiasModel
 from gmeta.evaluation.baselines.episode_rows import EpisodeRows, find_item_columns
 from gmeta.evaluation.baselines.training_sums import NO_FOLD, assign_folds, sum_training_rows
-from gmeta.evaluation.baselines.tree_features import SHARED_PRIOR, VALUE_PRIOR, StatisticsMaker
+from gmeta.evaluation.baselines.tree_features import (
+    SHARED_PRIOR,
+    VALUE_PRIOR,
+    StatisticsMaker,
+    TreeNeighbours,
+)
 from tests.evaluation.baselines.sample import FEATURES, ITEM, PlainRow, episode_rows, mean, plain
 
 
@@ -141,3 +150,34 @@ def test_rows_of_unknown_items_and_items_of_one_row_tell_nothing_of_what_describ
 
 def _no_fold(rows: EpisodeRows) -> np.ndarray:
     return np.full(rows.num_rows, NO_FOLD)
+
+
+@pytest.mark.parametrize("is_known", [True, False])
+def test_trees_have_neighbours_of_the_folds_that_a_task_is_not_in(is_known: bool) -> None:
+    rows, prior = episode_rows(40, "bce"), LabelPrior(0.4, 0.5)
+    known = known_of(rows, "bce")
+    near = TreeNeighbours.count([rows], FEATURES, NeighboursConfig("item", 6), prior, 0)
+    assert near is not None
+    folds = assign_folds(rows.task_T, 0)[rows.episode_N]
+    fold_N = folds if is_known else np.full(rows.num_rows, NO_FOLD)
+    unseen_N = np.arange(rows.num_rows) % 5 == 0
+    before = known.make_statistics(rows, fold_N, unseen_N)
+    given = replace(known, neighbours=near).make_statistics(rows, fold_N, unseen_N)
+    assert given.names == (*before.names, *NAMES)
+    np.testing.assert_array_equal(given.values_NX[:, :-6], before.values_NX)
+    # Together, and of these above and below the mean, without the last step of each.
+    found = np.sinh(given.values_NX[:, [-4, -2, -1]]) / 10
+    query = np.flatnonzero(~rows.is_support_N)
+    for row, values in zip(query.tolist(), found, strict=True):
+        level, item = fold_N[row] if is_known else NUM_FOLDS, int(rows.ids_NF[row, ITEM])
+        weight_of = dict(
+            zip(near.lists.ids[level, item], near.lists.weights[level, item, :, 0], strict=True)
+        )
+        support = np.flatnonzero((rows.episode_N == rows.episode_N[row]) & rows.is_support_N)
+        expected = np.zeros(3)
+        for other in support.tolist() if not unseen_N[row] else []:
+            weight = float(weight_of.get(rows.ids_NF[other, ITEM], 0.0)) / math.sqrt(len(support))
+            is_above = rows.label_N[other] > 0.4
+            expected += [weight, weight * is_above, weight * (not is_above)]
+        np.testing.assert_allclose(values, expected, rtol=1e-9, atol=1e-12)
+    assert np.count_nonzero(found[:, 0]) > len(query) / 3

@@ -9,8 +9,9 @@ import pyarrow.parquet as pq
 import torch
 
 from gmeta.config.algorithm import AlgorithmConfig
+from gmeta.config.inputs import NeighboursConfig, SupportFeaturesConfig
 from gmeta.config.labels import Loss
-from gmeta.runs.build import build_learner
+from gmeta.runs.build import build_learner, build_statistics
 from gmeta.serving.export import write_model
 from gmeta.serving.exported_folder import ExportedColumns, ExportedConfig
 from gmeta.serving.table_format import TableFormat
@@ -27,6 +28,7 @@ class Model:
     tables: dict[str, torch.Tensor]
     values: dict[str, list[str | None]] = field(default_factory=dict)
     seed: int = 0
+    neighbours_of: str = ""  # a column; its rows' change with the table's
 
     @classmethod
     def of(cls, rows: dict[str, int], seed: int = 0) -> "Model":
@@ -57,7 +59,8 @@ class Model:
             algorithm=AlgorithmConfig(inner_steps=max(steps, 1), inner_lr=0.3 * min(steps, 1)),
             loss=loss, positive_rating=positive_rating, features=features,
             columns=ExportedColumns("user", "click", None, {}), table_format=table_format,
-            source={"stream": stream}, files={},
+            source={"stream": stream}, files={}, neighbours=NeighboursConfig(self.neighbours_of, 2),
+            support_features=SupportFeaturesConfig(label_prior=(0.0, 1.0)),
         )  # fmt: skip
         folder.mkdir(parents=True)
         for name, values in self.values.items():
@@ -65,7 +68,18 @@ class Model:
             table = pa.table({"value": pa.array(values, pa.string())})
             pq.write_table(table, folder / "vocabulary" / f"{name}.parquet", store_schema=False)
         torch.manual_seed(self.seed)
-        learner = build_learner(features, config.model, config.algorithm, loss)
+        statistics = build_statistics(
+            config.support_features, features, config.item_features, config.neighbours
+        )
+        learner = build_learner(
+            features, config.model, config.algorithm, loss, statistics=statistics,
+            neighbours=config.neighbours,
+        )  # fmt: skip
+        if learner.neighbours is not None:
+            values_R22 = self.tables[self.neighbours_of].reshape(-1, 2, 2)
+            ids_RH, weights_RH2 = learner.neighbours.buffers()
+            ids_RH.copy_(values_R22[:, :, 0].abs() * 100)
+            weights_RH2.copy_(values_R22)
         write_model(folder, config, learner.state_dict(), self.tables.__getitem__)
         return folder
 

@@ -3,6 +3,7 @@
 import re
 import shutil
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -16,6 +17,7 @@ from gmeta.serving.channel.channel import Channel
 from gmeta.serving.channel.materialize import materialize_version
 from gmeta.serving.channel.model_version import Version, is_delta
 from gmeta.serving.channel.version_packing import pack
+from gmeta.serving.exported_folder import NEIGHBOURS_FILE
 from gmeta.serving.table_format import TableFormat
 from tests.serving.channel.models import Model, content
 
@@ -32,9 +34,12 @@ def deliver(channel: Channel, model: Model, folder: Path, form: TableFormat = "f
 
 
 @pytest.mark.parametrize("form", ["float32", "float16", "int8"])
-def test_a_chain_over_its_base_is_the_full_export(tmp_path: Path, form: TableFormat) -> None:
+@pytest.mark.parametrize("neighbours_of", ["", "item"])
+def test_a_chain_over_its_base_is_the_full_export(
+    tmp_path: Path, form: TableFormat, neighbours_of: str
+) -> None:
     rng, channel = np.random.default_rng(7), Channel(tmp_path / "channel")
-    model = Model.of(SIZES)
+    model = replace(Model.of(SIZES), neighbours_of=neighbours_of)
     model.values = {"city": ["Rome", "Oslo", "Bonn"]}
     deliver(channel, model, tmp_path / "1", form)
     for number, grown in ((2, 0), (3, 30), (4, 0)):
@@ -43,6 +48,10 @@ def test_a_chain_over_its_base_is_the_full_export(tmp_path: Path, form: TableFor
         model.values = {"city": freed.get(number, [*model.values["city"], "Cork"])}
         version = deliver(channel, model, tmp_path / str(number), form)
         assert version.kind == "delta"
+        assert version.delta is not None
+        changed = version.delta.touched.get(NEIGHBOURS_FILE)
+        assert (changed is not None) == bool(neighbours_of)
+        assert changed is None or 0 < changed.rows < changed.num_rows / 10
     for number in (2, 3, 4):
         for cache in (None, tmp_path / "fresh"):  # left by the export, and made of the chain
             found = materialize_version(channel, number, cache)

@@ -126,6 +126,9 @@ def evaluate_on_rank(
             )
             # Candidates are ranked by the judged label alone.
             common = dataset, splits, options.item_column, options.trees, protocol, on
+            # The trees have the inputs of the run that has most of them.
+            inputs = (RunFolder(root).read_config().neighbours for root in roots)
+            neighbours = next((each for each in inputs if each.column), chosen.neighbours)
             baselines = [
                 predict_baselines(
                     chosen.data,
@@ -134,6 +137,7 @@ def evaluate_on_rank(
                     *common,
                     candidates if one.is_judged else None,
                     one,
+                    neighbours,
                 )
                 for one in scored_labels(chosen.labels, dataset)
             ]
