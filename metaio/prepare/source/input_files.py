@@ -2,8 +2,8 @@
 
 import errno
 import os
-import shutil
 import re
+import shutil
 import tempfile
 import zipfile
 import zlib
