@@ -23,7 +23,13 @@ class AugmentConfig:
     min_support_share: float = key(
         0.2, "resplit_support: smallest share of a task's rows that support it", min=0.0, max=1.0
     )
-    max_support_share: float = key(0.8, "resplit_support: largest such share", min=0.0, max=1.0)
+    max_support_share: float = key(
+        0.8,
+        "resplit_support: largest such share; 0: as many rows support the task as in the dataset, so "
+        "that their number says in training what it says of a new task",
+        min=0.0,
+        max=1.0,
+    )
     oov_dropout: float = key(
         0.0,
         "probability that an id counts as unknown for a whole step, as new ids will",

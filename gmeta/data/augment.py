@@ -59,7 +59,7 @@ def augment_batch(
 
 def check_augment(config: AugmentConfig, features: Features) -> None:
     """Raise ValueError for shares the wrong way round, or a table that the dataset lacks."""
-    if config.min_support_share > config.max_support_share:
+    if config.min_support_share > config.max_support_share > 0.0:
         raise ValueError(
             f"augment.min_support_share = {config.min_support_share} is above "
             f"augment.max_support_share = {config.max_support_share}: a share between them is "
@@ -76,15 +76,15 @@ def check_augment(config: AugmentConfig, features: Features) -> None:
 
 def resplit(batch: TaskBatch, min_share: float, max_share: float, key: int) -> TaskBatch:
     """Return the batch with every episode's rows permuted, and a share of them, drawn uniformly
-    from [min_share, max_share], as its support."""
+    from [min_share, max_share], as its support; max_share 0: as many of them as before."""
     # `key` and the task's id decide: an episode is split alike whatever it shares the batch with.
     # With two rows or more it keeps at least one on each side.
-    rows_T = np.diff(batch.row_offsets_T1.numpy())
+    rows_T, stored_T = np.diff(batch.row_offsets_T1.numpy()), batch.support_lengths_T.numpy()
     task_T = splitmix64(batch.task_T.numpy().astype(np.uint64))
     share_T = min_share + (max_share - min_share) * draw_uniform(task_T, key, SHARE_STREAM)
     support_T = np.clip(np.rint(share_T * rows_T).astype(np.int64), 1, np.maximum(rows_T - 1, 1))
     # An episode of a single row has one side alone, and it stays what it was.
-    support_T = np.where(rows_T > 1, support_T, batch.support_lengths_T.numpy())
+    support_T = np.where((rows_T > 1) & (max_share > 0.0), support_T, stored_T)
 
     draw_N = draw_for_rows(batch.task_T.numpy(), batch.row_offsets_T1.numpy(), key)
     order_N = np.lexsort((draw_N, owners(rows_T)))
