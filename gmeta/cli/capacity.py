@@ -250,7 +250,7 @@ def count_flops(
     if learner.items is not None:
         learner.items.set_from_sums(learner.items.empty_sums())
     if learner.neighbours is not None:
-        learner.neighbours.set_lists(learner.neighbours.make_lists())
+        learner.neighbours.set_lists(learner.neighbours.lists())
     # FlopCounterMode knows neither products that are added in place nor those of oneDNN.
     unknown_to_torch = {
         torch.ops.aten.baddbmm_: _count_operations,

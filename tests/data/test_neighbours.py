@@ -338,3 +338,10 @@ def test_a_column_that_is_not_there_is_refused() -> None:
         "neighbours.column = 'shop' is no single-id column: this dataset has user, item. Name one "
         'of them, or none at all: ""'
     )
+    large = replace(FEATURES, tables=(TableSpec("user", 3), TableSpec("item", 1 << 21)))
+    with pytest.raises(ValueError) as caught:
+        build(600, features=large)
+    assert str(caught.value) == (
+        "neighbours.count = 600 of 2,097,152 rows of table item: at most 1,073,741,824 in all are "
+        "allowed. Lower it, or leave the column out"
+    )

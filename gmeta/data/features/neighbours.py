@@ -35,6 +35,8 @@ if TYPE_CHECKING:
     from metaio.read.batch import TaskBatch
 
 NAMES = ("alike mean", "alike", "together", "together sum", "together above", "together below")
+# In a checkpoint 8 GiB, on disk while training six times as much.
+MOST_NEIGHBOURS = 1 << 30
 _SCALE = (3.0, 3.0, 10.0, 10.0, 10.0, 10.0)
 
 
@@ -107,7 +109,7 @@ def make_neighbour_features(lists: NeighbourLists, level_N: Int64, rows: RatedRo
 
 class Neighbours(nn.Module):
     """The neighbours of a column's values, as counted over training tasks. Raises ValueError: the
-    config names no single-id column."""
+    config names no single-id column, or asks for too many."""
 
     ids_RH: Tensor
     weights_RH2: Tensor
@@ -119,6 +121,11 @@ class Neighbours(nn.Module):
         self._place, self._prior = place, prior
         self.table = features.single[place].table
         (num_items,) = (one.num_rows for one in features.tables if one.name == self.table)
+        if num_items * config.count > MOST_NEIGHBOURS:
+            raise ValueError(
+                f"neighbours.count = {config.count:,} of {num_items:,} rows of table {self.table}: "
+                f"at most {MOST_NEIGHBOURS:,} in all are allowed. Lower it, or leave the column out"
+            )
         # In buffers, as the statistics of items: of all tasks. Those without a fold are made anew.
         self.register_buffer("ids_RH", torch.zeros(num_items, config.count, dtype=torch.int32))
         weights_RH2 = torch.zeros(num_items, config.count, 2, dtype=torch.float16)
