@@ -25,7 +25,7 @@ class AugmentConfig:
     )
     max_support_share: float = key(
         0.8,
-        "resplit_support: largest such share; 0: as many rows support the task as in the dataset, so "
+        "resplit_support: largest such share; 0: as many rows support a task as in the dataset, so "
         "that their number says in training what it says of a new task",
         min=0.0,
         max=1.0,

@@ -14,18 +14,22 @@ from gmeta.cli.commands.console import make_console
 from gmeta.config.train_config import TrainConfig, config_from_dict
 from gmeta.errors import UserError
 from gmeta.platform.files.atomic_write import write_atomically
+from gmeta.platform.files.checked_json import read_json
+from gmeta.runs.chosen_adaptation import CHOSEN_ADAPTATION_FILE
 from gmeta.tuning.config_toml import format_config
 from metaio.prepare.source.infer_roles import InferredRoles, Role, infer_roles
 from metaio.prepare.source.profile import read_log_sample
-from metaio.prepare.source.schema_template import format_schema, propose_episodes
+from metaio.prepare.source.schema_template import format_schema, name_table, propose_episodes
 from metaio.quantities import format_count
 
 # Steps of an epoch that a config aims at, and bounds on the tasks of a step: few tasks in large
 # steps make too few steps to learn anything.
 STEPS_PER_EPOCH, LEAST_TASKS, MOST_TASKS = 50, 4, 128
-# As long as it takes: validation ends a run. Patience is longer than the plain epochs, so that it
-# never ends a run before the algorithm's own.
-EPOCHS, PLAIN_EPOCHS, PATIENCE = 20, 4, 5
+# As long as it takes: validation ends a run.
+EPOCHS, PATIENCE = 60, 10
+# Of ids with fewer rows than this on average the statistics say all that there is to know: a table
+# of them learns its few training rows by heart.
+ROWS_OF_AN_ID = 30
 FEW_TASKS = 300
 SCHEMA_FILE, CONFIG_FILE = "schema.toml", "train.toml"
 
@@ -115,7 +119,8 @@ def init(
         ["evaluate", f"{runs}/maml", "--against", f"{runs}/maml-plain"],
     ]
     if run:
-        return _run_steps(steps)
+        _run_steps(steps)
+        return _name_better(Path(runs) / "maml", Path(runs) / "maml-plain", out)
     # The lines are for a shell, and a path may have spaces.
     first, *others = (f"  gmeta {shlex.join(words)}\n" for words in steps)
     config = shlex.quote(config)
@@ -141,6 +146,21 @@ def _run_steps(steps: list[list[str]]) -> None:
             raise typer.Exit(status)  # the command has said why
 
 
+def _name_better(meta: Path, plain: Path, out: Path) -> None:
+    """Print which of two evaluated runs is better on validation, with the command to export it."""
+    found = {run: read_json(run / CHOSEN_ADAPTATION_FILE) for run in (meta, plain)}
+    # Both are losses of the same tasks, at the rate and steps that are best there. Level: the one
+    # that learnt to adapt.
+    better = min(found, key=lambda run: float(found[run]["value"]))
+    values = ", ".join(f"{run.name} {one['value']:.4f}" for run, one in found.items())
+    export = shlex.join(["export", str(better), str(out / "model")])
+    make_console().print(
+        f"\nOn validation ({found[meta]['metric']}): {values}. The better one adapts to new tasks "
+        f"as it was evaluated:\n  gmeta {export}",
+        markup=False,
+    )
+
+
 def _first_config(guessed: InferredRoles, out: Path) -> TrainConfig:
     return config_from_dict(
         {
@@ -151,10 +171,18 @@ def _first_config(guessed: InferredRoles, out: Path) -> TrainConfig:
             },
             **_statistics_sections(guessed),
             **_evaluation_section(guessed),
-            # What a regression of the statistics says, a model need not learn.
-            "model": {"name": "melu", "hidden": [64, 64], "dropout": 0.2, "linear_start": True},
+            "model": {
+                "name": "melu",
+                "hidden": [64, 64],
+                "without": [
+                    name_table(column)
+                    for column in guessed.ids
+                    if guessed.num_rows < ROWS_OF_AN_ID * column.num_distinct
+                ],
+                # What a regression of the statistics says, a model need not learn.
+                "linear_start": True,
+            },
             "algorithm": {
-                "plain_epochs": PLAIN_EPOCHS,
                 # What validation chose on several logs, or near it.
                 **(
                     {"inner_lr": 0.03, "inner_steps": 3} if guessed.is_rating else {"inner_lr": 0.1}
@@ -166,7 +194,7 @@ def _first_config(guessed: InferredRoles, out: Path) -> TrainConfig:
             **({"labels": {"standardise": True}} if guessed.is_rating else {}),
             "outer": {
                 "loss": "mae" if guessed.is_rating else "bce",
-                "dense_lr": 0.003,
+                "dense_lr": 0.01,
                 # A rare id stays near 0, as shrinkage would have it.
                 "sparse_weight_decay": 8.0,
                 "lr_schedule": "linear",

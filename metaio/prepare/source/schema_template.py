@@ -57,6 +57,11 @@ def propose_episodes(found: InferredRoles) -> EpisodeProposal:
     return EpisodeProposal(query_rows, min_rows, round(share, 2), num_tasks)
 
 
+def name_table(column: ColumnProfile) -> str:
+    """Return the name of the table of an id column: its own, where a table may have it."""
+    return column.name if is_name(column.name) else _NO_NAME.sub("-", column.name)[:60]
+
+
 def format_schema(found: InferredRoles, urls: Sequence[str]) -> str:
     """Return the schema as TOML."""
     lines = [
@@ -115,8 +120,8 @@ def _format_ids(found: InferredRoles) -> list[str]:
     lines: list[str] = []
     for column in (*found.select("single"), *found.select("multi")):
         lines += _begin_table(f"[[{found.roles[column.name]}]]", column)
-        if not is_name(column.name):
-            lines.append(f"table = {_quote_text(_NO_NAME.sub('-', column.name)[:60])}")
+        if (table := name_table(column)) != column.name:
+            lines.append(f"table = {_quote_text(table)}")
         if column.num_distinct > MAX_DISTINCT_SHARE * found.num_rows:
             lines.append(f"hash = {HASHED_ROWS}  # most rows have an id of their own")
         else:
