@@ -16,7 +16,7 @@ from torch.onnx._internal._lazy_import import onnxscript_apis
 
 import gmeta
 from gmeta.adaptation.algorithms.registry import ALGORITHMS
-from gmeta.config.inputs import ItemFeaturesConfig, SupportFeaturesConfig
+from gmeta.config.inputs import ItemFeaturesConfig, NeighboursConfig, SupportFeaturesConfig
 from gmeta.errors import GMetaError, UserError
 from gmeta.losses import objectives
 from gmeta.serving.formats import torch_onnx_export as programs
@@ -211,6 +211,13 @@ def test_programs_hold_what_rows_say_of_items(columns: tuple[str, ...], tmp_path
         example, expected = unadapted(served, 7, 3)
         program = export_forward(served).module()
         torch.testing.assert_close(program(example), expected, rtol=0, atol=1e-6)
+
+
+def test_a_program_knows_no_support_row_that_a_neighbour_could_be_in(tmp_path: Path) -> None:
+    inputs = SupportFeaturesConfig(label_prior=(0.3, 0.5)), NeighboursConfig("item", 3)
+    served = model_of(tmp_path / "model", support_features=inputs[0], neighbours=inputs[1])
+    example, expected = unadapted(served, 9, 3)
+    torch.testing.assert_close(UnadaptedForward(served)(example), expected, rtol=0, atol=1e-6)
 
 
 @pytest.mark.parametrize("table_format", ["float16", "int8"])
