@@ -129,9 +129,16 @@ def test_a_resplit_keeps_every_row_in_its_episode() -> None:
     assert rows_of(changed) != rows_of(batch)
 
 
+def test_a_resplit_without_shares_keeps_how_many_rows_support_a_task() -> None:
+    batch = batch_of(some_tasks(), FEATURES)
+    changed = resplit(batch, 0.2, 0.0, key=1)
+    assert changed.support_lengths_T.equal(batch.support_lengths_T)
+    assert not changed.label_N.equal(batch.label_N)
+
+
 def test_a_resplit_leaves_both_sides_a_row_and_single_rows_alone() -> None:
     batch = batch_of(some_tasks(), FEATURES)
-    for share in (0.0, 0.5, 1.0):
+    for share in (1e-9, 0.5, 1.0):
         changed = resplit(batch, share, share, key=1)
         for (support, query), drawn in zip(SIZES, changed.support_lengths_T.tolist(), strict=True):
             rows = support + query

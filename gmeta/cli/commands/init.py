@@ -30,6 +30,7 @@ EPOCHS, PATIENCE = 60, 10
 # Of ids with fewer rows than this on average the statistics say all that there is to know: a table
 # of them learns its few training rows by heart.
 ROWS_OF_AN_ID = 30
+MOST_ITEMS_OF_MANY_NEIGHBOURS = 100_000
 FEW_TASKS = 300
 SCHEMA_FILE, CONFIG_FILE = "schema.toml", "train.toml"
 
@@ -238,7 +239,10 @@ def _statistics_sections(guessed: InferredRoles) -> dict[str, Any]:
         sections["item_features"] = {"columns": [column.name for column in columns]}
         if not guessed.is_rating:
             sections["item_features"]["log_odds"] = True
-        sections["neighbours"] = {"column": guessed.item}
+        (num_items,) = (one.num_distinct for one in guessed.ids if one.name == guessed.item)
+        # 200 of 8,700 items took the AUC of grocery's carts from .680 to .708; 8 bytes each.
+        count = {"count": 200} if num_items <= MOST_ITEMS_OF_MANY_NEIGHBOURS else {}
+        sections["neighbours"] = {"column": guessed.item} | count
     if not guessed.select("time"):
         # Rows with times keep their order, as support is the past. Others are split anew each
         # epoch: of the clicks of MovieLens-100k without their time the logloss of validation is
