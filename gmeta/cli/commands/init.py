@@ -177,7 +177,7 @@ def _first_config(guessed: InferredRoles, out: Path) -> TrainConfig:
                 "hidden": [64, 64],
                 "without": [
                     name_table(column)
-                    for column in guessed.ids
+                    for column in guessed.select("single")
                     if guessed.num_rows < ROWS_OF_AN_ID * column.num_distinct
                 ],
                 # What a regression of the statistics says, a model need not learn.
