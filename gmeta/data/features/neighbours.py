@@ -8,7 +8,7 @@ task's n support rows, and sums over support rows,
     asinh 10 * sum u / sqrt(n)                      asinh 10 * sum u (r - m) / sqrt(n)
 
 and the third of support rows with labels above the mean of all labels, and of the others. All are
-0 where no support row has a neighbour.
+0 where no support row has a neighbour. A support row's own group (row_groups.py) is left out.
 
 Shape suffixes: T tasks, N rows, F single-id or pooled features, H longest list or task, P task-row
 pairs, S support rows, U unique ids, R rows of tables"""
@@ -49,6 +49,7 @@ class RatedRows(NamedTuple):
     is_positive_N: npt.NDArray[np.bool_]
     mean_N: Floats
     count_N: Floats
+    group_N: Int64 | None = None  # what a support row leaves out of itself; None: its item alone
 
 
 def find_neighbours_column(config: NeighboursConfig | None, features: Features) -> int | None:
@@ -67,16 +68,34 @@ def find_neighbours_column(config: NeighboursConfig | None, features: Features) 
 
 def make_neighbour_features(lists: NeighbourLists, level_N: Int64, rows: RatedRows) -> list[Floats]:
     """Return each feature [N] of the rows, by the lists of their level."""
+    sums = _sum_near(lists, level_N, rows, rows.task_N)
+    if rows.group_N is not None:
+        own = _sum_near(lists, level_N, rows, rows.group_N)
+        sums = [sum_N - own_N for sum_N, own_N in zip(sums, own, strict=True)]
+    alike_N, alike_above_N, size_N, together_N, together_above_N, positive_N = sums
+    above_N = alike_above_N - rows.mean_N * alike_N
+    root_N = np.sqrt(np.maximum(rows.count_N, 1.0))
+    together_above_N = together_above_N - rows.mean_N * together_N
+    sums = [together_N, together_above_N, positive_N, together_N - positive_N]
+    shown = above_N / (size_N + 0.5), size_N, *(sum_N / root_N for sum_N in sums)
+    return [np.arcsinh(scale * one_N) for scale, one_N in zip(_SCALE, shown, strict=True)]
+
+
+def _sum_near(
+    lists: NeighbourLists, level_N: Int64, rows: RatedRows, owner_N: Int64
+) -> list[Floats]:
+    """Return sums over the support rows with a neighbour of each row's item and the same owner:
+    alike, alike r, |alike|, together, together r, and together of the positives."""
     num_items = lists.ids.shape[1]
-    key_N = rows.task_N * num_items + rows.item_N
+    key_N = owner_N * num_items + rows.item_N
     support = np.flatnonzero(rows.is_support_N & (rows.item_N != 0))
     key_S, place_S = np.unique(key_N[support], return_inverse=True)
     values = np.ones(len(key_N)), rows.residual_N, rows.is_positive_N.astype(float)
     count_S, residual_S, positive_S = (
         np.bincount(place_S, value_N[support], len(key_S)) for value_N in values
     )
-    # Rows of a task with the same item have the same neighbours. An item is none of its own: so no
-    # support row meets its own label.
+    # Rows of an owner with the same item have the same neighbours. An item is none of its own: so
+    # no support row meets its own label.
     key_P, first_P, pair_N = np.unique(key_N, return_index=True, return_inverse=True)
     level_P, item_P = level_N[first_P], rows.item_N[first_P]
     # Most neighbours are in no support row at all: they are left out before tasks are compared.
@@ -95,14 +114,11 @@ def make_neighbour_features(lists: NeighbourLists, level_N: Int64, rows: RatedRo
         return sums_N
 
     together, alike = weights_2.T
-    above_N = add(alike * residual_S[found]) - rows.mean_N * add(alike * count_S[found])
-    size_N = add(np.abs(alike) * count_S[found])
-    root_N = np.sqrt(np.maximum(rows.count_N, 1.0))
-    together_N, positive_N = (add(together * of_S[found]) for of_S in (count_S, positive_S))
-    together_above_N = add(together * residual_S[found]) - rows.mean_N * together_N
-    sums = together_N, together_above_N, positive_N, together_N - positive_N
-    shown = above_N / (size_N + 0.5), size_N, *(sum_N / root_N for sum_N in sums)
-    return [np.arcsinh(scale * one_N) for scale, one_N in zip(_SCALE, shown, strict=True)]
+    weighted = (
+        (alike, count_S), (alike, residual_S), (np.abs(alike), count_S),
+        (together, count_S), (together, residual_S), (together, positive_S),
+    )  # fmt: skip
+    return [add(weight * of_S[found]) for weight, of_S in weighted]
 
 
 class Neighbours(nn.Module):
