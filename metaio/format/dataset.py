@@ -72,9 +72,8 @@ class Dataset:
     def __init__(self, storage: Storage, manifest: Manifest, splits: Mapping[str, Split]) -> None:
         self.manifest = manifest
         self._seen: Callable[[Block], Block] | None = None  # applied to each block that is read
-        self.features: Features = replace(
-            manifest.features, draws_negatives=manifest.draws_negatives
-        )
+        draws_negatives = "negatives" in (manifest.recipe.get("schema") or ())
+        self.features = replace(manifest.features, draws_negatives=draws_negatives)
         self.task = manifest.task
         self.label = manifest.label
         self.fingerprint = manifest.fingerprint

@@ -100,12 +100,6 @@ class Manifest:
         return found
 
     @property
-    def draws_negatives(self) -> bool:
-        """Return whether the schema has [negatives]: each positive is followed by its own."""
-        schema = self.recipe.get("schema")
-        return isinstance(schema, dict) and bool(schema.get("negatives"))
-
-    @property
     def support_is_past(self) -> bool:
         """Return whether the support rows of an episode are older than its query rows."""
         schema = self.recipe.get("schema")

@@ -68,34 +68,32 @@ def find_neighbours_column(config: NeighboursConfig | None, features: Features) 
 
 def make_neighbour_features(lists: NeighbourLists, level_N: Int64, rows: RatedRows) -> list[Floats]:
     """Return each feature [N] of the rows, by the lists of their level."""
-    sums = _sum_near(lists, level_N, rows, rows.task_N)
+    sums = _sum_near(lists, level_N, rows)
     if rows.group_N is not None:
-        own = _sum_near(lists, level_N, rows, rows.group_N)
+        own = _sum_near(lists, level_N, rows._replace(task_N=rows.group_N))
         sums = [sum_N - own_N for sum_N, own_N in zip(sums, own, strict=True)]
     alike_N, alike_above_N, size_N, together_N, together_above_N, positive_N = sums
     above_N = alike_above_N - rows.mean_N * alike_N
-    root_N = np.sqrt(np.maximum(rows.count_N, 1.0))
     together_above_N = together_above_N - rows.mean_N * together_N
+    root_N = np.sqrt(np.maximum(rows.count_N, 1.0))
     sums = [together_N, together_above_N, positive_N, together_N - positive_N]
     shown = above_N / (size_N + 0.5), size_N, *(sum_N / root_N for sum_N in sums)
     return [np.arcsinh(scale * one_N) for scale, one_N in zip(_SCALE, shown, strict=True)]
 
 
-def _sum_near(
-    lists: NeighbourLists, level_N: Int64, rows: RatedRows, owner_N: Int64
-) -> list[Floats]:
-    """Return sums over the support rows with a neighbour of each row's item and the same owner:
-    alike, alike r, |alike|, together, together r, and together of the positives."""
+def _sum_near(lists: NeighbourLists, level_N: Int64, rows: RatedRows) -> list[Floats]:
+    """Return sums over the support rows of each row's task with a neighbour of its item: alike,
+    alike r, |alike|, together, together r, and together of the positives."""
     num_items = lists.ids.shape[1]
-    key_N = owner_N * num_items + rows.item_N
+    key_N = rows.task_N * num_items + rows.item_N
     support = np.flatnonzero(rows.is_support_N & (rows.item_N != 0))
     key_S, place_S = np.unique(key_N[support], return_inverse=True)
     values = np.ones(len(key_N)), rows.residual_N, rows.is_positive_N.astype(float)
     count_S, residual_S, positive_S = (
         np.bincount(place_S, value_N[support], len(key_S)) for value_N in values
     )
-    # Rows of an owner with the same item have the same neighbours. An item is none of its own: so
-    # no support row meets its own label.
+    # Rows of a task with the same item have the same neighbours. An item is none of its own: so no
+    # support row meets its own label.
     key_P, first_P, pair_N = np.unique(key_N, return_index=True, return_inverse=True)
     level_P, item_P = level_N[first_P], rows.item_N[first_P]
     # Most neighbours are in no support row at all: they are left out before tasks are compared.

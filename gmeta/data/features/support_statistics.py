@@ -15,9 +15,8 @@ m: with p the probability that they expect of each of the n rows, and P the sum 
 
 and all other statistics are of y - p.
 
-No support row sees its own label. Where negatives were drawn it sees none of its group either, the
-positive and the rows drawn for it: a group's share of positives is fixed, so what the rest of one
-lacks to that share would be the label.
+No support row sees its own label, nor those of its group (row_groups.py): that has one positive, so
+what the others lack would be the label.
 
 Shape suffixes: T tasks, N rows, F single-id or pooled features, M multi-id features, V values, K
 dense columns, U unique ids, P task-row pairs"""
@@ -226,11 +225,8 @@ class _LabelRows:
         return _Totals(*map(self.sum_of_others, values))
 
     def shared_label_sums(self, entries: _Entries) -> tuple[Floats, Floats]:
-        label_N, counted_N = (
-            sum_of_sharing(value_N, *entries, self.group_N)
-            for value_N in (self.label_N, self.is_support_N.astype(np.float64))
-        )
-        return label_N, counted_N
+        counted_N, by_group = self.is_support_N.astype(np.float64), (*entries, self.group_N)
+        return sum_of_sharing(self.label_N, *by_group), sum_of_sharing(counted_N, *by_group)
 
     def sum_of_others(self, value_N: Floats) -> Floats:
         sum_T = np.bincount(self.task_N, value_N, self.num_tasks)
