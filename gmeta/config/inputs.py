@@ -18,7 +18,9 @@ class AugmentConfig:
     """How training batches differ from the stored ones."""
 
     resplit_support: bool = key(
-        False, "draw every task's support rows anew each epoch; not for a split by time"
+        False,
+        "draw every task's support rows anew each epoch, a positive with the negatives drawn for "
+        "it; not for a split by time",
     )
     min_support_share: float = key(
         0.2, "resplit_support: smallest share of a task's rows that support it", min=0.0, max=1.0
@@ -42,7 +44,7 @@ class AugmentConfig:
 @dataclass(frozen=True)
 class SupportFeaturesConfig:
     """What a task's support rows say, as dense inputs of the model; a support row without its own
-    label."""
+    label, nor those of its group: a positive and the negatives drawn for it."""
 
     task: bool = key(
         False, "mean label, spread and number of the task's support rows as inputs of the model"

@@ -20,10 +20,11 @@ from gmeta.data.hash_rng import (
     mix_key,
     reorder_rows,
 )
+from gmeta.data.row_groups import find_groups
 from metaio.format.block import merge_unknown_ids
 from metaio.format.features import OOV_ROW, Features
 from metaio.hashing import splitmix64
-from metaio.ragged import owners
+from metaio.ragged import offsets, owners, places, ragged_indices
 from metaio.read.batch import TaskBatch
 
 
@@ -48,7 +49,7 @@ def augment_batch(
     """Return the augmented batch of one step of an epoch."""
     if config.resplit_support:
         shares = config.min_support_share, config.max_support_share
-        batch = resplit(batch, *shares, mix_key(seed, epoch))
+        batch = resplit(batch, *shares, mix_key(seed, epoch), features.draws_negatives)
     if config.oov_dropout > 0.0:
         dropped_B = np.array(
             [not config.oov_tables or table.name in config.oov_tables for table in features.tables]
@@ -74,21 +75,36 @@ def check_augment(config: AugmentConfig, features: Features) -> None:
             )
 
 
-def resplit(batch: TaskBatch, min_share: float, max_share: float, key: int) -> TaskBatch:
+def resplit(
+    batch: TaskBatch, min_share: float, max_share: float, key: int, in_groups: bool = False
+) -> TaskBatch:
     """Return the batch with every episode's rows permuted, and a share of them, drawn uniformly
-    from [min_share, max_share], as its support; max_share 0: as many of them as before."""
+    from [min_share, max_share], as its support; max_share 0: as many of them as before;
+    `in_groups`: groups of find_groups, kept whole."""
     # `key` and the task's id decide: an episode is split alike whatever it shares the batch with.
-    # With two rows or more it keeps at least one on each side.
+    # With two groups or more it keeps at least one on each side.
     rows_T, stored_T = np.diff(batch.row_offsets_T1.numpy()), batch.support_lengths_T.numpy()
+    task_N = owners(rows_T)
+    sizes = np.bincount(find_groups(batch)) if in_groups else np.ones_like(task_N)
+    firsts = offsets(sizes)[:-1]
+    tasks = task_N[firsts]
+    groups_T = np.bincount(tasks, minlength=batch.num_tasks)
     task_T = splitmix64(batch.task_T.numpy().astype(np.uint64))
     share_T = min_share + (max_share - min_share) * draw_uniform(task_T, key, SHARE_STREAM)
-    support_T = np.clip(np.rint(share_T * rows_T).astype(np.int64), 1, np.maximum(rows_T - 1, 1))
-    # An episode of a single row has one side alone, and it stays what it was.
-    support_T = np.where((rows_T > 1) & (max_share > 0.0), support_T, stored_T)
+    in_support_T = np.rint(share_T * groups_T).astype(np.int64)
+    in_support_T = np.clip(in_support_T, 1, np.maximum(groups_T - 1, 1))
+    if max_share == 0.0:
+        was_support_N = places(rows_T) < stored_T[task_N]
+        in_support_T = np.bincount(tasks[was_support_N[firsts]], minlength=batch.num_tasks)
 
-    draw_N = draw_for_rows(batch.task_T.numpy(), batch.row_offsets_T1.numpy(), key)
-    order_N = np.lexsort((draw_N, owners(rows_T)))
-    return reorder_rows(batch, order_N, support_T)
+    draws = draw_for_rows(batch.task_T.numpy(), offsets(groups_T), key)
+    order = np.lexsort((draws, tasks))
+    firsts, sizes = firsts[order], sizes[order]
+    is_support = places(groups_T) < in_support_T[tasks]
+    support_T = np.bincount(tasks, is_support * sizes, batch.num_tasks).astype(np.int64)
+    # An episode of a single group has one side alone, and it stays what it was.
+    support_T = np.where(groups_T > 1, support_T, stored_T)
+    return reorder_rows(batch, ragged_indices(firsts, sizes), support_T)
 
 
 def drop_ids(

@@ -29,11 +29,17 @@ def add_to_folds(sums_by_fold: Floats, fold_V: Int64, id_V: Int64, label_V: Floa
     flat[distinct, 1] += np.bincount(index_V, label_V)
 
 
-def sum_of_sharing(value_N: Floats, row_V: Int64, pair_V: Int64, num_pairs: int) -> Floats:
-    """Return the sum over the other rows that share a row's (task, id) pairs, once for each id."""
+def sum_of_sharing(
+    value_N: Floats, row_V: Int64, pair_V: Int64, num_pairs: int, group_N: Int64 | None = None
+) -> Floats:
+    """Return the sum over the other rows that share a row's (task, id) pairs, once for each id;
+    with `group_N` over the rows of other groups."""
     # Rows that must not count, such as query rows, hold 0.
-    value_V = value_N[row_V]
-    others_V = np.bincount(pair_V, value_V, num_pairs)[pair_V] - value_V
+    value_V = own_V = value_N[row_V]
+    if group_N is not None:
+        key_V = np.unique(group_N[row_V] * num_pairs + pair_V, return_inverse=True)[1]
+        own_V = np.bincount(key_V, value_V)[key_V].astype(float)
+    others_V = np.bincount(pair_V, value_V, num_pairs)[pair_V] - own_V
     return np.bincount(row_V, others_V, len(value_N)).astype(np.float64)
 
 

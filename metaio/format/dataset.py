@@ -4,7 +4,7 @@ Shape suffixes: B tables, Z blocks"""
 
 import threading
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from types import MappingProxyType
 
@@ -72,7 +72,8 @@ class Dataset:
     def __init__(self, storage: Storage, manifest: Manifest, splits: Mapping[str, Split]) -> None:
         self.manifest = manifest
         self._seen: Callable[[Block], Block] | None = None  # applied to each block that is read
-        self.features: Features = manifest.features
+        draws_negatives = "negatives" in (manifest.recipe.get("schema") or ())
+        self.features = replace(manifest.features, draws_negatives=draws_negatives)
         self.task = manifest.task
         self.label = manifest.label
         self.fingerprint = manifest.fingerprint

@@ -1,6 +1,6 @@
 """The columns of a prepared dataset, as a trainer needs to know them; stored in the manifest."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
@@ -65,6 +65,9 @@ class Features:
     labels: tuple[str, ...] = ()
     # The raw column of the rows' weights; "": none.
     weight: str = ""
+    # Whether rows of label 0 were drawn, and stand behind the positive that each was drawn for.
+    # Files stay what they are: Dataset has it from the recipe, an export in its features.
+    draws_negatives: bool = field(default=False, compare=False)
 
     @property
     def num_labels(self) -> int:
@@ -101,6 +104,7 @@ class Features:
             **({"row_id": self.row_id} if self.row_id else {}),
             **({"labels": list(self.labels)} if self.labels else {}),
             **({"weight": self.weight} if self.weight else {}),
+            **({"draws_negatives": True} if self.draws_negatives else {}),
         }
 
     @classmethod
@@ -114,6 +118,7 @@ class Features:
             row_id=value.get("row_id", ""),
             labels=tuple(value.get("labels", ())),
             weight=value.get("weight", ""),
+            draws_negatives=value.get("draws_negatives", False),
         )
 
     def check(self) -> None:

@@ -29,7 +29,7 @@ from gmeta_models import ModelConfig
 from metaio.format.features import Features, FeatureSpec, TableSpec
 from metaio.ragged import Int64
 from metaio.read.batch import TaskBatch, empty_batch
-from tests.support.reference import Task, batch_of
+from tests.support.reference import Task, batch_of, rows_left_out
 
 NUM_ITEMS, MANY_ITEMS = 12, 80
 FEATURES, WIDE = (
@@ -147,9 +147,10 @@ def test_lists_are_those_of_a_dense_calculation(
 
 @pytest.mark.parametrize("residual_of", ["item", ""])
 @pytest.mark.parametrize("to_train", [True, False])
-def test_features_are_those_of_a_loop(to_train: bool, residual_of: str) -> None:
+@pytest.mark.parametrize("in_groups", [True, False])
+def test_features_are_those_of_a_loop(to_train: bool, residual_of: str, in_groups: bool) -> None:
     batch = some_batch(seed=3)
-    learner = filled(batch, 4, residual_of)
+    learner = filled(batch, 4, residual_of, replace(FEATURES, draws_negatives=in_groups))
     assert learner.neighbours is not None
     lists = learner.neighbours.fold_lists() if to_train else learner.neighbours.lists()
     before = learner.items.fold_statistics() if to_train and learner.items else learner
@@ -164,6 +165,7 @@ def test_features_are_those_of_a_loop(to_train: bool, residual_of: str) -> None:
     for task in range(batch.num_tasks):
         support = range(starts[task], starts[task] + int(batch.support_lengths_T[task]))
         level = fold_T[task] if to_train else 0
+        of_task = batch.label_N[starts[task] : starts[task + 1]].tolist(), len(support)
         for row in range(starts[task], starts[task + 1]):
             near = dict(
                 zip(
@@ -173,7 +175,8 @@ def test_features_are_those_of_a_loop(to_train: bool, residual_of: str) -> None:
                 )
             )
             near.pop(0, None)
-            others = [other for other in support if other != row]
+            left_out = rows_left_out(*of_task, row - starts[task], in_groups)
+            others = [other for other in support if other - starts[task] not in left_out]
             mean = sum(label_N[one] - expected_N[one] for one in others) / (len(others) + 3.0)
             sums = np.zeros(6)
             for other in others:

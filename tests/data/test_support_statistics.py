@@ -16,7 +16,7 @@ from gmeta.config.inputs import ItemFeaturesConfig, LabelPrior, SupportFeaturesC
 from gmeta.data.augment import resplit
 from gmeta.data.features.support_statistics import NO_STATISTICS, SupportStatistics
 from metaio.read.batch import empty_batch
-from tests.support.reference import Task, batch_of, random_task, some_features
+from tests.support.reference import Task, batch_of, random_task, rows_left_out, some_features
 
 PRIOR = LabelPrior(0.4, 0.5)
 EVERYTHING = SupportFeaturesConfig(task=True, columns=("*",), shrinkage=2.0)
@@ -24,10 +24,11 @@ EVERYTHING = SupportFeaturesConfig(task=True, columns=("*",), shrinkage=2.0)
 
 def statistics_of_row(
     task: Task, row: int, prior: LabelPrior, shrinkage: float, columns: tuple[int, int],
-    foretold: Sequence[float] | None = None,
+    foretold: Sequence[float] | None = None, in_groups: bool = False,
 ) -> list[float]:  # fmt: skip
     """All statistics of one row, from the definitions; `foretold` is of each row of the task."""
-    others = [other for other in range(task.num_support) if other != row]
+    left_out = rows_left_out(task.label, task.num_support, row, in_groups)
+    others = [other for other in range(task.num_support) if other not in left_out]
     labels = [(task.label[other] - prior.mean) / prior.deviation for other in others]
     if foretold is not None:
         labels = [label - foretold[other] for label, other in zip(labels, others, strict=True)]
@@ -65,11 +66,12 @@ def statistics_of_row(
     columns=st.tuples(st.integers(0, 2), st.integers(0, 2)),
     shared_table=st.booleans(),
     shrinkage=st.sampled_from([0.0, 0.5, 3.0]),
+    in_groups=st.booleans(),
     seed=st.integers(0, 10**6),
 )
 def test_every_row_has_the_statistics_of_a_loop(
     sizes: list[tuple[int, int]], columns: tuple[int, int], shared_table: bool, shrinkage: float,
-    seed: int,
+    in_groups: bool, seed: int,
 ) -> None:  # fmt: skip
     if sum(columns) == 0:
         columns = (1, 0)
@@ -77,9 +79,10 @@ def test_every_row_has_the_statistics_of_a_loop(
     features = some_features(*columns, 1, shared_table)
     tasks = [random_task(features, support, query, rng) for support, query in sizes]
     config = replace(EVERYTHING, shrinkage=shrinkage)
+    features = replace(features, draws_negatives=in_groups)
     statistics = SupportStatistics.of(config, features, PRIOR)
     expected = [
-        statistics_of_row(task, row, PRIOR, shrinkage, columns)
+        statistics_of_row(task, row, PRIOR, shrinkage, columns, in_groups=in_groups)
         for task in tasks
         for row in range(len(task.label))
     ]
@@ -118,10 +121,12 @@ def test_labels_count_from_what_training_rows_say_of_a_column(column: str, place
     np.testing.assert_allclose(found_NK, expected, rtol=1e-5, atol=1e-6)
 
 
-def test_of_log_odds_the_mean_is_what_clicks_lie_above_what_is_foretold() -> None:
+@pytest.mark.parametrize("in_groups", [False, True])
+def test_of_log_odds_the_mean_is_what_clicks_lie_above_what_is_foretold(in_groups: bool) -> None:
     tasks, shrinkage = some_batch(), EVERYTHING.shrinkage
     config = replace(EVERYTHING, residual_of="s1")
-    statistics = SupportStatistics.of(config, FEATURES, PRIOR, replace(ITEMS, log_odds=True))
+    features = replace(FEATURES, draws_negatives=in_groups)
+    statistics = SupportStatistics.of(config, features, PRIOR, replace(ITEMS, log_odds=True))
     batch = batch_of(tasks, FEATURES)
     dense_NK = torch.randn(batch.num_rows, 5, generator=torch.Generator().manual_seed(1))
     found_NK = statistics.features_NK(replace(batch, dense_NK=dense_NK))
@@ -134,11 +139,12 @@ def test_of_log_odds_the_mean_is_what_clicks_lie_above_what_is_foretold() -> Non
         shares = [1 / (1 + math.exp(-logit(PRIOR.mean) - next(foretold))) for _ in task.label]
         above = [(share - PRIOR.mean) / PRIOR.deviation for share in shares]
         for row in range(len(shares)):
-            others = [other for other in range(task.num_support) if other != row]
+            left_out = rows_left_out(task.label, task.num_support, row, in_groups)
+            others = [other for other in range(task.num_support) if other not in left_out]
             weight, prior = len(others) + shrinkage, shrinkage * PRIOR.mean
             of_clicks = (sum(task.label[other] for other in others) + prior) / weight
             of_foretold = (sum(shares[other] for other in others) + prior) / weight
-            rest = statistics_of_row(task, row, PRIOR, shrinkage, (2, 2), above)[1:]
+            rest = statistics_of_row(task, row, PRIOR, shrinkage, (2, 2), above, in_groups)[1:]
             expected.append([logit(of_clicks) - logit(of_foretold), *rest])
     np.testing.assert_allclose(found_NK, expected, rtol=1e-5, atol=1e-6)
 

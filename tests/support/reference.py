@@ -75,6 +75,20 @@ def random_task(features: Features, num_support: int, num_query: int, rng: rando
     )
 
 
+def rows_left_out(
+    label: Sequence[float], num_support: int, row: int, in_groups: bool = False
+) -> range:
+    """The rows of a task whose labels a row may not see: its own, or its group's."""
+    if row >= num_support or not in_groups:
+        return range(row, row + 1)
+    first, end = row, row + 1
+    while first > 0 and label[first] <= 0:
+        first -= 1
+    while end < num_support and label[end] <= 0:
+        end += 1
+    return range(first, end)
+
+
 def batch_of(tasks: Sequence[Task], features: Features) -> TaskBatch:
     """The tasks as a TaskBatch, ids of each table sorted and unique."""
     table_of = {feature.name: feature.table for feature in features.sparse}

@@ -149,7 +149,11 @@ def _run_steps(steps: list[list[str]]) -> None:
 
 def _name_better(meta: Path, plain: Path, out: Path) -> None:
     """Print which of two evaluated runs is better on validation, with the command to export it."""
-    found = {run: read_json(run / CHOSEN_ADAPTATION_FILE) for run in (meta, plain)}
+    files = {run: run / CHOSEN_ADAPTATION_FILE for run in (meta, plain)}
+    if not all(file.exists() for file in files.values()):
+        make_console().print("\nToo few validation tasks to choose between both runs by.")
+        return
+    found = {run: read_json(file) for run, file in files.items()}
     # Both are losses of the same tasks, at the rate and steps that are best there. Level: the one
     # that learnt to adapt.
     better = min(found, key=lambda run: float(found[run]["value"]))

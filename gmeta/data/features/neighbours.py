@@ -8,7 +8,7 @@ task's n support rows, and sums over support rows,
     asinh 10 * sum u / sqrt(n)                      asinh 10 * sum u (r - m) / sqrt(n)
 
 and the third of support rows with labels above the mean of all labels, and of the others. All are
-0 where no support row has a neighbour.
+0 where no support row has a neighbour. A support row's own group (row_groups.py) is left out.
 
 Shape suffixes: T tasks, N rows, F single-id or pooled features, H longest list or task, P task-row
 pairs, S support rows, U unique ids, R rows of tables"""
@@ -51,6 +51,7 @@ class RatedRows(NamedTuple):
     is_positive_N: npt.NDArray[np.bool_]
     mean_N: Floats
     count_N: Floats
+    group_N: Int64 | None = None  # what a support row leaves out of itself; None: its item alone
 
 
 def find_neighbours_column(config: NeighboursConfig | None, features: Features) -> int | None:
@@ -69,6 +70,22 @@ def find_neighbours_column(config: NeighboursConfig | None, features: Features) 
 
 def make_neighbour_features(lists: NeighbourLists, level_N: Int64, rows: RatedRows) -> list[Floats]:
     """Return each feature [N] of the rows, by the lists of their level."""
+    sums = _sum_near(lists, level_N, rows)
+    if rows.group_N is not None:
+        own = _sum_near(lists, level_N, rows._replace(task_N=rows.group_N))
+        sums = [sum_N - own_N for sum_N, own_N in zip(sums, own, strict=True)]
+    alike_N, alike_above_N, size_N, together_N, together_above_N, positive_N = sums
+    above_N = alike_above_N - rows.mean_N * alike_N
+    together_above_N = together_above_N - rows.mean_N * together_N
+    root_N = np.sqrt(np.maximum(rows.count_N, 1.0))
+    sums = [together_N, together_above_N, positive_N, together_N - positive_N]
+    shown = above_N / (size_N + 0.5), size_N, *(sum_N / root_N for sum_N in sums)
+    return [np.arcsinh(scale * one_N) for scale, one_N in zip(_SCALE, shown, strict=True)]
+
+
+def _sum_near(lists: NeighbourLists, level_N: Int64, rows: RatedRows) -> list[Floats]:
+    """Return sums over the support rows of each row's task with a neighbour of its item: alike,
+    alike r, |alike|, together, together r, and together of the positives."""
     num_items = lists.ids.shape[1]
     key_N = rows.task_N * num_items + rows.item_N
     support = np.flatnonzero(rows.is_support_N & (rows.item_N != 0))
@@ -97,14 +114,11 @@ def make_neighbour_features(lists: NeighbourLists, level_N: Int64, rows: RatedRo
         return sums_N
 
     together, alike = weights_2.T
-    above_N = add(alike * residual_S[found]) - rows.mean_N * add(alike * count_S[found])
-    size_N = add(np.abs(alike) * count_S[found])
-    root_N = np.sqrt(np.maximum(rows.count_N, 1.0))
-    together_N, positive_N = (add(together * of_S[found]) for of_S in (count_S, positive_S))
-    together_above_N = add(together * residual_S[found]) - rows.mean_N * together_N
-    sums = together_N, together_above_N, positive_N, together_N - positive_N
-    shown = above_N / (size_N + 0.5), size_N, *(sum_N / root_N for sum_N in sums)
-    return [np.arcsinh(scale * one_N) for scale, one_N in zip(_SCALE, shown, strict=True)]
+    weighted = (
+        (alike, count_S), (alike, residual_S), (np.abs(alike), count_S),
+        (together, count_S), (together, residual_S), (together, positive_S),
+    )  # fmt: skip
+    return [add(weight * of_S[found]) for weight, of_S in weighted]
 
 
 class Neighbours(nn.Module):

@@ -15,6 +15,9 @@ m: with p the probability that they expect of each of the n rows, and P the sum 
 
 and all other statistics are of y - p.
 
+No support row sees its own label, nor those of its group (row_groups.py): that has one positive, so
+what the others lack would be the label.
+
 Shape suffixes: T tasks, N rows, F single-id or pooled features, M multi-id features, V values, K
 dense columns, U unique ids, P task-row pairs"""
 
@@ -36,6 +39,7 @@ from gmeta.data.features.neighbours import (
     find_neighbours_column,
     make_neighbour_features,
 )
+from gmeta.data.row_groups import find_groups
 from gmeta.data.sums import Floats, log_odds, scale_count, sum_of_sharing
 from metaio.format.block import find_features_of_values
 from metaio.format.features import OOV_ROW
@@ -64,6 +68,7 @@ class SupportStatistics:
     expected_place: int | None = None  # place of the dense input that labels count from
     log_odds: bool = False  # that input and the task's mean are log-odds of clicks
     neighbours_column: int | None = None  # its place among the single-id features
+    in_groups: bool = False  # a positive and the rows drawn for it are left out together
 
     @classmethod
     def of(
@@ -97,6 +102,7 @@ class SupportStatistics:
             _find_expected_place(config, features, items) if config.residual_of else None,
             bool(config.residual_of and items is not None and items.log_odds),
             place,
+            features.draws_negatives,
         )
 
     @property
@@ -116,9 +122,9 @@ class SupportStatistics:
         self, batch: TaskBatch, lists: NeighbourLists | None = None
     ) -> npt.NDArray[np.float32]:
         """Return the statistics of every row of the batch, see with_features."""
-        labels, expected_N = _LabelRows.of(batch, self.prior), self._expected_N(batch)
+        group_N = find_groups(batch) if self.in_groups else None
+        labels, expected_N = _LabelRows.of(batch, self.prior, group_N), self._expected_N(batch)
         rows = labels.minus_expected(expected_N)
-        # A support row never sees its own label: it gets those of the other support rows.
         tasks = rows.totals()
         mean_N = self._smooth(tasks.sum_N, tasks.count_N, np.zeros(len(tasks.sum_N)))
         found: list[Floats] = []
@@ -138,6 +144,7 @@ class SupportStatistics:
                 labels.label_N > 0,
                 mean_N,
                 tasks.count_N,
+                group_N,
             )
             found += make_neighbour_features(lists, find_levels_N(lists, batch), rated)
         return np.stack(found, axis=1).astype(np.float32)
@@ -177,7 +184,7 @@ class SupportStatistics:
 
 
 class _Totals(NamedTuple):
-    """Sums over the support rows of each row's task, without the row itself."""
+    """Sums over the support rows of each row's task, without the row itself, or its group."""
 
     sum_N: Floats
     square_N: Floats
@@ -198,15 +205,17 @@ class _LabelRows:
     is_support_N: npt.NDArray[np.bool_]
     label_N: Floats  # 0 where it is no support row's
     num_tasks: int
+    group_N: Int64 | None = None  # None: each row is one of its own
 
     @classmethod
-    def of(cls, batch: TaskBatch, prior: LabelPrior) -> _LabelRows:
+    def of(cls, batch: TaskBatch, prior: LabelPrior, group_N: Int64 | None) -> _LabelRows:
         rows_T = np.diff(batch.row_offsets_T1.numpy())
         task_N = owners(rows_T)
         is_support_N = places(rows_T) < batch.support_lengths_T.numpy()[task_N]
         # The labels of query rows are not looked at: a caller may not know them.
         label_N = (batch.label_N.numpy().astype(np.float64) - prior.mean) / prior.deviation
-        return cls(task_N, is_support_N, np.where(is_support_N, label_N, 0.0), len(rows_T))
+        known_N = np.where(is_support_N, label_N, 0.0)
+        return cls(task_N, is_support_N, known_N, len(rows_T), group_N)
 
     def minus_expected(self, expected_N: Floats) -> _LabelRows:
         return replace(self, label_N=self.label_N - np.where(self.is_support_N, expected_N, 0.0))
@@ -216,12 +225,15 @@ class _LabelRows:
         return _Totals(*map(self.sum_of_others, values))
 
     def shared_label_sums(self, entries: _Entries) -> tuple[Floats, Floats]:
-        counted_N = self.is_support_N.astype(np.float64)
-        return sum_of_sharing(self.label_N, *entries), sum_of_sharing(counted_N, *entries)
+        counted_N, by_group = self.is_support_N.astype(np.float64), (*entries, self.group_N)
+        return sum_of_sharing(self.label_N, *by_group), sum_of_sharing(counted_N, *by_group)
 
     def sum_of_others(self, value_N: Floats) -> Floats:
         sum_T = np.bincount(self.task_N, value_N, self.num_tasks)
-        others_N: Floats = sum_T[self.task_N] - value_N
+        own_N = value_N
+        if self.group_N is not None:
+            own_N = np.bincount(self.group_N, value_N)[self.group_N].astype(float)
+        others_N: Floats = sum_T[self.task_N] - own_N
         return others_N
 
 

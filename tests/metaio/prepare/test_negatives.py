@@ -10,6 +10,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from metaio import DataError, Dataset, SchemaError, open_dataset
+from metaio.format.features import Features
 from metaio.prepare.engines.local import prepare
 from metaio.prepare.job import PrepareOptions
 from metaio.prepare.schema.schema_file import parse_schema
@@ -72,6 +73,7 @@ def test_each_positive_is_followed_by_items_that_its_task_lacks(tmp_path: Path, 
     table = log(clicks=0.8)
     rule = {**SCHEMA["negatives"], "by": by}
     dataset = prepared(tmp_path, table, negatives=rule)
+    assert Features.from_json(dataset.features.to_json()).draws_negatives
     plain = prepared_plain(tmp_path, table)
     drawn = 0
     for split in dataset.splits:

@@ -176,10 +176,10 @@ def _print_outcome(roots: list[Path], paths: ReportPaths, console: Console) -> N
 
 
 def _save_choice(root: Path, run: EvaluatedRun) -> None:
-    if run.algorithm == PLAIN or not run.fine_tuning:
+    # A plain run without validation chooses one for each half of the tasks, and none for new ones.
+    if not run.fine_tuning or len(run.fine_tuning[0].chosen) > 1:
         return
     tuning = run.fine_tuning[0]
-    # One setting: only a plain run chooses one for each half of the tasks.
     (best,) = tuning.chosen
     choice = {"metric": tuning.metric, "value": best.value, "chosen_on": tuning.split}
     try:
