@@ -147,12 +147,15 @@ class MetaLearner(nn.Module):
         losses = self.objectives.outer
         return fit_regression(losses.losses[0], input_NK, losses.standardise(label_N), weight_N)
 
-    def start_as(self, regression: Regression) -> None:
-        """Have a fresh model's output be that of a regression, whatever the embeddings."""
+    def start_as(self, regression: Regression) -> str:
+        """Have a fresh model's output be that of a regression, whatever the embeddings; return the
+        line that says so."""
         start_as_sum(list_sum_layers(self.model), regression.weight_K, regression.bias)
         if self.encoder is not None:
             # Its draw is small, but not 0: the sum would be scaled a little.
             nn.init.zeros_(self.encoder.modulations.weight)
+        num_rows, num_inputs = regression.num_rows, len(regression.weight_K)
+        return f"model.linear_start: from {num_rows:,} query rows and {num_inputs:,} inputs"
 
     def use_general_loop(self) -> None:
         """Take the general inner loop, which computes the same as the fused one, step by step."""

@@ -105,13 +105,8 @@ class TrainingRun:
         if not self._forecasts:
             self._start_messages += self._take_item_statistics()
         if self._beginning.how == "fresh" and config.model.linear_start:
-            fit = self._learner.fit_regression
-            regression = fit_to_sample(fit, batches, self._dataset, ranks)
-            self._learner.start_as(regression)
-            self._start_messages += [
-                f"model.linear_start: from {regression.num_rows:,} query rows and "
-                f"{len(regression.weight_K):,} inputs"
-            ]
+            found = fit_to_sample(self._learner.fit_regression, batches, self._dataset, ranks)
+            self._start_messages.append(self._learner.start_as(found))
         run_on_first(lambda: self._describe_run(plan), ranks)
 
         self._step_limit = config.run.max_steps or sys.maxsize

@@ -56,7 +56,7 @@ def test_config_keys_that_a_page_names_exist(page: Path) -> None:
     keys = {key for key, _, _ in describe_config()}
     sections = "|".join(sorted({key.partition(".")[0] for key in keys} - {"model", "data"}))
     named = re.findall(rf"(?<![\w./-])((?:{sections})\.[a-z_]+)\b(?![./(])", code_of(page))
-    assert set(named) - keys - {"evaluation.json"} == set()
+    assert set(named) - keys - {"evaluation.json", "neighbours.safetensors"} == set()
 
 
 def defaults(kind: Any) -> dict[str, Any]:

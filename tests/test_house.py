@@ -198,7 +198,7 @@ FRESH_IMPORTS: dict[str, list[tuple[str, tuple[str, ...]]]] = {
             "gmeta.cli.commands.work.preflight",
             ("torchrec", "torch.distributed.checkpoint", "matplotlib", "duckdb"),
         ),
-        ("gmeta.cli.commands.work.row_predictions", ("torchrec", "duckdb", "matplotlib")),
+        ("gmeta.cli.commands.work.row_predictions", ("torchrec", "matplotlib")),
     ],
 }
 IMPORT_AND_ASK = """

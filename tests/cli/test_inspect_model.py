@@ -10,7 +10,13 @@ import pytest
 from gmeta.cli.commands.inspect import inspect
 from gmeta.cli.commands.inspect_model import is_model
 from gmeta.errors import GMetaError, UserError
-from gmeta.serving.exported_folder import LAYERS_FILE, ExportedColumns, read_config, write_config
+from gmeta.serving.exported_folder import (
+    LAYERS_FILE,
+    ExportedColumns,
+    read_config,
+    vocabulary_file,
+    write_config,
+)
 from metaio.prepare.schema.schema_file import parse_schema
 from tests.support.exported import write_random_model
 
@@ -55,7 +61,9 @@ def test_columns_are_those_of_the_schema_where_there_is_one(
     model: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     columns = ExportedColumns("user", "click", parse_schema(SCHEMA), {}, {"item": "text"})
-    write_config(model, replace(read_config(model), columns=columns, loss="mse"))
+    config = read_config(model)
+    files = {**config.files, vocabulary_file("city"): config.files[LAYERS_FILE]}
+    write_config(model, replace(config, columns=columns, loss="mse", files=files))
     inspect(str(model), verify=False, picture=None)
     lines = told(capsys)
     assert "item single item text" in lines

@@ -30,7 +30,8 @@ def training_rows(ranks: Ranks, increment: Path) -> tuple[np.ndarray, np.ndarray
     """The inputs that training gives all query rows, statistics out of fold, and their labels."""
     config = config_of(increment / "run", increment, **KEYS)
     (dataset, learner), split = build(config), open_dataset(str(increment)).split("train")
-    read_item_statistics(learner.items, BatchSettings.of(config, dataset), dataset, ranks)
+    settings = BatchSettings.of(config, dataset)
+    read_item_statistics(learner.items, learner.neighbours, settings, dataset, ranks)
     inputs, labels = [], []
     for block in range(split.num_blocks):
         stored = dataset.read_block("train", block)

@@ -35,8 +35,8 @@ def config_of(data: Path, folder: Path, **more: Any) -> TrainConfig:
     return config_from_dict(
         {
             "data": {"path": str(data), "tasks_per_step": 16},
-            "model": {"name": "melu", "embedding_dim": 4, "hidden": [8]},
-            "support_features": {"task": True, "residual_of": "item", "bias_start": True},
+            "model": {"name": "melu", "embedding_dim": 4, "hidden": [8], "linear_start": True},
+            "support_features": {"task": True, "residual_of": "item"},
             "item_features": {"columns": ["item"]},
             "outer": {"loss": "mse"},
             "run": {"dir": str(folder), "device": "cpu", "epochs": 2, **more.pop("run", {})},

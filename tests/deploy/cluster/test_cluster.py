@@ -142,7 +142,9 @@ def test_an_overlay_becomes_a_finished_run_though_its_pods_are_drained(cluster: 
             lambda pod=drained: pod.returncode is not None, f"{name}'s end", PATIENCE_S
         )
         # torchrun says 1 whatever its ranks said; -9 would be the end of the grace period.
-        assert drained.returncode == (0 if "service" in name else 1), drained.log()[-2000:]
+        assert drained.returncode == (0 if "service" in name else 128 + signal.SIGTERM), (
+            drained.log()[-2000:]
+        )
         cluster.run_until(lambda at=reached: steps() > at or train.complete, "progress", PATIENCE_S)
     cluster.run_until(lambda: train.complete, "the end of training", PATIENCE_S)
     # Rank 0 says it, on whichever node the rendezvous put it.

@@ -9,7 +9,6 @@ from rich.console import Console
 
 from gmeta.cli.commands.console import make_console, print_result, show_progress, show_table
 from gmeta.cli.commands.work.rank_process import run_as_rank
-from gmeta.config.algorithm import PLAIN
 from gmeta.config.train_config import TrainConfig, overridden
 from gmeta.data.label_checks import scored_labels
 from gmeta.data.opening import data_config_for, open_by_name, open_data, resolve_newest
