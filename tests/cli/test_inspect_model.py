@@ -62,6 +62,9 @@ def test_columns_are_those_of_the_schema_where_there_is_one(
 ) -> None:
     columns = ExportedColumns("user", "click", parse_schema(SCHEMA), {}, {"item": "text"})
     config = read_config(model)
+    vocabulary = model / vocabulary_file("city")
+    vocabulary.parent.mkdir()
+    vocabulary.write_bytes((model / LAYERS_FILE).read_bytes())  # of which inspect asks the size
     files = {**config.files, vocabulary_file("city"): config.files[LAYERS_FILE]}
     write_config(model, replace(config, columns=columns, loss="mse", files=files))
     inspect(str(model), verify=False, picture=None)
