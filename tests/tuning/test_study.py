@@ -62,6 +62,29 @@ def test_the_configs_own_values_come_first(tmp_path: Path) -> None:
     assert study.config(values).algorithm.name in ("maml", "metasgd")
 
 
+def test_the_first_trials_change_one_key_of_the_best_so_far(tmp_path: Path) -> None:
+    space = (
+        SearchChoices("model.without", ([], ["item"])),
+        SearchRange("outer.dense_lr", 0.0001, 0.01, True, False),
+        SearchChoices("model.dropout", (0.2, 0.0)),
+        SearchChoices("algorithm.name", ("maml", "metasgd")),
+    )
+    config = config_from_dict({"outer": {"dense_lr": 0.002}, "model": {"dropout": 0.2}})
+    plan, tried = StudyPlan(config, space, "none", 0, "data"), []
+    for score in (0.5, 0.6, 0.4, 0.3):
+        # Opened anew each time: which keys had their turn is in the journal.
+        study = Study(tmp_path, plan, make_early_stop(config))
+        number, values = study.propose_trial()
+        study.finish_trial(number, "complete", "", score)
+        tried.append(values)
+    own, without, faster, undropped = tried
+    assert own == {key: config.by_key()[key] for key in own}
+    assert without == {**own, "model.without": ["item"]}
+    assert faster == {**without, "outer.dense_lr": 0.006}
+    assert undropped == {**without, "model.dropout": 0.0}
+    assert [space[1].change(rate) for rate in (0.004, 0.0)] == [pytest.approx(0.004 / 3), None]
+
+
 def test_a_study_goes_on_after_a_kill(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)  # where it is relative, Optuna would wait for its lock for ever
     folder = Path("study")

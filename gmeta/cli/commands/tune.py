@@ -25,16 +25,24 @@ from gmeta.runs.resolve_names import with_names
 from gmeta.runs.run_folder import LOCK_FILE
 from gmeta.runs.run_lock import lock_run_folder
 from gmeta.tuning import outcome
+from gmeta.tuning.default_space import IdTables, make_default_space
 from gmeta.tuning.search_space import (
     Space,
     check_metric,
     check_space,
-    make_default_space,
     make_plain_config,
     make_plain_space,
     read_space,
 )
-from gmeta.tuning.study import STUDY_FILE, VALIDATIONS, PrunerName, Study, StudyPlan, import_optuna
+from gmeta.tuning.study import (
+    PATIENCE,
+    STUDY_FILE,
+    VALIDATIONS,
+    PrunerName,
+    Study,
+    StudyPlan,
+    import_optuna,
+)
 from gmeta.tuning.trials import (
     TrialRunner,
     make_trial_run,
@@ -58,7 +66,7 @@ def tune(
     trials: Annotated[int, typer.Option(min=1, help="runs to try, those of before included")] = 20,
     space: Annotated[
         Path | None,
-        typer.Option(help="TOML of keys and ranges; default: rates, steps, algorithm and loss"),
+        typer.Option(help="TOML of keys and ranges; default: by the config (docs/tuning.md)"),
     ] = None,
     study: Annotated[
         Path | None, typer.Option(help="folder of the study; default: the config's run.dir + -tune")
@@ -98,13 +106,13 @@ def tune(
     _check_tunable(base.data, dataset)
     decides = make_early_stop(base)
     base = replace(base, run=_with_validations(base.run, base.data, dataset))
-    labels = dataset.features.labels
-    chosen = read_space(space, base) if space else make_default_space(base, labels)
+    columns = dataset.features.labels, IdTables.of(dataset)
+    chosen = read_space(space, base) if space else make_default_space(base, *columns)
     ends_early = choose_pruner(pruner, with_plain)
     sides = {"": (folder, StudyPlan(base, chosen, ends_early, seed, dataset.fingerprint))}
     if with_plain:
         plain = make_plain_config(base)
-        of_plain = make_plain_space(chosen) if space else make_default_space(plain, labels)
+        of_plain = make_plain_space(chosen) if space else make_default_space(plain, *columns)
         check_space(of_plain, plain)
         plan = StudyPlan(plain, of_plain, ends_early, seed, dataset.fingerprint)
         sides["plain"] = (folder.with_name(f"{folder.name}-plain"), plan)
@@ -201,7 +209,11 @@ def _check_folder(folder: Path) -> None:
 
 
 def _with_validations(run: RunConfig, data: DataConfig, dataset: Dataset) -> RunConfig:
-    """Return the section with VALIDATIONS validations a run, unless it says how many."""
+    """Return the section with VALIDATIONS validations a run, unless it says how many, and an early
+    end where they get no better."""
+    if run.keep_best and not run.early_stop_patience:
+        # Without the best restored an early end would take the worst of them.
+        run = replace(run, early_stop_patience=PATIENCE)
     if run.valid_every_steps or data.blocks_per_step or data.train_split not in dataset.splits:
         return run
     # A run that validates only at its end cannot be pruned.
