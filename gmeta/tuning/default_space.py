@@ -45,9 +45,7 @@ class IdTables:
 
 
 def make_default_space(
-    config: TrainConfig,
-    labels: tuple[str, ...] = (),
-    tables: IdTables = IdTables(),  # noqa: B008 - frozen
+    config: TrainConfig, labels: tuple[str, ...] = (), tables: IdTables = IdTables()
 ) -> Space:
     """Return length, rates, widths, regularisation, ids, neighbours, loss and algorithm, around the
     config's values."""
@@ -106,7 +104,8 @@ def _list_algorithm_keys(config: TrainConfig, labels: tuple[str, ...]) -> list[D
 def _list_id_keys(config: TrainConfig, tables: IdTables) -> list[Dimension]:
     """Return decay of id tables, which of them the model does not see, and neighbours of items."""
     space: list[Dimension] = []
-    if config.outer.sparse_lr and tables.names:
+    decays = config.sharding.exchange == "host" and config.algorithm.train_base
+    if decays and config.outer.sparse_lr and tables.names:
         space += _make_choices(config, "outer.sparse_weight_decay", 0.0, 1.0, 8.0)
     # Without statistics of items or support rows a model has little but ids, which metaemb makes.
     is_informed = config.has_support_inputs or bool(config.item_features.columns)

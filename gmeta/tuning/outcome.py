@@ -1,7 +1,8 @@
 """Shows the outcome of a study: a table, results as JSON, the best config and a few lines."""
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -39,10 +40,52 @@ def check_any_complete(study: Study, folder: Path) -> Trial:
     return best
 
 
-def format_results(study: Study, decides: EarlyStop) -> str:
-    """Return all trials as JSON, the best first, with the score of every validation."""
+def format_results(study: Study, decides: EarlyStop, **more: Any) -> str:
+    """Return all trials as JSON, the best first, with the score of every validation, and `more`."""
     trials = [vars(trial) for trial in study.rank_trials()]
-    return json.dumps({"metric": decides.metric, "trials": trials}, indent=2)
+    return json.dumps({"metric": decides.metric, "trials": trials, **more}, indent=2)
+
+
+@dataclass(frozen=True)
+class TunedSide:
+    """A study that ended: of the config, or of plain training beside it."""
+
+    name: str
+    study: Study
+    space: Space
+    best: Trial
+    config: Path
+
+    @property
+    def score(self) -> float:
+        """Return the score of the best trial, which every complete trial has."""
+        assert self.best.score is not None
+        return self.best.score
+
+
+def choose_side(
+    sides: Sequence[TunedSide], trees: float | None, splits: str, decides: EarlyStop
+) -> tuple[Path, str]:
+    """Return the config to train, and a line on what it gains over the others."""
+    sign = -1.0 if decides.higher_is_better else 1.0
+    first, *others = sorted(sides, key=lambda side: sign * side.score)
+    rivals = {"boosted trees": trees, **{f"{one.name} training": one.score for one in others}}
+    rivals["the config as it was"] = first.study.score_of_base()
+    gains = _describe_gains(first.score, rivals, decides)
+    score = f"{decides.metric} {format_score(first.score)} on {splits}"
+    return first.config, f"best of all: gmeta train {first.config}   {score}{gains}"
+
+
+def _describe_gains(score: float, others: Mapping[str, float | None], decides: EarlyStop) -> str:
+    """Return how much better or worse a score is than those of others by name, None left out."""
+    texts = [""]
+    for name, other in others.items():
+        if other is not None:
+            gain = (score - other) * (1.0 if decides.higher_is_better else -1.0)
+            size, place = format_score(abs(gain)), "better" if gain > 0 else "worse"
+            how = f"{size} {place} than" if float(size) else "level with"
+            texts.append(f"{how} {name} ({format_score(other)})")
+    return ", ".join(texts)
 
 
 def format_best_config(study: Study, best: Trial, split: str, metric: str, path: Path) -> str:

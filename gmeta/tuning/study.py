@@ -246,6 +246,12 @@ class Study:
         first = next(iter(self.rank_trials()), None)
         return first if first is not None and first.state == "complete" else None
 
+    def score_of_base(self) -> float | None:
+        """Return the score of the config's own values; None where no whole trial has them."""
+        own, tried = self._plan.base.by_key(), self.rank_trials()
+        found = (one for one in tried if all(own[key] == at for key, at in one.values.items()))
+        return next((one.score for one in found if one.state == "complete"), None)
+
     def config(self, values: dict[str, Any]) -> TrainConfig:
         """Return the study's config with these values, as a trial trains it in its own folder."""
         return replace_values(self._plan.base, values)

@@ -3,12 +3,13 @@
 import json
 import os
 import shutil
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from multiprocessing.connection import Connection
 from multiprocessing.context import ForkServerContext
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import typer
 from rich.table import Table
@@ -16,9 +17,11 @@ from rich.table import Table
 from gmeta.cli.commands.console import make_console, make_table, print_result, show_table
 from gmeta.cli.commands.overrides import Overrides
 from gmeta.cli.commands.rank_launch import faster_import
+from gmeta.config.algorithm import PLAIN
 from gmeta.config.train_config import DataConfig, RunConfig, load_config
 from gmeta.errors import ConfigError, GMetaError, UserError
 from gmeta.platform.files.atomic_write import write_atomically
+from gmeta.platform.files.checked_json import read_json
 from gmeta.platform.files.local_paths import check_local
 from gmeta.runs.early_stop import EarlyStop, make_early_stop
 from gmeta.runs.resolve_names import with_names
@@ -33,6 +36,7 @@ from gmeta.tuning.search_space import (
     make_plain_config,
     make_plain_space,
     read_space,
+    replace_values,
 )
 from gmeta.tuning.study import (
     PATIENCE,
@@ -56,7 +60,7 @@ from metaio.recipes.validation_splits import find_overlapping_splits
 
 BEST_FILE = "best.toml"
 RESULTS_FILE = "results.json"
-CHECK_LOG = "check.log"
+CHECK_LOG, TREES_LOG = "check.log", "trees.log"
 WORK = "gmeta.cli.commands.work.trial_process"
 
 
@@ -86,7 +90,13 @@ def tune(
             "--with-plain", help="tune plain training too, by as many runs, none cut short"
         ),
     ] = False,
+    trees: Annotated[
+        bool, typer.Option("--trees/--no-trees", help="also grow gradient-boosted trees to compare")
+    ] = True,
     seed: Annotated[int, typer.Option(min=0, help="seed of what is tried")] = 0,
+    resume: Annotated[
+        bool, typer.Option("--resume", help="go on with a study, and refuse to begin one")
+    ] = False,
 ) -> None:
     """Choose settings by short runs that are scored on the validation split.
 
@@ -95,13 +105,19 @@ def tune(
     gmeta tune train.toml --trials 20 --with-plain
 
     Each trial is a run in the study's folder; the same command goes on where it was stopped. Writes
-    best.toml, a config for `gmeta train`."""
+    best.toml, a config for `gmeta train`, and study.html; the last line says what to train, and
+    what it gains over boosted trees."""
     # Before the config is read: without the extra no study can begin.
     import_optuna()
     base = load_config(config, overrides or [])
     at_a_time = _num_parallel(parallel)
     folder = study or Path(f"{base.run.dir}-tune")
     check_local("--study", folder)
+    if resume and not (folder / STUDY_FILE).exists():
+        raise UserError(
+            f"--resume, but --study = {str(folder)!r} holds no study to go on with. Correct the "
+            "folder, or leave --resume out to begin one"
+        )
     base, dataset = with_names(base)
     _check_tunable(base.data, dataset)
     decides = make_early_stop(base)
@@ -120,7 +136,9 @@ def tune(
     for place, plan in sides.values():
         check_metric(plan.space, plan.base)
         _check_folder(place)
-    results = {}
+    results: dict[str, Any] = {}
+    tuned: list[outcome.TunedSide] = []
+    baseline: dict[str, Any] = {}
     # One context for both studies: the fork server imports torch once.
     with trial_processes(at_a_time, WORK) as context:
         for side, (place, plan) in sides.items():
@@ -130,21 +148,34 @@ def tune(
                 _check_on_data(checked.to_json(), place, context)
                 opened = Study(place, plan, decides)
                 runner = TrialRunner(
-                    opened, place, decides.metric, partial(_run_trial, False), context
+                    opened, place, decides.metric, partial(_run_trial, "train"), context
                 )
                 _run_trials(opened, runner, plan.space, decides, trials, at_a_time)
-                results[side] = _print_results(opened, runner, place, plan, decides)
+                if trees and not side and opened.best_trial() is not None:
+                    baseline = _score_trees(plan, place, decides, context)
+                of_trees = {"trees": baseline} if baseline and not side else {}
+                results[side] = _print_results(opened, runner, place, plan, decides, **of_trees)
+                name = "plain" if plan.base.algorithm.name == PLAIN else "adapted"
+                best = outcome.check_any_complete(opened, place)
+                tuned.append(outcome.TunedSide(name, opened, plan.space, best, place / BEST_FILE))
+    splits = " + ".join(base.data.valid_splits)
+    path, line = outcome.choose_side(tuned, baseline.get("score"), splits, decides)
+    make_console(stderr=True).print(line)
     first = results.pop("")
-    print_result(**first, **results)
+    print_result(**first, **results, train=path)
 
 
 def _run_trial(
-    is_check: bool, config: dict[str, Any], log: str, place: int, says: Connection
+    part: Literal["check", "train", "trees"],
+    config: dict[str, Any],
+    log: str,
+    place: int,
+    says: Connection,
 ) -> None:
     # Imported in the trial's process alone: `gmeta tune` itself stays without torch.
     with faster_import():
         from gmeta.cli.commands.work.trial_process import run_as_trial
-    run_as_trial(is_check, config, log, place, says)
+    run_as_trial(part, config, log, place, says)
 
 
 def choose_pruner(pruner: PrunerName | None, with_plain: bool) -> PrunerName:
@@ -226,7 +257,7 @@ def _check_on_data(config: dict[str, Any], folder: Path, context: ForkServerCont
     """Raise GMetaError, as `gmeta train` would, where the config does not fit its dataset."""
     # Once for the study: else each of its trials would fail by itself.
     log = folder / CHECK_LOG
-    process, receiver = start_process(context, partial(_run_trial, True), config, log)
+    process, receiver = start_process(context, partial(_run_trial, "check"), config, log)
     if line := wait_for_report(process, receiver).failure:
         raise UserError(line)
     if process.exitcode:
@@ -250,10 +281,38 @@ def _run_trials(
         console.print(outcome.describe_trial(study, trial, space, decides.metric))
 
 
-def _print_results(
-    study: Study, runner: TrialRunner, folder: Path, plan: StudyPlan, decides: EarlyStop
+def _score_trees(
+    plan: StudyPlan, folder: Path, decides: EarlyStop, context: ForkServerContext
 ) -> dict[str, Any]:
-    write_atomically(folder / RESULTS_FILE, outcome.format_results(study, decides).encode())
+    """Return score and description of the boosted trees on the validation splits, made once."""
+    with suppress(OSError, ValueError):
+        known: dict[str, Any] = read_json(folder / RESULTS_FILE).get("trees", {})
+        if known.get("score") is not None:
+            return known
+    # With the most inputs that a trial has.
+    near = (one.bounds() for one in plan.space if one.key == "neighbours.column")
+    items = [name for names in near for name in names if name] or [plan.base.neighbours.column]
+    config = replace_values(plan.base, {"neighbours.column": items[0]})
+    log = folder / TREES_LOG
+    started = start_process(context, partial(_run_trial, "trees"), config.to_json(), log)
+    report = wait_for_report(*started)
+    text = f"{decides.metric} {outcome.format_score(report.score)}, {report.adapts}"
+    lost = f"boosted trees: no score; see {log}"
+    line = report.failure or (lost if report.score is None else f"boosted trees: {text}")
+    make_console(stderr=True).print(line)
+    return {"score": report.score, "note": report.failure or report.adapts}
+
+
+def _print_results(
+    study: Study,
+    runner: TrialRunner,
+    folder: Path,
+    plan: StudyPlan,
+    decides: EarlyStop,
+    **more: Any,
+) -> dict[str, Any]:
+    told = outcome.format_results(study, decides, **more)
+    write_atomically(folder / RESULTS_FILE, told.encode())
     best = outcome.check_any_complete(study, folder)
     splits, path = " + ".join(plan.base.data.valid_splits), folder / BEST_FILE
     text = outcome.format_best_config(study, best, splits, decides.metric, path)
@@ -268,7 +327,7 @@ def _print_results(
         f"or take that trial as it is: gmeta evaluate {runner.folder_of(best.number).root}",
     ]
     make_console(stderr=True).print("\n".join(lines))
-    return {"best": path, **json.loads(outcome.format_results(study, decides))}
+    return {"best": path, **json.loads(told)}
 
 
 def _trials_table(study: Study, space: Space, decides: EarlyStop) -> Table:
