@@ -17,8 +17,6 @@ from gmeta.tuning.search_space import (
     Space,
     make_log_range,
 )
-from metaio.format.dataset import Dataset
-from metaio.prepare.schema.schema_file import read_item_rule
 
 RATING_LOSSES = tuple(loss for loss in LOSSES if predicted_by(loss) == "rating")
 # Runs shorter than this are also tried three times as long: early stopping ends them in time.
@@ -32,16 +30,6 @@ class IdTables:
     names: tuple[str, ...] = ()
     item: str = ""
     item_table: str = ""
-
-    @classmethod
-    def of(cls, dataset: Dataset) -> "IdTables":
-        """Return the tables of a dataset, its item by the schema that it was prepared with."""
-        names = tuple(table.name for table in dataset.features.tables)
-        rule = read_item_rule(dataset.manifest)
-        for feature in dataset.features.single:
-            if rule is not None and feature.name == rule.column:
-                return cls(names, feature.name, feature.table)
-        return cls(names)
 
 
 def make_default_space(

@@ -119,10 +119,11 @@ def describe_edges(space: Space, best: Trial) -> list[str]:
 
 
 def shorten_keys(space: Sequence[Dimension]) -> list[str]:
-    """Return each key without its section, except where two sections have the same name."""
+    """Return each key without its section, except where two sections have the same name, or the
+    name alone says nothing."""
     short = [dimension.key.partition(".")[2] for dimension in space]
     return [
-        name if short.count(name) == 1 else dimension.key
+        name if short.count(name) == 1 and name != "column" else dimension.key
         for name, dimension in zip(short, space, strict=True)
     ]
 

@@ -70,12 +70,20 @@ class SearchRange:
 
     def find_edge(self, value: float) -> str:
         """Return which end of the range a value is near (within a twentieth), "" for neither."""
-        place = math.log if self.log else float
-        low, high, at = place(self.low), place(self.high), place(value)
-        if high - low > 0 and not self.whole:
-            share = (at - low) / (high - low)
+        if not self.whole:
+            share = self.place(value)
             return "lowest" if share < 0.05 else "highest" if share > 0.95 else ""
         return ""
+
+    def place(self, value: float) -> float:
+        """Return how far along the range a value lies, from 0 to 1."""
+        scale = math.log if self.log else float
+        low, high = scale(self.low), scale(self.high)
+        return (scale(value) - low) / (high - low)
+
+    def list_ends(self) -> list[tuple[float, str]]:
+        """Return the places and texts of what is written beside the range: its ends."""
+        return [(self.place(value), f"{value:g}") for value in self.bounds()]
 
     def to_json(self) -> dict[str, Any]:
         """Return the range as the TOML table has it."""
@@ -113,6 +121,18 @@ class SearchChoices:
     def find_edge(self, value: Any) -> str:
         """Return "": choices have no order."""
         return ""
+
+    def place(self, value: Any) -> float:
+        """Return where a choice lies among all of them, from 0 to 1."""
+        at = next(at for at, each in enumerate(self.values) if _are_equal(each, value))
+        return at / (len(self.values) - 1)
+
+    def list_ends(self) -> list[tuple[float, str]]:
+        """Return the places and texts of the choices."""
+        texts = (
+            each or "none" if isinstance(each, str) else json.dumps(each) for each in self.values
+        )
+        return [(self.place(each), text) for each, text in zip(self.values, texts, strict=True)]
 
     def to_json(self) -> dict[str, Any]:
         """Return the choices as the TOML table has them."""

@@ -13,6 +13,8 @@ from gmeta.config.train_config import TrainConfig, config_from_dict
 from gmeta.errors import UserError
 from gmeta.runs.early_stop import make_early_stop
 from gmeta.tuning.outcome import (
+    TunedSide,
+    choose_side,
     describe_counts,
     describe_edges,
     describe_trial,
@@ -30,6 +32,7 @@ from gmeta.tuning.study import (
     StudyPlan,
     import_optuna,
 )
+from gmeta.tuning.study_page import measure_limits, render_study
 from tests.support.refusals import catch_message
 
 SPACE = (
@@ -264,8 +267,45 @@ def test_a_score_of_a_run_that_diverged_is_short() -> None:
 
 
 def test_a_key_is_shown_without_its_section_where_that_is_clear() -> None:
-    space = (*SPACE, SearchChoices("model.name", ("dlrm", "melu")))
-    assert shorten_keys(space) == ["inner_lr", "algorithm.name", "model.name"]
+    more = (
+        SearchChoices("model.name", ("dlrm", "melu")),
+        SearchChoices("neighbours.column", ("", "x")),
+    )
+    expected = ["inner_lr", "algorithm.name", "model.name", "neighbours.column"]
+    assert shorten_keys((*SPACE, *more)) == expected
+
+
+@pytest.mark.parametrize("loss", ["bce", "mse"])
+def test_the_better_side_is_told_with_what_it_gains(tmp_path: Path, loss: str) -> None:
+    """And drawn, one trial that diverged not pressing the others into a line."""
+    decides = make_early_stop(config_from_dict({"outer": {"loss": loss}}))
+    sign = 1.0 if loss == "bce" else -1.0
+    sides = []
+    for name, scores in (("adapted", (1.5, 1.62, -1e20)), ("plain", (1.5, 1.58, 1.65))):
+        (folder := tmp_path / name).mkdir()
+        study = opened(folder, outer={"loss": loss})
+        for score in scores:
+            played(study, sign * score)
+        best = study.best_trial()
+        assert best is not None
+        sides.append(TunedSide(name, study, SPACE, best, folder / "best.toml"))
+    path, line = choose_side(sides, sign * 1.7, "valid", decides)
+    best_score, minus = f"{sign * 1.65:.4f}", "-" if sign < 0 else ""
+    assert path == tmp_path / "plain" / "best.toml"
+    assert line == (
+        f"best of all: gmeta train {path}   {decides.metric} {best_score} on valid, 0.0500 worse "
+        f"than boosted trees ({minus}1.7000), 0.0300 better than adapted training ({minus}1.6200), "
+        f"0.1500 better than the config as it was ({minus}1.5000)"
+    )
+    assert ", level with boosted trees" in choose_side(sides, sign * 1.65, "valid", decides)[1]
+    page = render_study("<tune>", line, sides, None, "valid", decides)
+    assert page.count('<svg role="img"') == 4
+    assert "<tune>" not in page
+    assert page.count('<tr><th scope="row">') == 6
+    ranked = [sign * score for score in (1.62, 1.5, -1e20)]
+    assert measure_limits(ranked) == (ranked[0], ranked[1])
+    assert [SPACE[0].place(0.001), SPACE[1].place("metasgd")] == [0.0, 1.0]
+    assert [text for _, text in SPACE[0].list_ends()] == ["0.001", "1"]
 
 
 def test_a_study_that_an_older_release_began_goes_on(tmp_path: Path) -> None:

@@ -55,10 +55,11 @@ from gmeta.tuning.trials import (
     wait_for_report,
 )
 from metaio.format.dataset import Dataset
+from metaio.prepare.schema.schema_file import read_item_rule
 from metaio.quantities import format_count
 from metaio.recipes.validation_splits import find_overlapping_splits
 
-BEST_FILE = "best.toml"
+BEST_FILE, PAGE_FILE = "best.toml", "study.html"
 RESULTS_FILE = "results.json"
 CHECK_LOG, TREES_LOG = "check.log", "trees.log"
 WORK = "gmeta.cli.commands.work.trial_process"
@@ -122,7 +123,7 @@ def tune(
     _check_tunable(base.data, dataset)
     decides = make_early_stop(base)
     base = replace(base, run=_with_validations(base.run, base.data, dataset))
-    columns = dataset.features.labels, IdTables.of(dataset)
+    columns = dataset.features.labels, _list_tables(dataset)
     chosen = read_space(space, base) if space else make_default_space(base, *columns)
     ends_early = choose_pruner(pruner, with_plain)
     sides = {"": (folder, StudyPlan(base, chosen, ends_early, seed, dataset.fingerprint))}
@@ -160,9 +161,15 @@ def tune(
                 tuned.append(outcome.TunedSide(name, opened, plan.space, best, place / BEST_FILE))
     splits = " + ".join(base.data.valid_splits)
     path, line = outcome.choose_side(tuned, baseline.get("score"), splits, decides)
-    make_console(stderr=True).print(line)
+    page = folder / PAGE_FILE
+    # Late: drawing takes a second to import.
+    with faster_import():
+        from gmeta.tuning.study_page import render_study
+    drawn = render_study(folder.name, line, tuned, baseline.get("score"), splits, decides)
+    write_atomically(page, drawn.encode())
+    make_console(stderr=True).print(f"pictures: {page}\n{line}")
     first = results.pop("")
-    print_result(**first, **results, train=path)
+    print_result(**first, **results, train=path, page=page)
 
 
 def _run_trial(
@@ -215,6 +222,14 @@ def _check_tunable(data: DataConfig, dataset: Dataset) -> None:
             f"data.source = {data.source!r}: a trial reads the dataset itself. "
             "Add data.source=static"
         )
+
+
+def _list_tables(dataset: Dataset) -> IdTables:
+    rule, features = read_item_rule(dataset.manifest), dataset.features
+    names = tuple(table.name for table in features.tables)
+    items = (one for one in features.single if rule is not None and one.name == rule.column)
+    item = next(items, None)
+    return IdTables(names, item.name, item.table) if item is not None else IdTables(names)
 
 
 def _num_parallel(parallel: int) -> int:
