@@ -53,14 +53,18 @@ class TunedSide:
     name: str
     study: Study
     space: Space
-    best: Trial
     config: Path
 
     @property
+    def scores(self) -> dict[int, float]:
+        """Return the scores of the complete trials by their numbers, the best first."""
+        whole = (one for one in self.study.rank_trials() if one.state == "complete")
+        return {one.number: one.score for one in whole if one.score is not None}
+
+    @property
     def score(self) -> float:
-        """Return the score of the best trial, which every complete trial has."""
-        assert self.best.score is not None
-        return self.best.score
+        """Return the score of the best trial."""
+        return next(iter(self.scores.values()))
 
 
 def choose_side(

@@ -81,10 +81,6 @@ class SearchRange:
         low, high = scale(self.low), scale(self.high)
         return (scale(value) - low) / (high - low)
 
-    def list_ends(self) -> list[tuple[float, str]]:
-        """Return the places and texts of what is written beside the range: its ends."""
-        return [(self.place(value), f"{value:g}") for value in self.bounds()]
-
     def to_json(self) -> dict[str, Any]:
         """Return the range as the TOML table has it."""
         low, high = self.bounds()
@@ -126,13 +122,6 @@ class SearchChoices:
         """Return where a choice lies among all of them, from 0 to 1."""
         at = next(at for at, each in enumerate(self.values) if _are_equal(each, value))
         return at / (len(self.values) - 1)
-
-    def list_ends(self) -> list[tuple[float, str]]:
-        """Return the places and texts of the choices."""
-        texts = (
-            each or "none" if isinstance(each, str) else json.dumps(each) for each in self.values
-        )
-        return [(self.place(each), text) for each, text in zip(self.values, texts, strict=True)]
 
     def to_json(self) -> dict[str, Any]:
         """Return the choices as the TOML table has them."""

@@ -286,9 +286,7 @@ def test_the_better_side_is_told_with_what_it_gains(tmp_path: Path, loss: str) -
         study = opened(folder, outer={"loss": loss})
         for score in scores:
             played(study, sign * score)
-        best = study.best_trial()
-        assert best is not None
-        sides.append(TunedSide(name, study, SPACE, best, folder / "best.toml"))
+        sides.append(TunedSide(name, study, SPACE, folder / "best.toml"))
     path, line = choose_side(sides, sign * 1.7, "valid", decides)
     best_score, minus = f"{sign * 1.65:.4f}", "-" if sign < 0 else ""
     assert path == tmp_path / "plain" / "best.toml"
@@ -298,14 +296,12 @@ def test_the_better_side_is_told_with_what_it_gains(tmp_path: Path, loss: str) -
         f"0.1500 better than the config as it was ({minus}1.5000)"
     )
     assert ", level with boosted trees" in choose_side(sides, sign * 1.65, "valid", decides)[1]
-    page = render_study("<tune>", line, sides, None, "valid", decides)
-    assert page.count('<svg role="img"') == 4
+    page = render_study("<tune>", sides, None, "valid", decides)
+    assert page.count('<svg role="img"') == 3
     assert "<tune>" not in page
-    assert page.count('<tr><th scope="row">') == 6
     ranked = [sign * score for score in (1.62, 1.5, -1e20)]
     assert measure_limits(ranked) == (ranked[0], ranked[1])
     assert [SPACE[0].place(0.001), SPACE[1].place("metasgd")] == [0.0, 1.0]
-    assert [text for _, text in SPACE[0].list_ends()] == ["0.001", "1"]
 
 
 def test_a_study_that_an_older_release_began_goes_on(tmp_path: Path) -> None:

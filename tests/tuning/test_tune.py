@@ -133,7 +133,7 @@ def test_plain_training_is_tuned_by_as_many_whole_runs(config: Path, tmp_path: P
     scores = {told["best"]: told["trials"][0], told["plain"]["best"]: told["plain"]["trials"][0]}
     best = max(scores, key=lambda path: float(scores[path]["score"]))
     assert told["train"] == best
-    assert Path(told["page"]).read_text().count('<svg role="img"') == 4
+    assert Path(told["page"]).read_text().count('<svg role="img"') == 3
     last = result.stderr.strip().splitlines()[-1]
     assert last.startswith(f"best of all: gmeta train {best}   auc {scores[best]['score']:.4f} on ")
     assert " than the config as it was (" in last or " level with the config as it was (" in last

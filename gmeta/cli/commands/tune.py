@@ -9,7 +9,7 @@ from functools import partial
 from multiprocessing.connection import Connection
 from multiprocessing.context import ForkServerContext
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
 import typer
 from rich.table import Table
@@ -157,28 +157,21 @@ def tune(
                 of_trees = {"trees": baseline} if baseline and not side else {}
                 results[side] = _print_results(opened, runner, place, plan, decides, **of_trees)
                 name = "plain" if plan.base.algorithm.name == PLAIN else "adapted"
-                best = outcome.check_any_complete(opened, place)
-                tuned.append(outcome.TunedSide(name, opened, plan.space, best, place / BEST_FILE))
+                tuned.append(outcome.TunedSide(name, opened, plan.space, place / BEST_FILE))
     splits = " + ".join(base.data.valid_splits)
     path, line = outcome.choose_side(tuned, baseline.get("score"), splits, decides)
     page = folder / PAGE_FILE
     # Late: drawing takes a second to import.
     with faster_import():
         from gmeta.tuning.study_page import render_study
-    drawn = render_study(folder.name, line, tuned, baseline.get("score"), splits, decides)
+    drawn = render_study(line, tuned, baseline.get("score"), splits, decides)
     write_atomically(page, drawn.encode())
     make_console(stderr=True).print(f"pictures: {page}\n{line}")
     first = results.pop("")
     print_result(**first, **results, train=path, page=page)
 
 
-def _run_trial(
-    part: Literal["check", "train", "trees"],
-    config: dict[str, Any],
-    log: str,
-    place: int,
-    says: Connection,
-) -> None:
+def _run_trial(part: str, config: dict[str, Any], log: str, place: int, says: Connection) -> None:
     # Imported in the trial's process alone: `gmeta tune` itself stays without torch.
     with faster_import():
         from gmeta.cli.commands.work.trial_process import run_as_trial

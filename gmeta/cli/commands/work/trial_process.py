@@ -7,7 +7,7 @@ import sys
 import threading
 from multiprocessing import parent_process
 from multiprocessing.connection import Connection, wait
-from typing import Any, Literal
+from typing import Any
 
 import pyarrow.compute as pc
 import torch
@@ -31,15 +31,9 @@ from gmeta.train import train
 from gmeta.tuning.trials import TrialReport
 
 
-def run_as_trial(
-    part: Literal["check", "train", "trees"],
-    config: dict[str, Any],
-    log: str,
-    place: int,
-    says: Connection,
-) -> None:
-    """Train and score a trial, or only check it, or score the boosted trees in its place; report to
-    `says`, and end this process."""
+def run_as_trial(part: str, config: dict[str, Any], log: str, place: int, says: Connection) -> None:
+    """Do a part of a study: "check" a config, "train" and score a trial, or score the boosted
+    "trees"; report to `says`, and end this process."""
     _leave_with_tune()
     if gpus := torch.cuda.device_count():
         # Trials that run at a time are spread over the GPUs.
