@@ -6,24 +6,25 @@ Runs both studies, in FOLDER-tune and FOLDER-random, and prints the best so far 
 the mean best of as many trials of the second, drawn without replacement from all of its trials."""
 
 import json
+import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
+# What makes a study a random search.
+RANDOM = """
 import optuna
-from typer.testing import CliRunner
-
-from gmeta.cli.main import app
 from gmeta.tuning import study
-
+study.FIRST_CHANGES = ()
+optuna.samplers.TPESampler = lambda seed, **_: optuna.samplers.RandomSampler(seed)
+"""
 AFTER = (1, 5, 10, 15, 20)
 
 
-def tune(folder: str, arguments: list[str]) -> tuple[list[float], bool]:
+def tune(folder: str, arguments: list[str], before: str = "") -> tuple[list[float], bool]:
     """Run a study; return the scores of its whole trials as they came, and if higher is better."""
     words = ["tune", *arguments, "--study", folder, "--no-trees", "--pruner", "none"]
-    result = CliRunner().invoke(app, words)
-    sys.stderr.write(result.stderr)
+    program = f"{before}\nfrom gmeta.cli.main import main\nmain()"
+    subprocess.run([sys.executable, "-c", program, *words], check=True, stdout=subprocess.DEVNULL)
     found = json.loads((Path(folder) / "results.json").read_text())
     whole = [one for one in found["trials"] if one["state"] == "complete"]
     in_order = [one["score"] for one in sorted(whole, key=lambda one: int(one["number"]))]
@@ -46,13 +47,7 @@ def main() -> None:
     """Run both studies and print the table."""
     _, root, *arguments = sys.argv
     tuned, higher = tune(f"{root}-tune", arguments)
-
-    def sampler(seed: int, **_: Any) -> optuna.samplers.BaseSampler:
-        return optuna.samplers.RandomSampler(seed)
-
-    optuna.samplers.TPESampler = sampler  # type: ignore[assignment, misc]
-    study.FIRST_CHANGES = ()
-    random, _ = tune(f"{root}-random", arguments)
+    random, _ = tune(f"{root}-random", arguments, RANDOM)
     print("trials | gmeta tune | random, behind the config")
     better = max if higher else min
     # Of both the first trial is the config as it is.

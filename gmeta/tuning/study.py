@@ -29,12 +29,13 @@ WARM_UP = 1
 STARTUP_TRIALS = 4
 # Validations of a run whose config does not say how many: so often it can be pruned, and how many
 # in a row without a better score end it.
-VALIDATIONS, PATIENCE = 8, 3
+VALIDATIONS, PATIENCE = 8, 5
 # The first trials have the best values so far but for one of these keys, each in its turn: what has
 # most often helped. Of a dozen keys drawn at once twenty trials say little.
 FIRST_CHANGES = (
-    *("model.without", "run.epochs", "outer.dense_lr", "neighbours.column"),
-    *("outer.loss", "model.dropout", "outer.sparse_weight_decay", "model.hidden"),
+    *("model.without", "run.epochs", "algorithm.inner_lr", "outer.dense_lr", "neighbours.column"),
+    *("outer.loss", "model.dropout", "model.hidden", "algorithm.plain_epochs"),
+    "algorithm.support_prior",
 )
 
 
