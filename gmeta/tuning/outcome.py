@@ -77,7 +77,7 @@ def choose_side(
     rivals["the config as it was"] = first.study.score_of_base()
     gains = _describe_gains(first.score, rivals, decides)
     score = f"{decides.metric} {format_score(first.score)} on {splits}"
-    return first.config, f"best of all: gmeta train {first.config}   {score}{gains}"
+    return first.config, f"to train: gmeta train {first.config}   {score}{gains}"
 
 
 def _describe_gains(score: float, others: Mapping[str, float | None], decides: EarlyStop) -> str:

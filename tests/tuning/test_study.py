@@ -291,7 +291,7 @@ def test_the_better_side_is_told_with_what_it_gains(tmp_path: Path, loss: str) -
     best_score, minus = f"{sign * 1.65:.4f}", "-" if sign < 0 else ""
     assert path == tmp_path / "plain" / "best.toml"
     assert line == (
-        f"best of all: gmeta train {path}   {decides.metric} {best_score} on valid, 0.0500 worse "
+        f"to train: gmeta train {path}   {decides.metric} {best_score} on valid, 0.0500 worse "
         f"than boosted trees ({minus}1.7000), 0.0300 better than adapted training ({minus}1.6200), "
         f"0.1500 better than the config as it was ({minus}1.5000)"
     )

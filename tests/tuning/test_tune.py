@@ -135,7 +135,7 @@ def test_plain_training_is_tuned_by_as_many_whole_runs(config: Path, tmp_path: P
     assert told["train"] == best
     assert Path(told["page"]).read_text().count('<svg role="img"') == 3
     last = result.stderr.strip().splitlines()[-1]
-    assert last.startswith(f"best of all: gmeta train {best}   auc {scores[best]['score']:.4f} on ")
+    assert last.startswith(f"to train: gmeta train {best}   auc {scores[best]['score']:.4f} on ")
     assert " than the config as it was (" in last or " level with the config as it was (" in last
     for side, found in (("", told), ("-plain", told["plain"])):
         assert found["best"] == str(tmp_path / f"run-tune{side}" / "best.toml")
