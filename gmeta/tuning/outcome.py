@@ -1,7 +1,8 @@
 """Shows the outcome of a study: a table, results as JSON, the best config and a few lines."""
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -39,10 +40,56 @@ def check_any_complete(study: Study, folder: Path) -> Trial:
     return best
 
 
-def format_results(study: Study, decides: EarlyStop) -> str:
-    """Return all trials as JSON, the best first, with the score of every validation."""
+def format_results(study: Study, decides: EarlyStop, **more: Any) -> str:
+    """Return all trials as JSON, the best first, with the score of every validation, and `more`."""
     trials = [vars(trial) for trial in study.rank_trials()]
-    return json.dumps({"metric": decides.metric, "trials": trials}, indent=2)
+    return json.dumps({"metric": decides.metric, "trials": trials, **more}, indent=2)
+
+
+@dataclass(frozen=True)
+class TunedSide:
+    """A study that ended: of the config, or of plain training beside it."""
+
+    name: str
+    study: Study
+    space: Space
+    config: Path
+
+    @property
+    def scores(self) -> dict[int, float]:
+        """Return the scores of the complete trials by their numbers, the best first."""
+        whole = (one for one in self.study.rank_trials() if one.state == "complete")
+        return {one.number: one.score for one in whole if one.score is not None}
+
+    @property
+    def score(self) -> float:
+        """Return the score of the best trial."""
+        return next(iter(self.scores.values()))
+
+
+def choose_side(
+    sides: Sequence[TunedSide], trees: float | None, splits: str, decides: EarlyStop
+) -> tuple[Path, str]:
+    """Return the config to train, and a line on what it gains over the others."""
+    sign = -1.0 if decides.higher_is_better else 1.0
+    first, *others = sorted(sides, key=lambda side: sign * side.score)
+    rivals = {"boosted trees": trees, **{f"{one.name} training": one.score for one in others}}
+    rivals["the config as it was"] = first.study.score_of_base()
+    gains = _describe_gains(first.score, rivals, decides)
+    score = f"{decides.metric} {format_score(first.score)} on {splits}"
+    return first.config, f"to train: gmeta train {first.config}   {score}{gains}"
+
+
+def _describe_gains(score: float, others: Mapping[str, float | None], decides: EarlyStop) -> str:
+    """Return how much better or worse a score is than those of others by name, None left out."""
+    texts = [""]
+    for name, other in others.items():
+        if other is not None:
+            gain = (score - other) * (1.0 if decides.higher_is_better else -1.0)
+            size, place = format_score(abs(gain)), "better" if gain > 0 else "worse"
+            how = f"{size} {place} than" if float(size) else "level with"
+            texts.append(f"{how} {name} ({format_score(other)})")
+    return ", ".join(texts)
 
 
 def format_best_config(study: Study, best: Trial, split: str, metric: str, path: Path) -> str:
@@ -76,10 +123,11 @@ def describe_edges(space: Space, best: Trial) -> list[str]:
 
 
 def shorten_keys(space: Sequence[Dimension]) -> list[str]:
-    """Return each key without its section, except where two sections have the same name."""
+    """Return each key without its section, except where two sections have the same name, or the
+    name alone says nothing."""
     short = [dimension.key.partition(".")[2] for dimension in space]
     return [
-        name if short.count(name) == 1 else dimension.key
+        name if short.count(name) == 1 and name != "column" else dimension.key
         for name, dimension in zip(short, space, strict=True)
     ]
 

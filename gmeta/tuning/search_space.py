@@ -9,10 +9,8 @@ from typing import Any, final
 
 from gmeta.config.algorithm import PLAIN
 from gmeta.config.former_keys import MOVED
-from gmeta.config.labels import LOSSES
 from gmeta.config.train_config import TrainConfig, config_from_dict, types_of_keys
 from gmeta.errors import ConfigError, UserError
-from gmeta.metrics.catalogue import predicted_by
 from gmeta.runs.early_stop import make_early_stop
 from gmeta_keys import read_toml
 
@@ -64,14 +62,24 @@ class SearchRange:
         """Return the values that a config must allow: the ends."""
         return [int(end) if self.whole else end for end in (self.low, self.high)]
 
+    def change(self, value: float) -> Any:
+        """Return a value well away from another, a third if three times it is outside; or None."""
+        kind, ends = int if self.whole else float, (self.low, self.high)
+        found = (kind(at) for at in (value * 3, value / 3) if ends[0] <= at <= ends[1])
+        return next((at for at in found if at != value), None)
+
     def find_edge(self, value: float) -> str:
         """Return which end of the range a value is near (within a twentieth), "" for neither."""
-        place = math.log if self.log else float
-        low, high, at = place(self.low), place(self.high), place(value)
-        if high - low > 0 and not self.whole:
-            share = (at - low) / (high - low)
+        if not self.whole:
+            share = self.place(value)
             return "lowest" if share < 0.05 else "highest" if share > 0.95 else ""
         return ""
+
+    def place(self, value: float) -> float:
+        """Return how far along the range a value lies, from 0 to 1."""
+        scale = math.log if self.log else float
+        low, high = scale(self.low), scale(self.high)
+        return (scale(value) - low) / (high - low)
 
     def to_json(self) -> dict[str, Any]:
         """Return the range as the TOML table has it."""
@@ -102,9 +110,18 @@ class SearchChoices:
         """Return the values that a config must allow: all of them."""
         return list(self.values)
 
+    def change(self, value: Any) -> Any:
+        """Return the last choice, or the first in place of the last."""
+        return self.values[0 if _are_equal(self.values[-1], value) else -1]
+
     def find_edge(self, value: Any) -> str:
         """Return "": choices have no order."""
         return ""
+
+    def place(self, value: Any) -> float:
+        """Return where a choice lies among all of them, from 0 to 1."""
+        at = next(at for at, each in enumerate(self.values) if _are_equal(each, value))
+        return at / (len(self.values) - 1)
 
     def to_json(self) -> dict[str, Any]:
         """Return the choices as the TOML table has them."""
@@ -258,49 +275,6 @@ def _find_type(key: str, entry: Any) -> Any:
     raise ConfigError(f"{key} is unknown. `gmeta config` lists every key")
 
 
-def make_default_space(config: TrainConfig, labels: tuple[str, ...] = ()) -> Space:
-    """Return rates, inner steps, algorithm, plain epochs and loss, around the config's values."""
-    algorithm, outer = config.algorithm, config.outer
-    space: list[Dimension] = []
-    kinds = config.labels.loss_kinds(outer.loss, labels)
-    others = ["maml", "metasgd"]
-    if len(kinds) == 1 and predicted_by(kinds[0]) != "score" and algorithm.adapt_layers:
-        # A closed form needs one label, no ranking loss and a layer that adapts.
-        others.append("ridge")
-    learnt = tuple(name for name in others if name != algorithm.name)
-    if algorithm.name not in FORWARD_ONLY:
-        if algorithm.inner_lr > 0:
-            # At least 0.003 to 1: in it the best inner rate was found on every data set of
-            # docs/results.md.
-            low, high = min(0.003, algorithm.inner_lr / 3), max(1.0, algorithm.inner_lr * 3)
-            space.append(_make_log_range("algorithm.inner_lr", low, high))
-        most_steps = max(5, algorithm.inner_steps)
-        space.append(SearchRange("algorithm.inner_steps", 1, most_steps, False, True))
-        priors = {0.0, 3.0, 10.0, algorithm.support_prior}
-        space.append(SearchChoices("algorithm.support_prior", tuple(sorted(priors))))
-    if algorithm.name in ("maml", "fomaml", "metasgd", "ridge"):
-        space.append(SearchChoices("algorithm.name", (algorithm.name, *learnt)))
-    if (epochs := config.run.epochs) > 1:
-        plain = {0, epochs // 2, epochs * 3 // 4, algorithm.plain_epochs}
-        space.append(SearchChoices("algorithm.plain_epochs", tuple(sorted(plain))))
-    rates = {name: getattr(outer, name) for name in ("dense_lr", "sparse_lr")}
-    # Two decades around the config's rates: the outer optimizers may take any scale.
-    space += [
-        _make_log_range(f"outer.{name}", rate / 10, rate * 10)
-        for name, rate in rates.items()
-        if rate
-    ]
-    if outer.loss in RATING_LOSSES:
-        space.append(SearchChoices("outer.loss", RATING_LOSSES))
-    unused = UNUSED_KEYS.get(algorithm.name, ())
-    space = [dimension for dimension in space if dimension.key not in unused]
-    if not space:
-        raise UserError(
-            "the default space of this config is empty: all of its rates are 0. Give --space FILE"
-        )
-    return tuple(space)
-
-
 # Algorithms that take no inner step.
 FORWARD_ONLY = ("encoder",)
 # A plain run takes no inner step either: how it is fine-tuned is chosen as it is scored.
@@ -310,7 +284,6 @@ UNUSED_KEYS = {
     PLAIN: ("algorithm.plain_epochs", *_INNER_STEP_KEYS),
     **dict.fromkeys(FORWARD_ONLY, _INNER_STEP_KEYS),
 }
-RATING_LOSSES = tuple(loss for loss in LOSSES if predicted_by(loss) == "rating")
 
 
 def _are_equal(one: Any, other: Any) -> bool:
@@ -318,7 +291,8 @@ def _are_equal(one: Any, other: Any) -> bool:
     return isinstance(one, bool) == isinstance(other, bool) and bool(one == other)
 
 
-def _make_log_range(key: str, low: float, high: float) -> SearchRange:
+def make_log_range(key: str, low: float, high: float) -> SearchRange:
+    """Return a range of a rate, its ends rounded."""
     return SearchRange(key, _round_digits(low), _round_digits(high), True, False)
 
 

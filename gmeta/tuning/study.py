@@ -7,6 +7,7 @@ import json
 import math
 import os
 import warnings
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal, final
@@ -26,8 +27,16 @@ STUDY_FILE = "study.json"
 # Validations of a trial before it may be pruned, and complete trials before any is pruned.
 WARM_UP = 1
 STARTUP_TRIALS = 4
-# Validations of a run whose config does not say how many: so often it can be pruned.
-VALIDATIONS = 8
+# Validations of a run whose config does not say how many: so often it can be pruned, and how many
+# in a row without a better score end it.
+VALIDATIONS, PATIENCE = 8, 5
+# The first trials have the best values so far but for one of these keys, each in its turn: what has
+# most often helped. Of a dozen keys drawn at once twenty trials say little.
+FIRST_CHANGES = (
+    *("model.without", "run.epochs", "algorithm.inner_lr", "outer.dense_lr", "neighbours.column"),
+    *("outer.loss", "model.dropout", "model.hidden", "algorithm.plain_epochs"),
+    "algorithm.support_prior",
+)
 
 
 @dataclass(frozen=True)
@@ -108,7 +117,8 @@ class Study:
         self._running: dict[int, Any] = {}
         self.interrupted = self._requeue_interrupted()
         if not begun:
-            self._enqueue_base_values()
+            # The config's own values first: the best that is found is then no worse.
+            self._enqueue(plan.base.by_key())
 
     def _requeue_interrupted(self) -> list[int]:
         """Queue the values of trials that a killed study left unfinished; return their numbers."""
@@ -134,19 +144,31 @@ class Study:
     def _list_trials(self, state: Any) -> list[Any]:
         return list(self._study.get_trials(deepcopy=False, states=(state,)))
 
-    def _enqueue_base_values(self) -> None:
-        """Queue the config's own values first: the best that is found is then no worse."""
+    def _enqueue(self, values: Mapping[str, Any]) -> None:
+        """Queue a trial with these values, of keys that the space may not have."""
         normalised = {}
         for dimension in self._plan.space:
-            value = dimension.normalise(self._plan.base.by_key()[dimension.key])
+            value = dimension.normalise(values[dimension.key])
             # A value outside its range cannot be tried: Optuna draws one.
             if value is not None:
                 normalised[dimension.key] = value
         if normalised:
             self._study.enqueue_trial(normalised)
 
+    def _enqueue_change(self) -> None:
+        """Queue the best values so far with the next of FIRST_CHANGES, if nothing is queued."""
+        best, done = self.best_trial(), self._study.user_attrs.get("changed", [])
+        values = self._plan.base.by_key() if best is None else best.values
+        space = {dimension.key: dimension for dimension in self._plan.space}
+        left = (key for key in FIRST_CHANGES if key in space and key not in done)
+        key = next((key for key in left if space[key].change(values[key]) is not None), None)
+        if key is not None and not self._list_trials(self._states.WAITING):
+            self._study.set_user_attr("changed", [*done, key])
+            self._enqueue({**values, key: space[key].change(values[key])})
+
     def propose_trial(self) -> tuple[int, dict[str, Any]]:
         """Return the number of the next trial and the values to train it with."""
+        self._enqueue_change()
         trial = self._study.ask()
         values = {dimension.key: dimension.suggest(trial) for dimension in self._plan.space}
         trial.set_user_attr("values", values)
@@ -224,6 +246,12 @@ class Study:
         """Return the best complete trial; None if no trial is complete."""
         first = next(iter(self.rank_trials()), None)
         return first if first is not None and first.state == "complete" else None
+
+    def score_of_base(self) -> float | None:
+        """Return the score of the config's own values; None where no whole trial has them."""
+        own, tried = self._plan.base.by_key(), self.rank_trials()
+        found = (one for one in tried if all(own[key] == at for key, at in one.values.items()))
+        return next((one.score for one in found if one.state == "complete"), None)
 
     def config(self, values: dict[str, Any]) -> TrainConfig:
         """Return the study's config with these values, as a trial trains it in its own folder."""

@@ -29,7 +29,7 @@ Work = Callable[[dict[str, Any], str, int, Connection], None]
 
 @dataclass(frozen=True)
 class TrialReport:
-    """What a trial's process reports at its end."""
+    """What a trial's process reports at its end, or that of the boosted trees."""
 
     # None: undefined. `adapts` says how the run adapts for it, `failure` why it failed.
     score: float | None = None

@@ -7,12 +7,12 @@ import pytest
 
 from gmeta.config.train_config import TrainConfig, config_from_dict, load_config
 from gmeta.errors import UserError
+from gmeta.tuning.default_space import IdTables, make_default_space
 from gmeta.tuning.search_space import (
     SearchChoices,
     SearchRange,
     check_metric,
     check_space,
-    make_default_space,
     make_plain_config,
     make_plain_space,
     read_space,
@@ -202,6 +202,31 @@ def test_the_default_has_what_labels_losses_and_a_number_of_epochs_allow() -> No
     assert choices_of(plain, run={"epochs": 12}) == (0, 6, 9)
     assert choices_of(plain, run={"epochs": 2}) == (0, 1)
     assert choices_of(plain, run={"epochs": 12}, algorithm={"plain_epochs": 7}) == (0, 6, 7, 9)
+
+
+def test_the_default_has_length_widths_ids_and_neighbours_where_there_are_any() -> None:
+    def choices_of(tables: IdTables, **raw: Any) -> dict[str, Any]:
+        space = make_default_space(config_from_dict(raw), (), tables)
+        check_space(space, config_from_dict(raw))
+        return {one.key: one.values for one in space if isinstance(one, SearchChoices)}
+
+    named = IdTables(("book", "author"), "book", "book")
+    informed: dict[str, Any] = {"support_features": {"task": True}, "model": {"hidden": [64, 64]}}
+    found = choices_of(named, **informed, run={"epochs": 4})
+    assert found["run.epochs"] == (4, 12)
+    assert found["model.hidden"] == ([64, 64], [64], [256, 128])
+    assert found["model.dropout"] == (0.0, 0.2)
+    assert found["outer.sparse_weight_decay"] == (0.0, 1.0, 8.0)
+    assert found["model.without"] == ([], ["book"], ["book", "author"])
+    assert found["neighbours.column"] == ("", "book")
+    # Plain training's is the same but for the algorithm.
+    plain = choices_of(named, **informed, run={"epochs": 4}, algorithm={"name": "none"})
+    assert plain == {key: found[key] for key in found if key in plain}
+    assert set(found) - set(plain) == {"algorithm.name", "algorithm.plain_epochs"}
+    fixed = choices_of(named, algorithm={"adapt_embeddings": ["book"]}, run={"epochs": 20})
+    assert not {"run.epochs", "model.without"} & set(fixed)
+    # Nothing but ids to see, and no item known.
+    assert not {"model.without", "neighbours.column"} & set(choices_of(IdTables(("book",))))
 
 
 def test_plain_training_is_tuned_by_all_but_the_algorithm_and_its_inner_loop() -> None:

@@ -13,6 +13,8 @@ from gmeta.config.train_config import TrainConfig, config_from_dict
 from gmeta.errors import UserError
 from gmeta.runs.early_stop import make_early_stop
 from gmeta.tuning.outcome import (
+    TunedSide,
+    choose_side,
     describe_counts,
     describe_edges,
     describe_trial,
@@ -30,6 +32,7 @@ from gmeta.tuning.study import (
     StudyPlan,
     import_optuna,
 )
+from gmeta.tuning.study_page import measure_limits, render_study
 from tests.support.refusals import catch_message
 
 SPACE = (
@@ -60,6 +63,29 @@ def test_the_configs_own_values_come_first(tmp_path: Path) -> None:
     assert number == 1
     assert 0.001 <= values["algorithm.inner_lr"] <= 1.0
     assert study.config(values).algorithm.name in ("maml", "metasgd")
+
+
+def test_the_first_trials_change_one_key_of_the_best_so_far(tmp_path: Path) -> None:
+    space = (
+        SearchChoices("model.without", ([], ["item"])),
+        SearchRange("outer.dense_lr", 0.0001, 0.01, True, False),
+        SearchChoices("model.dropout", (0.2, 0.0)),
+        SearchChoices("algorithm.name", ("maml", "metasgd")),
+    )
+    config = config_from_dict({"outer": {"dense_lr": 0.002}, "model": {"dropout": 0.2}})
+    plan, tried = StudyPlan(config, space, "none", 0, "data"), []
+    for score in (0.5, 0.6, 0.4, 0.3):
+        # Opened anew each time: which keys had their turn is in the journal.
+        study = Study(tmp_path, plan, make_early_stop(config))
+        number, values = study.propose_trial()
+        study.finish_trial(number, "complete", "", score)
+        tried.append(values)
+    own, without, faster, undropped = tried
+    assert own == {key: config.by_key()[key] for key in own}
+    assert without == {**own, "model.without": ["item"]}
+    assert faster == {**without, "outer.dense_lr": 0.006}
+    assert undropped == {**without, "model.dropout": 0.0}
+    assert [space[1].change(rate) for rate in (0.004, 0.0)] == [pytest.approx(0.004 / 3), None]
 
 
 def test_a_study_goes_on_after_a_kill(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -241,8 +267,41 @@ def test_a_score_of_a_run_that_diverged_is_short() -> None:
 
 
 def test_a_key_is_shown_without_its_section_where_that_is_clear() -> None:
-    space = (*SPACE, SearchChoices("model.name", ("dlrm", "melu")))
-    assert shorten_keys(space) == ["inner_lr", "algorithm.name", "model.name"]
+    more = (
+        SearchChoices("model.name", ("dlrm", "melu")),
+        SearchChoices("neighbours.column", ("", "x")),
+    )
+    expected = ["inner_lr", "algorithm.name", "model.name", "neighbours.column"]
+    assert shorten_keys((*SPACE, *more)) == expected
+
+
+@pytest.mark.parametrize("loss", ["bce", "mse"])
+def test_the_better_side_is_told_with_what_it_gains(tmp_path: Path, loss: str) -> None:
+    """And drawn, one trial that diverged not pressing the others into a line."""
+    decides = make_early_stop(config_from_dict({"outer": {"loss": loss}}))
+    sign = 1.0 if loss == "bce" else -1.0
+    sides = []
+    for name, scores in (("adapted", (1.5, 1.62, -1e20)), ("plain", (1.5, 1.58, 1.65))):
+        (folder := tmp_path / name).mkdir()
+        study = opened(folder, outer={"loss": loss})
+        for score in scores:
+            played(study, sign * score)
+        sides.append(TunedSide(name, study, SPACE, folder / "best.toml"))
+    path, line = choose_side(sides, sign * 1.7, "valid", decides)
+    best_score, minus = f"{sign * 1.65:.4f}", "-" if sign < 0 else ""
+    assert path == tmp_path / "plain" / "best.toml"
+    assert line == (
+        f"to train: gmeta train {path}   {decides.metric} {best_score} on valid, 0.0500 worse "
+        f"than boosted trees ({minus}1.7000), 0.0300 better than adapted training ({minus}1.6200), "
+        f"0.1500 better than the config as it was ({minus}1.5000)"
+    )
+    assert ", level with boosted trees" in choose_side(sides, sign * 1.65, "valid", decides)[1]
+    page = render_study("<tune>", sides, None, "valid", decides)
+    assert page.count('<svg role="img"') == 3
+    assert "<tune>" not in page
+    ranked = [sign * score for score in (1.62, 1.5, -1e20)]
+    assert measure_limits(ranked) == (ranked[0], ranked[1])
+    assert [SPACE[0].place(0.001), SPACE[1].place("metasgd")] == [0.0, 1.0]
 
 
 def test_a_study_that_an_older_release_began_goes_on(tmp_path: Path) -> None:

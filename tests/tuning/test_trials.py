@@ -65,7 +65,7 @@ def test_a_trial_that_a_full_disk_ended_ends_the_study_and_is_not_counted(
     monkeypatch.setattr(tune.os, "_exit", left)
     monkeypatch.setattr(tune.os, "dup2", Mock())
     monkeypatch.setattr(tune, "_train", Mock(side_effect=error))
-    tune.run_as_trial(False, {}, str(tmp_path / "log"), 0, said)
+    tune.run_as_trial("train", {}, str(tmp_path / "log"), 0, said)
     told = said.send.call_args.args[0]
     study = Mock()
     study.trials.return_value = []
@@ -105,5 +105,5 @@ def test_trials_take_the_gpus_by_turns(monkeypatch: pytest.MonkeyPatch, tmp_path
     on = []
     monkeypatch.setattr(tune, "_train", lambda *_: on.append(os.environ["LOCAL_RANK"]))
     for place in places:
-        tune.run_as_trial(False, {}, str(tmp_path / "log"), place, Mock())
+        tune.run_as_trial("train", {}, str(tmp_path / "log"), place, Mock())
     assert on == ["0", "1", "2", "0", "1"]

@@ -38,7 +38,7 @@ def config(tmp_path: Path, click_logs: Path) -> Path:
 
 def tuned(config: Path, *arguments: str) -> Any:
     space = ["--space", str(config.with_name("space.toml"))]
-    return gmeta("tune", config, "--parallel", "1", *space, *arguments)
+    return gmeta("tune", config, "--parallel", "1", "--no-trees", *space, *arguments)
 
 
 def results(config: Path) -> list[dict[str, Any]]:
@@ -70,7 +70,7 @@ def test_a_study_finds_a_config_that_trains_and_evaluates_to_its_score(
         for path in rows:
             path.unlink()
     data = f"data.path={tmp_path / 'data'}"
-    result = tuned(config, "--trials", "2", data)
+    result = tuned(config, "--trials", "2", "--trees", data)
     assert result.returncode == 0, result.stderr
     study = tmp_path / "run-tune"
     ranked = results(config)
@@ -93,14 +93,14 @@ def test_a_study_finds_a_config_that_trains_and_evaluates_to_its_score(
     assert best.algorithm.inner_lr == ranked[0]["values"]["algorithm.inner_lr"]
     assert best.run.dir == str(tmp_path / "run")
     succeed("train", study / "best.toml")
-    evaluated = evaluate(tmp_path / "run", "--split", "valid", "--no-trees", "--json")
+    evaluated = evaluate(tmp_path / "run", "--split", "valid", "--json")
     assert evaluated.returncode == 0, evaluated.stderr
     found = json.loads(evaluated.stdout)["evaluation"]
     (run,), group = found["runs"], found["groups"][0]
-    (after,) = [
-        one for one in group["results"] if (one["run"], one["stage"]) == (run["name"], "after")
-    ]
-    assert after["metrics"]["auc"]["value"] == pytest.approx(ranked[0]["score"], abs=1e-6)
+    score = {one["run"]: one["metrics"]["auc"]["value"] for one in group["results"]}  # after
+    assert score[run["name"]] == pytest.approx(ranked[0]["score"], abs=1e-6)
+    told = json.loads((study / "results.json").read_text())
+    assert score["boosted trees"] == pytest.approx(told["trees"]["score"], abs=1e-6)
     assert run["adapts_with"] == ranked[0]["note"]
 
 
@@ -130,6 +130,13 @@ def test_plain_training_is_tuned_by_as_many_whole_runs(config: Path, tmp_path: P
     result = tuned(config, "--trials", "2", "--with-plain", "--json")
     assert result.returncode == 0, result.stderr
     told = json.loads(result.stdout)
+    scores = {told["best"]: told["trials"][0], told["plain"]["best"]: told["plain"]["trials"][0]}
+    best = max(scores, key=lambda path: float(scores[path]["score"]))
+    assert told["train"] == best
+    assert Path(told["page"]).read_text().count('<svg role="img"') == 3
+    last = result.stderr.strip().splitlines()[-1]
+    assert last.startswith(f"to train: gmeta train {best}   auc {scores[best]['score']:.4f} on ")
+    assert " than the config as it was (" in last or " level with the config as it was (" in last
     for side, found in (("", told), ("-plain", told["plain"])):
         assert found["best"] == str(tmp_path / f"run-tune{side}" / "best.toml")
         assert [trial["state"] for trial in found["trials"]] == ["complete"] * 2
@@ -191,7 +198,11 @@ def test_a_killed_study_goes_on(config: Path, tmp_path: Path) -> None:
         assert not list(trials.glob(f"{trial['number']:04d}*"))
     assert "goes on behind" in result.stderr
     # Nothing is left to do, and the same is told.
-    assert tuned(config, "--trials", "3").stdout == result.stdout
+    assert tuned(config, "--trials", "3", "--resume").stdout == result.stdout
+    assert refused(config, "--resume", "--study", tmp_path / "other") == (
+        f"error: --resume, but --study = {str(tmp_path / 'other')!r} holds no study to go on with. "
+        "Correct the folder, or leave --resume out to begin one"
+    )
 
 
 def test_an_interrupted_study_says_one_line_wherever_it_is(config: Path, tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 import json
 import os
 import shutil
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from multiprocessing.connection import Connection
@@ -16,25 +17,36 @@ from rich.table import Table
 from gmeta.cli.commands.console import make_console, make_table, print_result, show_table
 from gmeta.cli.commands.overrides import Overrides
 from gmeta.cli.commands.rank_launch import faster_import
+from gmeta.config.algorithm import PLAIN
 from gmeta.config.train_config import DataConfig, RunConfig, load_config
 from gmeta.errors import ConfigError, GMetaError, UserError
 from gmeta.platform.files.atomic_write import write_atomically
+from gmeta.platform.files.checked_json import read_json
 from gmeta.platform.files.local_paths import check_local
 from gmeta.runs.early_stop import EarlyStop, make_early_stop
 from gmeta.runs.resolve_names import with_names
 from gmeta.runs.run_folder import LOCK_FILE
 from gmeta.runs.run_lock import lock_run_folder
 from gmeta.tuning import outcome
+from gmeta.tuning.default_space import IdTables, make_default_space
 from gmeta.tuning.search_space import (
     Space,
     check_metric,
     check_space,
-    make_default_space,
     make_plain_config,
     make_plain_space,
     read_space,
+    replace_values,
 )
-from gmeta.tuning.study import STUDY_FILE, VALIDATIONS, PrunerName, Study, StudyPlan, import_optuna
+from gmeta.tuning.study import (
+    PATIENCE,
+    STUDY_FILE,
+    VALIDATIONS,
+    PrunerName,
+    Study,
+    StudyPlan,
+    import_optuna,
+)
 from gmeta.tuning.trials import (
     TrialRunner,
     make_trial_run,
@@ -43,12 +55,13 @@ from gmeta.tuning.trials import (
     wait_for_report,
 )
 from metaio.format.dataset import Dataset
+from metaio.prepare.schema.schema_file import read_item_rule
 from metaio.quantities import format_count
 from metaio.recipes.validation_splits import find_overlapping_splits
 
-BEST_FILE = "best.toml"
+BEST_FILE, PAGE_FILE = "best.toml", "study.html"
 RESULTS_FILE = "results.json"
-CHECK_LOG = "check.log"
+CHECK_LOG, TREES_LOG = "check.log", "trees.log"
 WORK = "gmeta.cli.commands.work.trial_process"
 
 
@@ -58,7 +71,7 @@ def tune(
     trials: Annotated[int, typer.Option(min=1, help="runs to try, those of before included")] = 20,
     space: Annotated[
         Path | None,
-        typer.Option(help="TOML of keys and ranges; default: rates, steps, algorithm and loss"),
+        typer.Option(help="TOML of keys and ranges; default: by the config (docs/tuning.md)"),
     ] = None,
     study: Annotated[
         Path | None, typer.Option(help="folder of the study; default: the config's run.dir + -tune")
@@ -78,7 +91,13 @@ def tune(
             "--with-plain", help="tune plain training too, by as many runs, none cut short"
         ),
     ] = False,
+    trees: Annotated[
+        bool, typer.Option("--trees/--no-trees", help="also grow gradient-boosted trees to compare")
+    ] = True,
     seed: Annotated[int, typer.Option(min=0, help="seed of what is tried")] = 0,
+    resume: Annotated[
+        bool, typer.Option("--resume", help="go on with a study, and refuse to begin one")
+    ] = False,
 ) -> None:
     """Choose settings by short runs that are scored on the validation split.
 
@@ -87,24 +106,30 @@ def tune(
     gmeta tune train.toml --trials 20 --with-plain
 
     Each trial is a run in the study's folder; the same command goes on where it was stopped. Writes
-    best.toml, a config for `gmeta train`."""
+    best.toml, a config for `gmeta train`, and study.html; the last line says what to train, and
+    what it gains over boosted trees."""
     # Before the config is read: without the extra no study can begin.
     import_optuna()
     base = load_config(config, overrides or [])
     at_a_time = _num_parallel(parallel)
     folder = study or Path(f"{base.run.dir}-tune")
     check_local("--study", folder)
+    if resume and not (folder / STUDY_FILE).exists():
+        raise UserError(
+            f"--resume, but --study = {str(folder)!r} holds no study to go on with. Correct the "
+            "folder, or leave --resume out to begin one"
+        )
     base, dataset = with_names(base)
     _check_tunable(base.data, dataset)
     decides = make_early_stop(base)
     base = replace(base, run=_with_validations(base.run, base.data, dataset))
-    labels = dataset.features.labels
-    chosen = read_space(space, base) if space else make_default_space(base, labels)
+    columns = dataset.features.labels, _list_tables(dataset)
+    chosen = read_space(space, base) if space else make_default_space(base, *columns)
     ends_early = choose_pruner(pruner, with_plain)
     sides = {"": (folder, StudyPlan(base, chosen, ends_early, seed, dataset.fingerprint))}
     if with_plain:
         plain = make_plain_config(base)
-        of_plain = make_plain_space(chosen) if space else make_default_space(plain, labels)
+        of_plain = make_plain_space(chosen) if space else make_default_space(plain, *columns)
         check_space(of_plain, plain)
         plan = StudyPlan(plain, of_plain, ends_early, seed, dataset.fingerprint)
         sides["plain"] = (folder.with_name(f"{folder.name}-plain"), plan)
@@ -112,7 +137,9 @@ def tune(
     for place, plan in sides.values():
         check_metric(plan.space, plan.base)
         _check_folder(place)
-    results = {}
+    results: dict[str, Any] = {}
+    tuned: list[outcome.TunedSide] = []
+    baseline: dict[str, Any] = {}
     # One context for both studies: the fork server imports torch once.
     with trial_processes(at_a_time, WORK) as context:
         for side, (place, plan) in sides.items():
@@ -122,21 +149,33 @@ def tune(
                 _check_on_data(checked.to_json(), place, context)
                 opened = Study(place, plan, decides)
                 runner = TrialRunner(
-                    opened, place, decides.metric, partial(_run_trial, False), context
+                    opened, place, decides.metric, partial(_run_trial, "train"), context
                 )
                 _run_trials(opened, runner, plan.space, decides, trials, at_a_time)
-                results[side] = _print_results(opened, runner, place, plan, decides)
+                if trees and not side and opened.best_trial() is not None:
+                    baseline = _score_trees(plan, place, decides, context)
+                of_trees = {"trees": baseline} if baseline and not side else {}
+                results[side] = _print_results(opened, runner, place, plan, decides, **of_trees)
+                name = "plain" if plan.base.algorithm.name == PLAIN else "adapted"
+                tuned.append(outcome.TunedSide(name, opened, plan.space, place / BEST_FILE))
+    splits = " + ".join(base.data.valid_splits)
+    path, line = outcome.choose_side(tuned, baseline.get("score"), splits, decides)
+    page = folder / PAGE_FILE
+    # Late: drawing takes a second to import.
+    with faster_import():
+        from gmeta.tuning.study_page import render_study
+    drawn = render_study(line, tuned, baseline.get("score"), splits, decides)
+    write_atomically(page, drawn.encode())
+    make_console(stderr=True).print(f"pictures: {page}\n{line}")
     first = results.pop("")
-    print_result(**first, **results)
+    print_result(**first, **results, train=path, page=page)
 
 
-def _run_trial(
-    is_check: bool, config: dict[str, Any], log: str, place: int, says: Connection
-) -> None:
+def _run_trial(part: str, config: dict[str, Any], log: str, place: int, says: Connection) -> None:
     # Imported in the trial's process alone: `gmeta tune` itself stays without torch.
     with faster_import():
         from gmeta.cli.commands.work.trial_process import run_as_trial
-    run_as_trial(is_check, config, log, place, says)
+    run_as_trial(part, config, log, place, says)
 
 
 def choose_pruner(pruner: PrunerName | None, with_plain: bool) -> PrunerName:
@@ -178,6 +217,14 @@ def _check_tunable(data: DataConfig, dataset: Dataset) -> None:
         )
 
 
+def _list_tables(dataset: Dataset) -> IdTables:
+    rule, features = read_item_rule(dataset.manifest), dataset.features
+    names = tuple(table.name for table in features.tables)
+    items = (one for one in features.single if rule is not None and one.name == rule.column)
+    item = next(items, None)
+    return IdTables(names, item.name, item.table) if item is not None else IdTables(names)
+
+
 def _num_parallel(parallel: int) -> int:
     cores = len(os.sched_getaffinity(0))
     if parallel > cores:
@@ -201,7 +248,11 @@ def _check_folder(folder: Path) -> None:
 
 
 def _with_validations(run: RunConfig, data: DataConfig, dataset: Dataset) -> RunConfig:
-    """Return the section with VALIDATIONS validations a run, unless it says how many."""
+    """Return the section with VALIDATIONS validations a run, unless it says how many, and an early
+    end where they get no better."""
+    if run.keep_best and not run.early_stop_patience:
+        # Without the best restored an early end would take the worst of them.
+        run = replace(run, early_stop_patience=PATIENCE)
     if run.valid_every_steps or data.blocks_per_step or data.train_split not in dataset.splits:
         return run
     # A run that validates only at its end cannot be pruned.
@@ -214,7 +265,7 @@ def _check_on_data(config: dict[str, Any], folder: Path, context: ForkServerCont
     """Raise GMetaError, as `gmeta train` would, where the config does not fit its dataset."""
     # Once for the study: else each of its trials would fail by itself.
     log = folder / CHECK_LOG
-    process, receiver = start_process(context, partial(_run_trial, True), config, log)
+    process, receiver = start_process(context, partial(_run_trial, "check"), config, log)
     if line := wait_for_report(process, receiver).failure:
         raise UserError(line)
     if process.exitcode:
@@ -238,10 +289,38 @@ def _run_trials(
         console.print(outcome.describe_trial(study, trial, space, decides.metric))
 
 
-def _print_results(
-    study: Study, runner: TrialRunner, folder: Path, plan: StudyPlan, decides: EarlyStop
+def _score_trees(
+    plan: StudyPlan, folder: Path, decides: EarlyStop, context: ForkServerContext
 ) -> dict[str, Any]:
-    write_atomically(folder / RESULTS_FILE, outcome.format_results(study, decides).encode())
+    """Return score and description of the boosted trees on the validation splits, made once."""
+    with suppress(OSError, ValueError):
+        known: dict[str, Any] = read_json(folder / RESULTS_FILE).get("trees", {})
+        if known.get("score") is not None:
+            return known
+    # With the most inputs that a trial has.
+    near = (one.bounds() for one in plan.space if one.key == "neighbours.column")
+    items = [name for names in near for name in names if name] or [plan.base.neighbours.column]
+    config = replace_values(plan.base, {"neighbours.column": items[0]})
+    log = folder / TREES_LOG
+    started = start_process(context, partial(_run_trial, "trees"), config.to_json(), log)
+    report = wait_for_report(*started)
+    text = f"{decides.metric} {outcome.format_score(report.score)}, {report.adapts}"
+    lost = f"boosted trees: no score; see {log}"
+    line = report.failure or (lost if report.score is None else f"boosted trees: {text}")
+    make_console(stderr=True).print(line)
+    return {"score": report.score, "note": report.failure or report.adapts}
+
+
+def _print_results(
+    study: Study,
+    runner: TrialRunner,
+    folder: Path,
+    plan: StudyPlan,
+    decides: EarlyStop,
+    **more: Any,
+) -> dict[str, Any]:
+    told = outcome.format_results(study, decides, **more)
+    write_atomically(folder / RESULTS_FILE, told.encode())
     best = outcome.check_any_complete(study, folder)
     splits, path = " + ".join(plan.base.data.valid_splits), folder / BEST_FILE
     text = outcome.format_best_config(study, best, splits, decides.metric, path)
@@ -256,7 +335,7 @@ def _print_results(
         f"or take that trial as it is: gmeta evaluate {runner.folder_of(best.number).root}",
     ]
     make_console(stderr=True).print("\n".join(lines))
-    return {"best": path, **json.loads(outcome.format_results(study, decides))}
+    return {"best": path, **json.loads(told)}
 
 
 def _trials_table(study: Study, space: Space, decides: EarlyStop) -> Table:

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from jinja2 import Environment, PackageLoader, StrictUndefined
+from jinja2 import ChoiceLoader, Environment, PackageLoader, StrictUndefined, Template
 from markupsafe import Markup
 
 from gmeta.evaluation.report import headline as headlines
@@ -40,21 +40,17 @@ class TableRow:
 
 def render_page(evaluation: Evaluation, charts: Sequence[Chart]) -> str:
     """Return the page as HTML."""
-    # Names are the user's words, so they are escaped; a name that the template misspells fails.
-    loader = PackageLoader("gmeta.evaluation.report", ".")
-    environment = Environment(loader=loader, autoescape=True, undefined=StrictUndefined)
-    environment.filters.update(number=headlines.format_number, signed=headlines.format_signed)
-    return environment.get_template("page.html").render(
+    return load_template("page.html").render(
         evaluation=evaluation,
         run=evaluation.runs[0],
         rivals=[*evaluation.runs[1:], *evaluation.yardsticks],
         told=headlines.list_notes(evaluation),
         facts=_list_facts(evaluation),
         headline=evaluation.metrics[evaluation.headline],
-        charts=list(map(_draw_panels, charts)),
+        charts=list(map(draw_panels, charts)),
         notes=_list_notes(evaluation, charts),
         labels=[
-            (one, list(map(_draw_panels, make_label_charts(one))))
+            (one, list(map(draw_panels, make_label_charts(one))))
             for one in map(evaluation.select_label, evaluation.labels)
         ],
         infos=_collect_infos(evaluation),
@@ -69,7 +65,19 @@ def render_page(evaluation: Evaluation, charts: Sequence[Chart]) -> str:
     )
 
 
-def _draw_panels(chart: Chart) -> tuple[Chart, list[tuple[Panel, Markup]]]:
+def load_template(name: str, *packages: str) -> Template:
+    """Return a template of this package or of `packages`, which may extend ours."""
+    # Names are the user's words, so they are escaped; a name that the template misspells fails.
+    loader = ChoiceLoader(
+        [PackageLoader(one, ".") for one in ("gmeta.evaluation.report", *packages)]
+    )
+    environment = Environment(loader=loader, autoescape=True, undefined=StrictUndefined)
+    environment.filters.update(number=headlines.format_number, signed=headlines.format_signed)
+    return environment.get_template(name)
+
+
+def draw_panels(chart: Chart) -> tuple[Chart, list[tuple[Panel, Markup]]]:
+    """Return a chart with the drawing of each of its panels."""
     # Markup: drawn here, so it needs no escaping.
     pictures = [Markup(render_svg(chart, index)) for index in range(len(chart.panels))]
     return chart, list(zip(chart.panels, pictures, strict=True))

@@ -1,6 +1,7 @@
 """A trial of `gmeta tune` in a process of its own: trains one config and scores it."""
 
 import gc
+import math
 import os
 import sys
 import threading
@@ -14,22 +15,25 @@ import torch
 from gmeta.cli.commands.error_messages import WRONG_PATHS, format_error, reportable_errors
 from gmeta.cli.commands.work.rank_process import run_as_rank
 from gmeta.config.train_config import TrainConfig, config_from_dict
+from gmeta.data.label_checks import scored_labels
 from gmeta.data.opening import open_data
 from gmeta.distributed.ranks import Ranks
 from gmeta.errors import NotWrittenError
+from gmeta.evaluation.baselines.predict_baselines import predict_baselines
 from gmeta.evaluation.evaluate import evaluate_run
 from gmeta.evaluation.validation import average_scores, score_predictions
+from gmeta.metrics.catalogue import label_of
+from gmeta.metrics.scores import evaluate_split
 from gmeta.platform.numerics import choose_products
 from gmeta.runs.build import check_on_data
-from gmeta.runs.early_stop import make_early_stop
+from gmeta.runs.early_stop import make_early_stop, make_scoring
 from gmeta.train import train
 from gmeta.tuning.trials import TrialReport
 
 
-def run_as_trial(
-    is_check: bool, config: dict[str, Any], log: str, place: int, says: Connection
-) -> None:
-    """Train and score a trial, or only check it, report to `says`, and end this process."""
+def run_as_trial(part: str, config: dict[str, Any], log: str, place: int, says: Connection) -> None:
+    """Do a part of a study: "check" a config, "train" and score a trial, or score the boosted
+    "trees"; report to `says`, and end this process."""
     _leave_with_tune()
     if gpus := torch.cuda.device_count():
         # Trials that run at a time are spread over the GPUs.
@@ -41,8 +45,10 @@ def run_as_trial(
     os.close(opened)
     code = 0
     try:
-        if is_check:
+        if part == "check":
             check_on_data(config_from_dict(config))
+        elif part == "trees":
+            says.send(score_trees(config_from_dict(config)))
         else:
             _train(config_from_dict(config), says)
     except reportable_errors() as error:
@@ -86,6 +92,36 @@ def _train(config: TrainConfig, says: Connection) -> None:
 
     run = config.run
     run_as_rank(run.device, run.collective_timeout_s, {}, work)
+
+
+def score_trees(config: TrainConfig) -> TrialReport:
+    """Return the score of the boosted trees of `gmeta evaluate` on the validation splits, which
+    choose them as they choose trials."""
+    dataset, scoring = open_data(config.data), make_scoring(config)
+    metric, label = label_of(make_early_stop(config).metric)
+    if label not in ("", config.labels.judged):
+        return TrialReport(failure="boosted trees: they predict the judged label alone")
+    found = predict_baselines(
+        config.data,
+        scoring.fitted_loss,
+        config.outer.huber_delta,
+        dataset,
+        splits := config.data.valid_splits,
+        label=next(one for one in scored_labels(config.labels, dataset) if one.is_judged),
+        neighbours=config.neighbours,
+    )
+    trees = next((one for one in found.models if one.short_name == "trees"), None)
+    if trees is None:
+        return TrialReport(failure=" ".join(found.notes))
+    rows, scores = trees.drop_unknown().predictions, {}
+    for split in splits:
+        of_split = rows.filter(pc.equal(rows["split"], split))
+        label_N, tree_N, task_N = (
+            of_split[name].to_numpy() for name in ("label", "prediction", "task")
+        )
+        value = evaluate_split(label_N, tree_N, task_N, scoring, [metric])[metric].value
+        scores[split] = {metric: None if math.isnan(value) else value}
+    return TrialReport(average_scores(scores)[metric], trees.description)
 
 
 def _leave_with_tune() -> None:
