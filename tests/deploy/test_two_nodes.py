@@ -110,7 +110,7 @@ class Cluster:
     ) -> "subprocess.Popen[str]":
         with (self.folder / f"{name}.log").open("a") as log:
             return subprocess.Popen(
-                host.command(*command), env={**environment(), "PYTHONPATH": str(ROOT), **variables},
+                host.command(*command), env={**environment(), **variables},
                 stdout=log, stderr=log, text=True,
             )  # fmt: skip
 
