@@ -15,7 +15,7 @@ RANDOM = """
 import optuna
 from gmeta.tuning import study
 study.FIRST_CHANGES = ()
-optuna.samplers.TPESampler = lambda seed, **_: optuna.samplers.RandomSampler(seed)
+optuna.samplers.TPESampler = lambda seed=None, **_: optuna.samplers.RandomSampler(seed)
 """
 AFTER = (1, 5, 10, 15, 20)
 
