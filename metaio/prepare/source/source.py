@@ -2,7 +2,7 @@
 
 import difflib
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
 from functools import cached_property
@@ -193,20 +193,25 @@ class DuckSource:
         limit = self._text.max_bad_lines
         limit = MAX_BAD_LINES if limit is None else limit
         names = [*self.names]
+        places: Iterable[int] = range(len(names))
         self._files = replace(self._files, names=names)
-        while found := self._find_bad_rows():
-            folder, before = Path(self._folder, f"{len(self.bad_lines)}"), len(self.bad_lines)
+        while found := self._find_bad_rows(places):
+            before = len(self.bad_lines)
             for index, rows in found.items():
                 given = self.names[index]
-                # The same path, since names of files and folders may say something of their rows.
-                copy = folder / given.rpartition("://")[2].lstrip("/")
+                # The same path, since names of files and folders may say something of their rows;
+                # of its own, since a.csv and a.csv.gz would become one.
+                copy = Path(
+                    self._folder, f"{before}-{index}", given.rpartition("://")[2].lstrip("/")
+                )
                 copy = copy.with_suffix("") if copy.suffix.lower() in CODECS else copy
-                copy.parent.mkdir(parents=True, exist_ok=True)
+                copy.parent.mkdir(parents=True)
                 file = names[index], self._text.encoding, rows, self._describe_file(given)
                 self.bad_lines += copy_good_lines(*file, copy)
                 if names[index] != given:  # a copy of before
                     Path(names[index]).unlink()
                 names[index] = str(copy)
+            places = found
             num_bad = len(self.bad_lines)
             if num_bad > limit or num_bad == before:
                 remedy = f"max_bad_lines under [text] is {limit:,}. Correct them, or raise it"
@@ -216,7 +221,7 @@ class DuckSource:
         """Return the error that names all lines that cannot be read; None if DuckDB finds none."""
         shown: list[BadLine] = []
         with suppress(duckdb.Error, DataError):
-            found = self._find_bad_rows()
+            found = self._find_bad_rows(range(len(self._files.names)))
             for index, rows in found.items():
                 given = self._describe_file(self.names[index])
                 shown += show_bad_lines(self._files.names[index], self._text.encoding, rows, given)
@@ -228,8 +233,8 @@ class DuckSource:
         member = self.members.get(name)
         return f"{member.archive}/{member.path}" if member else name
 
-    def _find_bad_rows(self) -> dict[int, list[BadRow]]:
-        """Return the rows that cannot be read, by the place of their text file among the names."""
+    def _find_bad_rows(self, places: Iterable[int]) -> dict[int, list[BadRow]]:
+        """Return the rows that cannot be read, by their text files' places among the names."""
         schema, names = self._schema, self._files.names
         columns = [*(schema.transform.columns if schema.transform else schema.columns)]
         query = f"DESCRIBE SELECT * FROM {self._scan([names[self._first]], None, LENIENT)}"
@@ -241,9 +246,10 @@ class DuckSource:
             types |= {c: "HUGEINT" for c, kind in types.items() if kind == "BIGINT"}
         columns = [c for c in columns if c in guessed]
         counts = ", ".join(f"count({quote_column(c)})" for c in columns) or "count(COLUMNS(*))"
-        tables = [self._scan([name], types, LENIENT) for name in names]
-        rows = (find_bad_rows(self._connection, f"SELECT {counts} FROM {t}") for t in tables)
-        return {index: found for index, found in enumerate(rows) if found}
+        tables = {place: self._scan([names[place]], types, LENIENT) for place in places}
+        queries = {place: f"SELECT {counts} FROM {table}" for place, table in tables.items()}
+        found = {place: find_bad_rows(self._connection, query) for place, query in queries.items()}
+        return {place: rows for place, rows in found.items() if rows}
 
     def _choose_types(self, guessed: dict[str, str]) -> dict[str, str]:
         return choose_types(self._schema, guessed, self._files.kind)

@@ -78,6 +78,14 @@ def test_bad_lines_are_left_out_as_if_they_were_not_there(
     assert (same.fingerprint, read_bad_lines(same)) == (dataset.fingerprint, [])
 
 
+def test_files_that_differ_in_how_they_are_packed_keep_their_own_rows(tmp_path: Path) -> None:
+    bad, other = (with_bad_lines(rows)[0].encode() for rows in (ROWS, ROWS.replace("1,", "8,")))
+    together = prepared(tmp_path, {"a.csv": bad, "a.csv.gz": gzip.compress(other)}, text=SKIP)
+    (tmp_path / "in/a.csv.gz").unlink()
+    apart = prepared(tmp_path, {"a.csv": bad, "b.csv.gz": gzip.compress(other)}, text=SKIP)
+    assert together.fingerprint == apart.fingerprint
+
+
 def test_more_bad_lines_than_allowed_are_refused(tmp_path: Path) -> None:
     files: dict[str, str | bytes] = {"a.csv": with_bad_lines(ROWS)[0]}
     message = refused(tmp_path, files, text=SKIP | {"max_bad_lines": 2})
