@@ -23,9 +23,9 @@ from metaio.prepare.source.bad_lines import (
     LENIENT,
     BadLine,
     BadRow,
-    copy_good_lines,
     find_bad_rows,
     make_bad_lines_error,
+    replace_by_copies,
     show_bad_lines,
 )
 from metaio.prepare.source.column_names import check_names
@@ -45,7 +45,7 @@ from metaio.prepare.source.sql import (
     quote_column,
     quote_literal,
 )
-from metaio.prepare.source.text_lines import CODECS, count_lines, read_header, shows_quotes
+from metaio.prepare.source.text_lines import count_lines, read_header, shows_quotes
 from metaio.prepare.source.text_types import (
     OF_NO_VALUE,
     ZONED,
@@ -60,7 +60,6 @@ from metaio.prepare.source.transform import transform_inputs
 # 16,384 rows of 41 encoded columns are 3 MB, which stay in the second-level cache while their
 # columns are filled in: encoding takes 0.6 s a million rows, with 131,072 rows 1.5 s.
 _BATCH_ROWS = 16_384
-MAX_BAD_LINES = 1_000
 
 
 def check_counts(schema: Schema, names: list[str], total: int, nulls: dict[str, int]) -> None:
@@ -132,9 +131,13 @@ class DuckSource:
                     f"as {first} has. Make the files agree, or rename that folder"
                 )
         if self._files.kind == "text" and self._text.bad_lines == "skip":
+            names = [*self.names]
+            self._files = replace(self._files, names=names)
             with self._translate_errors(""):
-                self._skip_bad_lines()
-            first = self._files.names[self._first]
+                copying = self._text, self._folder, self._find_bad_rows, self._describe_file
+                self.bad_lines = replace_by_copies(names, *copying)
+            first = names[self._first]
+        given_as = dict(zip(self._files.names, self.names, strict=True))
         if rule is not None:
             out, columns = Path(self._folder, "transformed"), schema.columns
             self._files = transform_inputs(self._files, rule, columns, self._raw_batches, out)
@@ -152,7 +155,9 @@ class DuckSource:
         self.names = [name for name in self.names if name not in left_out]
         kept = [name for name in self._files.names if name not in left_out]
         self._files = replace(self._files, names=kept)
-        self._side_of = {name: find_file_side(schema.membership, name) for name in kept}
+        self._side_of = {
+            name: find_file_side(schema.membership, given_as.get(name, name)) for name in kept
+        }
         if self._files.kind == "Parquet":
             self._check_durations()
         # All files are read with the first one's types: a row that does not fit is refused by name,
@@ -187,35 +192,6 @@ class DuckSource:
                 f"the name of a folder. Rename the folder {in_file[0]}=..., or {lacking[0]}=..."
             )
         return lacking
-
-    def _skip_bad_lines(self) -> None:
-        """Read files of which lines cannot be read from copies without these lines."""
-        limit = self._text.max_bad_lines
-        limit = MAX_BAD_LINES if limit is None else limit
-        names = [*self.names]
-        places: Iterable[int] = range(len(names))
-        self._files = replace(self._files, names=names)
-        while found := self._find_bad_rows(places):
-            before = len(self.bad_lines)
-            for index, rows in found.items():
-                given = self.names[index]
-                # The same path, since names of files and folders may say something of their rows;
-                # of its own, since a.csv and a.csv.gz would become one.
-                copy = Path(
-                    self._folder, f"{before}-{index}", given.rpartition("://")[2].lstrip("/")
-                )
-                copy = copy.with_suffix("") if copy.suffix.lower() in CODECS else copy
-                copy.parent.mkdir(parents=True)
-                file = names[index], self._text.encoding, rows, self._describe_file(given)
-                self.bad_lines += copy_good_lines(*file, copy)
-                if names[index] != given:  # a copy of before
-                    Path(names[index]).unlink()
-                names[index] = str(copy)
-            places = found
-            num_bad = len(self.bad_lines)
-            if num_bad > limit or num_bad == before:
-                remedy = f"max_bad_lines under [text] is {limit:,}. Correct them, or raise it"
-                raise make_bad_lines_error(num_bad, self.bad_lines, remedy)
 
     def _list_bad_lines(self) -> DataError | None:
         """Return the error that names all lines that cannot be read; None if DuckDB finds none."""

@@ -112,8 +112,8 @@ def test_bad_lines_do_not_reach_a_transform_and_keep_the_side_of_their_file(tmp_
     ragged = bad.replace("1,x,1\n", "").replace("0,0,zz\n", "")
     dataset = prepared(tmp_path, {"a.csv": ragged}, text=SKIP, transform=rule)
     assert [one["line"] for one in read_bad_lines(dataset)] == [14, 27]
-    sides = {"support": "*_s.csv", "query": "*_q.csv"}
+    sides = {"support": "*_s.csv.gz", "query": "*_q.csv"}
     (tmp_path / "in/a.csv").unlink()
-    files: dict[str, str | bytes] = {"a_s.csv": bad, "a_q.csv": good}
+    files: dict[str, str | bytes] = {"a_s.csv.gz": gzip.compress(bad.encode()), "a_q.csv": good}
     dataset = prepared(tmp_path, files, text=SKIP, membership=sides)
     assert dataset.read_block("train", 0).support_lengths_T.tolist() == [16, 16, 16]
