@@ -105,7 +105,7 @@ def _copy_good_lines(
     with copy.open("wb") as file:
         for line, bad in _iterate_lines(name, encoding, rows, given):
             # An end of line stays in its place: the others keep their numbers.
-            kept = line[len(line.rstrip("\r\n")) :] if bad else line
+            kept = (line[len(line.rstrip("\r\n")) :] or "\n") if bad else line
             file.write(kept.encode("utf-16-le" if encoding == "utf-16" else "latin-1"))
             found += [bad] if bad else []
     return found

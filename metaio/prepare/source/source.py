@@ -75,7 +75,8 @@ def count_rows(names: list[str], rule: TextRule) -> int | None:
         try:
             files = expand_inputs(names, Path(folder))
             table = format_scan(files, files.names, format_text_options(rule))
-            (found,) = connect(files, folder).sql(f"SELECT count(*) FROM {table}").fetchall()
+            with connect(files, folder) as connection:
+                (found,) = connection.sql(f"SELECT count(*) FROM {table}").fetchall()
         except TooFewRowsError:
             return 0
         except (DataError, duckdb.Error, OSError):
@@ -392,7 +393,7 @@ class DuckSource:
         total, *found, magnitudes = self._fetch(query)[0]
         present, values = found[: len(columns)], found[len(columns) :]
         nulls = {c: total - n for c, n in zip(columns, present, strict=True)}
-        check_counts(self._schema, self._files.names, total, nulls)
+        check_counts(self._schema, self.names, total, nulls)
         for column, value in zip(revealing, values, strict=False):
             if value is not None:
                 kind = self._asked[column]

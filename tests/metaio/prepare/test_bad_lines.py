@@ -86,6 +86,13 @@ def test_files_that_differ_in_how_they_are_packed_keep_their_own_rows(tmp_path: 
     assert together.fingerprint == apart.fingerprint
 
 
+def test_the_last_line_or_all_may_be_bad(tmp_path: Path) -> None:
+    found = refused(tmp_path, {"a.csv": HEAD + "1,2\n" * 3}, text=SKIP)
+    assert found == "the inputs hold no rows: a.csv. Check the path"
+    report = prepared(tmp_path, {"a.csv": f"{HEAD}{ROWS}1,2"}, text=SKIP).manifest.report["dropped"]
+    assert (report["bad_lines"], report.get("blank_lines", 0)) == (1, 0)
+
+
 def test_more_bad_lines_than_allowed_are_refused(tmp_path: Path) -> None:
     files: dict[str, str | bytes] = {"a.csv": with_bad_lines(ROWS)[0]}
     message = refused(tmp_path, files, text=SKIP | {"max_bad_lines": 2})
