@@ -29,6 +29,7 @@ from metaio.prepare.source.transform import check_trusted
 from metaio.stream.chain import (
     FIRST_INCREMENT,
     INCREMENTS,
+    TICKS_PER_S,
     IncrementRecord,
     format_event_time,
     open_stream,
@@ -276,11 +277,13 @@ def _note(before: OpenedStream, refusal: RefusedFilesError) -> None:
 
 def _set_back(before: OpenedStream, begin: str) -> OpenedStream:
     """Return a stream whose next window begins at a time that a person gives."""
-    known, end, kind = before.description or {}, before.state.end, pa.int64()
+    known, end = before.description or {}, before.state.end
     unit = known.get("time_unit", "s")
-    if "int" not in known.get("time_type", "int"):
-        kind = pa.date32() if unit == "day" else pa.timestamp("us")
-    ticks = parse_time(int(begin) if begin.isdecimal() else begin, kind, "--begin")
+    if begin.isdecimal() and "int" in known.get("time_type", "int"):
+        ticks = parse_time(begin, pa.int64(), "--begin")
+    else:  # as messages name it, whatever the column holds
+        micros = parse_time(begin, pa.timestamp("us"), "--begin")
+        ticks = round(micros // 10**6 * TICKS_PER_S[unit])
     if end is None or ticks >= end:
         raise DataError(
             f"--begin is {begin}; the window begins at {format_event_time(end or 0, unit)}, and "
