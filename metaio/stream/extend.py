@@ -5,43 +5,33 @@ complete tasks, join each bucket with the newest earlier rows of its tasks, and 
 Renaming the increment's folder is the commit."""
 
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import pyarrow as pa
-import pyarrow.parquet as pq
-import xxhash
 
 from metaio.errors import AccessError, DataError, TooFewRowsError
 from metaio.format.atomic_folder import lock_writer
-from metaio.format.checked_json import write_checked_json
-from metaio.format.layout import RESET_FOLDER
-from metaio.format.manifest import StreamPlace, canonical_json
 from metaio.format.storage import find_file_system, is_local
-from metaio.prepare.episodes.encode import FittedEncoding
 from metaio.prepare.episodes.ordered_map import Progress
 from metaio.prepare.episodes.splits import Splits, list_split_names
-from metaio.prepare.episodes.survey import Survey, compute_mean_and_deviation
-from metaio.prepare.job import Job, PrepareOptions, make_job
+from metaio.prepare.episodes.survey import compute_mean_and_deviation
+from metaio.prepare.job import PrepareOptions
 from metaio.prepare.schema.raw_columns import read_dense
 from metaio.prepare.schema.schema import Schema, TextRule
 from metaio.prepare.schema.values import parse_time
-from metaio.prepare.source.bad_lines import write_bad_lines
 from metaio.prepare.source.input_files import list_file_names
 from metaio.prepare.source.source import DuckSource, count_rows
-from metaio.prepare.source.transform import check_trusted, describe_transform
+from metaio.prepare.source.transform import check_trusted
 from metaio.stream.chain import (
     FIRST_INCREMENT,
     INCREMENTS,
-    STREAM_FILE,
-    STREAM_FORMAT,
+    TICKS_PER_S,
     IncrementRecord,
     format_event_time,
-    name_increment_folder,
     open_stream,
 )
 from metaio.stream.description import (
@@ -50,32 +40,20 @@ from metaio.stream.description import (
     infer_column_kinds,
     open_for_extension,
 )
-from metaio.stream.engine import Engine, LocalEngine, WindowJob
-from metaio.stream.numbering import (
-    Admission,
-    Numbering,
-    TableChange,
-    advance,
-    choose_capacity,
-    merge_occurrences,
-)
+from metaio.stream.engine import Engine, LocalEngine
+from metaio.stream.increment import NextIncrement, write_increment
+from metaio.stream.numbering import Admission, Numbering, advance, merge_occurrences
 from metaio.stream.quarantine import (
     RefusedFilesError,
     clear_quarantine,
     list_quarantine,
+    make_refusal,
     note_refusal,
+    refuse_files,
 )
-from metaio.stream.stream_state import (
-    StreamState,
-    commit_state,
-    open_new_state,
-    remove_old_states,
-    write_tables,
-)
+from metaio.stream.stream_state import remove_old_states
 from metaio.stream.taken_files import (
-    InputFile,
     OfferedFiles,
-    append_inputs,
     check_not_taken,
     collect_files,
     find_duplicates,
@@ -91,10 +69,8 @@ from metaio.stream.window import (
 )
 from metaio.stream.window_checks import (
     describe_set_aside,
-    find_alarms,
     find_faults,
     find_latest_time,
-    measure_drift,
     summarise_window,
 )
 
@@ -108,25 +84,6 @@ class _Screening:
     accept: bool  # what differs from recent increments, and times ahead of others
     strict: bool  # refuse all for a damaged row, and fail for a damaged file
     ranges: Mapping[str, tuple[float, float]]  # of labels
-
-
-@dataclass(frozen=True)
-class _NextIncrement:
-    """The increment that is being made: what it is made of, and what was found out about it."""
-
-    before: OpenedStream
-    summary: WindowSummary
-    context: SummaryContext
-    files: OfferedFiles
-    tables: dict[str, Numbering]
-    changes: dict[str, TableChange]
-    moments: dict[str, tuple[float, float]]
-
-    @property
-    def window(self) -> tuple[int, int]:
-        """Return the span of event time; it begins where the one before ended."""
-        start = self.context.screen.clock.start
-        return self.summary.least_time if start is None else start, self.summary.most_time + 1
 
 
 def extend(
@@ -161,6 +118,9 @@ def extend(
     with lock_writer(root.parent / f".{root.name}.extend.lock", stream):
         # Only the first call, which makes the stream, needs a schema.
         before = open_for_extension(root, schema)
+        if unknown := screening.ranges.keys() - {*before.schema.label_columns}:
+            known = ", ".join(before.schema.label_columns)
+            raise DataError(f"--label-range names {min(unknown)}; labels are {known}. Correct it")
         list_quarantine(root)  # or a damaged note would be found behind the commit
         for lock in (root / INCREMENTS).glob(".*.lock"):
             lock.unlink()  # of one that was killed right behind its commit
@@ -182,10 +142,10 @@ def extend(
             raise refusal from error.__cause__
         # After the commit: until then the next try needs the state of the last increment.
         remove_old_states(root, before.number)
-        clear_quarantine(root, [file.name for file in taken.given])
-        if begin:  # what waited is in time by now
-            waiting = [note["files"] for note in list_quarantine(root) if note.get("with_next")]
-            clear_quarantine(root, [file["name"] for files in waiting for file in files])
+        # After --begin what waited is in time.
+        notes = [note for note in list_quarantine(root) if begin and note.get("with_next")]
+        waiting = [file["name"] for note in notes for file in note["files"]]
+        clear_quarantine(root, [*(file.name for file in taken.given), *waiting])
         if left is not None:
             _note(before, left)
             left_out(left)
@@ -234,9 +194,7 @@ def _append(
         names = list_file_names(inputs) if few is None else few.files
         wrong = [hash_file(name) for name in names]
         check_not_taken(OfferedFiles(wrong, wrong, {}), taken_files)
-        if few is not None:
-            raise _make_few_error(wrong, few) from few
-        raise RefusedFilesError(wrong, [str(error)]) from error
+        raise make_refusal(wrong, error) from error
     with source:
         engine = engine_of(source, before.schema, options)
         read = engine.describe_files(source.names)
@@ -246,10 +204,10 @@ def _append(
         duplicates = find_duplicates(files, taken_files, source.has_rows)
         if duplicates:
             raise RefusedFilesError(list(duplicates), list(duplicates.values()), "doubled")
-        with nullcontext() if screening.strict else _refuse_files(files):
+        with nullcontext() if screening.strict else refuse_files(files.given):
             types, context = _check_types(before, source, screening)
         found = _inspect_rows(before, engine, context, files, screening, is_alone, report_progress)
-        _write(found, engine, source, types, options, report_progress)
+        write_increment(found, engine, source, types, options, report_progress)
     return files
 
 
@@ -319,37 +277,19 @@ def _note(before: OpenedStream, refusal: RefusedFilesError) -> None:
 
 def _set_back(before: OpenedStream, begin: str) -> OpenedStream:
     """Return a stream whose next window begins at a time that a person gives."""
-    known, end, kind = before.description or {}, before.state.end, pa.int64()
+    known, end = before.description or {}, before.state.end
     unit = known.get("time_unit", "s")
-    if "int" not in known.get("time_type", "int"):
-        kind = pa.date32() if unit == "day" else pa.timestamp("us")
-    ticks = parse_time(int(begin) if begin.isdecimal() else begin, kind, "--begin")
+    if begin.isdecimal() and "int" in known.get("time_type", "int"):
+        ticks = parse_time(begin, pa.int64(), "--begin")
+    else:  # as messages name it, whatever the column holds
+        micros = parse_time(begin, pa.timestamp("us"), "--begin")
+        ticks = round(micros // 10**6 * TICKS_PER_S[unit])
     if end is None or ticks >= end:
         raise DataError(
             f"--begin is {begin}; the window begins at {format_event_time(end or 0, unit)}, and "
             "can only be set back. Give an earlier time, or leave --begin out"
         )
     return replace(before, state=replace(before.state, end=ticks))
-
-
-def _make_few_error(files: list[InputFile], error: TooFewRowsError) -> RefusedFilesError:
-    # Its remedy is for a dataset; a stream takes such files together with others.
-    what, _, remedy = str(error).rpartition(". ")
-    return RefusedFilesError(files, [what or remedy], "few")
-
-
-@contextmanager
-def _refuse_files(files: OfferedFiles) -> Iterator[None]:
-    """Turn errors about rows into a refusal of their files."""
-    try:
-        yield
-    # Disk or network failed: the same files may be read later.
-    except AccessError:
-        raise
-    except TooFewRowsError as error:
-        raise _make_few_error(files.given, error) from error
-    except DataError as error:
-        raise RefusedFilesError(files.given, [str(error)]) from error
 
 
 def _inspect_rows(
@@ -360,10 +300,10 @@ def _inspect_rows(
     screening: _Screening,
     is_alone: bool,
     report_progress: Progress,
-) -> _NextIncrement:
+) -> NextIncrement:
     """Return what the new rows hold, judged and numbered; raise RefusedFilesError for bad ones."""
     rule = find_stream_rule(before.schema)
-    with _refuse_files(files):
+    with refuse_files(files.given):
         context, summary = _summarise(engine, context, screening, report_progress)
     clock = context.screen.clock
     if late := _find_lateness(summary, clock, is_alone and not screening.accept):
@@ -386,7 +326,7 @@ def _inspect_rows(
         tables[table], changes[table] = advance(
             old, merge_occurrences(summary.occurrences[table], least), admission
         )
-    return _NextIncrement(before, summary, context, files, tables, changes, moments)
+    return NextIncrement(before, summary, context, files, tables, changes, moments)
 
 
 def _summarise(
@@ -436,132 +376,3 @@ def _find_lateness(summary: WindowSummary, clock: StreamClock, mostly_in: bool) 
     share = "all" if num_late == num_rows else f"{num_late:,}"
     begin = format_event_time(clock.start or 0, clock.unit)
     return f"{share} of its {num_rows:,} rows are from before the window, which begins at {begin}"
-
-
-def _write(
-    found: _NextIncrement,
-    engine: Engine,
-    source: DuckSource,
-    types: dict[str, pa.DataType],
-    options: PrepareOptions,
-    report_progress: Progress,
-) -> None:
-    """Write the increment and the state behind it; both exist once this returns."""
-    before, number, root = found.before, found.before.number, found.before.root
-    schema = before.schema
-    job = _make_job(found, options, types)
-    freed = {table: change.freed for table, change in found.changes.items()}
-    screen = found.context.screen
-    window = WindowJob(job, screen, freed, before.state.folder, found.summary.num_rows)
-    # In this order: a state counts once its increment exists, a description once there is one.
-    with job.open(str(root / INCREMENTS / name_increment_folder(number))) as writer:
-        description = before.description or _make_description(found, job, source.columns, types)
-        with open_new_state(root, number) as partial:
-            write_tables(partial, found.tables)
-            with _refuse_files(found.files):
-                written = engine.write(window, found.tables, writer, partial, report_progress)
-            job.write_vocabularies(writer.folder)
-            write_bad_lines(writer.folder, source.bad_lines)
-            _write_resets(writer.folder, found.changes)
-            new_columns = sorted(set(source.columns) - set(description["columns"]))
-            report = _make_report(found, job) | {"tasks": written.tasks, "new_columns": new_columns}
-            account, num_bad = report["account"], len(source.bad_lines)
-            account |= {**written.rows, "bad_lines": num_bad, "read": account["read"] + num_bad}
-            # Only what there was, as prepare has it.
-            lost = written.dropped.report()
-            lost |= {name: count for name, count in source.left_out.items() if count}
-            hashed = written.use.report()
-            writer.report = {"dropped": lost, "hashed_tables": hashed, "stream": report}
-            writer.report |= describe_transform(schema.transform)
-            freed_rows = {table: change.num_freed for table, change in found.changes.items()}
-            stream = description["stream"]
-            writer.stream = StreamPlace(stream, number, before.parent, found.window, freed_rows)
-            windows = [*before.state.windows, summarise_window(found.summary)]
-            windows = windows[-find_stream_rule(schema).recent :]
-            inputs = append_inputs(before.state.inputs, found.files.recorded, number)
-            commit_state(partial, StreamState(found.tables, inputs, windows, found.window[1]))
-        if number == FIRST_INCREMENT:
-            write_checked_json(root / STREAM_FILE, STREAM_FORMAT, description)
-
-
-def _make_job(found: _NextIncrement, options: PrepareOptions, types: dict[str, pa.DataType]) -> Job:
-    """Return the job of writing, with the capacities of the tables."""
-    schema, look = found.before.schema, found.summary
-    vocabularies = {table: state.vocabulary() for table, state in found.tables.items()}
-    fitted = FittedEncoding(vocabularies, found.moments, found.context.splits)
-    # Earlier rows of the tasks pass through the same buckets, so they count.
-    survey = Survey(rows_of_split=look.rows_of_split.copy())
-    for name in found.context.splits.names:
-        survey.rows_of_split[name] += found.before.state.open_newest_rows(name, schema).num_rows
-    job = make_job(schema, options, fitted, survey, types)
-    block = find_stream_rule(schema).capacity_block
-    tables = tuple(
-        replace(table, num_rows=choose_capacity(table.num_rows, block))
-        if table.name in vocabularies
-        else table
-        for table in job.features.tables
-    )
-    return replace(job, features=replace(job.features, tables=tables))
-
-
-def _write_resets(folder: Path, changes: dict[str, TableChange]) -> None:
-    for table, change in changes.items():
-        # Rows that were only freed need no reset before another value gets them.
-        if len(change.reused):
-            path = folder / RESET_FOLDER / f"{table}.parquet"
-            path.parent.mkdir(exist_ok=True)
-            pq.write_table(pa.table({"row": change.reused}), path, store_schema=False)
-
-
-def _make_report(found: _NextIncrement, job: Job) -> dict[str, Any]:
-    """Return the report on the increment, for `gmeta inspect` and its manifest."""
-    look, rule = found.summary, find_stream_rule(job.schema)
-    capacities = {table.name: table.num_rows for table in job.features.tables}
-    tables = {
-        name: {
-            "rows": state.num_rows + 1,
-            "capacity": capacities[name],
-            "new": found.changes[name].num_new,
-            "freed": found.changes[name].num_freed,
-            "reused": len(found.changes[name].reused),
-            "pending": state.num_pending,
-            "waiting": found.changes[name].num_waiting,
-        }
-        for name, state in found.tables.items()
-    }
-    moved = measure_drift(look, found.moments)
-    return {
-        "rows": look.num_rows,
-        "late": look.num_late,
-        "too_late": look.num_dropped,
-        # Of all rows that were read, what became of each; the splits come as they are written.
-        "account": {
-            **{"read": look.num_read, "late": look.num_late, "too_late": look.num_dropped},
-            "quarantined": look.set_aside.total(),
-        },
-        "label_mean": summarise_window(look)["label_mean"],
-        "tables": tables,
-        "drift": moved,
-        "alarms": find_alarms(look, moved, tables, rule, found.context.screen.clock.unit),
-        "inputs": [file._asdict() for file in found.files.recorded],
-    }
-
-
-def _make_description(
-    found: _NextIncrement, job: Job, columns: list[str], types: dict[str, pa.DataType]
-) -> dict[str, Any]:
-    """Return what stream.json says: all that no increment changes."""
-    schema = job.schema
-    assert schema.time is not None
-    body = {
-        "schema": schema.to_json(),
-        "moments": job.fitted.moments,
-        "kinds": job.fitted.kinds,
-        "task_kind": job.task_kind,
-        "time_type": str(types[schema.time.column]),
-        "time_unit": find_time_unit(schema, types[schema.time.column]),
-        "columns": sorted(columns),
-    }
-    # Derived from schema and first files, so that the same files make the same stream.
-    origin = [body["schema"], [file.xxh3 for file in found.files.recorded]]
-    return {"stream": xxhash.xxh3_64_hexdigest(canonical_json(origin)), **body}

@@ -2,13 +2,14 @@
 
 Only the newest note about a file names it."""
 
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Literal
 
 import xxhash
 
-from metaio.errors import QuarantinedError
+from metaio.errors import AccessError, DataError, QuarantinedError, TooFewRowsError
 from metaio.format.checked_json import write_checked_json
 from metaio.format.manifest import canonical_json
 from metaio.format.storage import Storage
@@ -40,6 +41,27 @@ class RefusedFilesError(QuarantinedError):
         listed_files = f"input {self.names} is quarantined: {'; '.join(reasons)}. {remedy}"
         super().__init__(reasons[0] if kind == "doubled" else listed_files)
         self.files, self.reasons, self.kind = files, reasons, kind
+
+
+def make_refusal(files: list[InputFile], error: DataError) -> RefusedFilesError:
+    """Return the refusal of files for an error about their rows, or about too few of them."""
+    if not isinstance(error, TooFewRowsError):
+        return RefusedFilesError(files, [str(error)])
+    # Its remedy is for a dataset; a stream takes such files together with others.
+    what, _, remedy = str(error).rpartition(". ")
+    return RefusedFilesError(files, [what or remedy], "few")
+
+
+@contextmanager
+def refuse_files(files: list[InputFile]) -> Iterator[None]:
+    """Turn errors about rows into a refusal of their files."""
+    try:
+        yield
+    # Disk or network failed: the same files may be read later.
+    except AccessError:
+        raise
+    except DataError as error:
+        raise make_refusal(files, error) from error
 
 
 def note_refusal(

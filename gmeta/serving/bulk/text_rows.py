@@ -5,6 +5,7 @@ import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -37,17 +38,14 @@ def open_rows(name: str, config: ExportedConfig, labelled: bool) -> Iterator[Row
         return
     schema = _describe_rows(config, labelled)
     with open_temporary_folder() as folder:
-        file = Path(folder, "rows.parquet")
-        options: dict[str, Any] = {
-            "memory_bytes": DEFAULT_MEMORY_BYTES, "threads": os.cpu_count() or 1
-        }  # fmt: skip
-        with DuckSource(names, schema, **options) as source:
+        file, threads = Path(folder, "rows.parquet"), os.cpu_count() or 1
+        memory_bytes = DEFAULT_MEMORY_BYTES
+        with DuckSource(names, schema, memory_bytes=memory_bytes, threads=threads) as source:
             source.survey()
             batches = source.read_all_columns()
             first = next(batches)
             with pq.ParquetWriter(file, first.schema) as writer:
-                writer.write_batch(first)
-                for batch in batches:
+                for batch in chain([first], batches):
                     writer.write_batch(batch)
             rows = RowFiles(str(file))
             rows.names = source.given

@@ -164,7 +164,7 @@ def parse_time(value: float | str, kind: pa.DataType, key: str = "episodes.at") 
     """Return a time of the schema, written under `key`, on the scale of `to_time_ticks`."""
     try:
         if pa.types.is_timestamp(kind) or pa.types.is_date(kind):
-            text = str(value)
+            text = str(value).replace(" ", "T")
             form = "%Y-%m-%d" if len(text) == 10 else "%Y-%m-%dT%H:%M:%S"
             times = pc.strptime(pa.array([text]), format=form, unit="us")
             # A date has no zone.
@@ -173,7 +173,7 @@ def parse_time(value: float | str, kind: pa.DataType, key: str = "episodes.at") 
         else:
             column = pa.array([value]).cast(kind)
         return int(to_time_ticks("at", column)[0])
-    except (pa.ArrowInvalid, pa.ArrowTypeError) as error:
+    except (pa.ArrowInvalid, pa.ArrowTypeError, OverflowError) as error:
         raise DataError(
             f"{key} is {value!r}, which is no value of type {kind} ({error}). Correct it"
         ) from error

@@ -1,7 +1,7 @@
 """Lines of text files that cannot be read: all of them at once, and copies without them."""
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import islice
 from pathlib import Path
 from typing import NamedTuple
@@ -9,11 +9,13 @@ from typing import NamedTuple
 import duckdb
 
 from metaio.errors import DataError
+from metaio.prepare.schema.schema import TextRule
 from metaio.prepare.source.csv_errors import explain_fault
-from metaio.prepare.source.text_lines import iterate_lines, open_text_lines
+from metaio.prepare.source.text_lines import CODECS, iterate_lines, open_text_lines
 from metaio.quantities import format_count
 
-SHOWN_LINES = 20
+_SHOWN_LINES = 20
+_MAX_BAD_LINES = 1_000
 _MOST_LISTED = 100_000  # DuckDB holds them in memory
 LENIENT = f", store_rejects = true, rejects_limit = {_MOST_LISTED}"
 _SKIP = (
@@ -60,10 +62,42 @@ def find_bad_rows(connection: duckdb.DuckDBPyConnection, query: str) -> list[Bad
 def show_bad_lines(name: str, encoding: str, rows: Sequence[BadRow], given: str) -> list[BadLine]:
     """Return the first lines of rows of the file `name`, which came from the file `given`."""
     found = _iterate_lines(name, encoding, rows, given)
-    return list(islice((bad for _, bad in found if bad), min(len(rows), SHOWN_LINES)))
+    return list(islice((bad for _, bad in found if bad), min(len(rows), _SHOWN_LINES)))
 
 
-def copy_good_lines(
+def replace_by_copies(
+    names: list[str],
+    rule: TextRule,
+    folder: str,
+    find_rows: Callable[[Iterable[int]], dict[int, list[BadRow]]],
+    describe: Callable[[str], str],
+) -> list[BadLine]:
+    """Replace files in `names` by copies below `folder` without the lines that cannot be read;
+    return these."""
+    given, bad_lines = [*names], list[BadLine]()
+    places: Iterable[int] = range(len(names))
+    limit = _MAX_BAD_LINES if rule.max_bad_lines is None else rule.max_bad_lines
+    while found := find_rows(places):
+        before = len(bad_lines)
+        for place, rows in found.items():
+            name = given[place]
+            # The same path, since names of files and folders may say something of their rows; apart
+            # from the others, since a.csv and a.csv.gz would become one.
+            copy = Path(folder, f"{before}-{place}", name.rpartition("://")[2].lstrip("/"))
+            copy = copy.with_suffix("") if copy.suffix.lower() in CODECS else copy
+            copy.parent.mkdir(parents=True)
+            bad_lines += _copy_good_lines(names[place], rule.encoding, rows, describe(name), copy)
+            if names[place] != name:  # a copy of before
+                Path(names[place]).unlink()
+            names[place] = str(copy)
+        places = found
+        if len(bad_lines) > limit or len(bad_lines) == before:
+            remedy = f"max_bad_lines under [text] is {limit:,}. Correct them, or raise it"
+            raise make_bad_lines_error(len(bad_lines), bad_lines, remedy)
+    return bad_lines
+
+
+def _copy_good_lines(
     name: str, encoding: str, rows: Sequence[BadRow], given: str, copy: Path
 ) -> list[BadLine]:
     """Write a file without the lines of `rows` to `copy`; return these."""
@@ -71,7 +105,7 @@ def copy_good_lines(
     with copy.open("wb") as file:
         for line, bad in _iterate_lines(name, encoding, rows, given):
             # An end of line stays in its place: the others keep their numbers.
-            kept = line[len(line.rstrip("\r\n")) :] if bad else line
+            kept = (line[len(line.rstrip("\r\n")) :] or "\n") if bad else line
             file.write(kept.encode("utf-16-le" if encoding == "utf-16" else "latin-1"))
             found += [bad] if bad else []
     return found
@@ -100,7 +134,7 @@ def _iterate_lines(
 def make_bad_lines_error(count: int, shown: Sequence[BadLine], remedy: str = "") -> DataError:
     """Return the error that lists lines, by their files."""
     text, name = "", ""
-    for bad in shown[:SHOWN_LINES]:
+    for bad in shown[:_SHOWN_LINES]:
         text += (
             f"; line {bad.line}" if bad.input == name else f"; input {bad.input}, line {bad.line}"
         )
@@ -108,7 +142,7 @@ def make_bad_lines_error(count: int, shown: Sequence[BadLine], remedy: str = "")
     if count == 1 and not remedy:
         return DataError(f"{text[2:]}. {shown[0].remedy}")
     more = " or more" if count >= _MOST_LISTED else ""
-    first = f", the first {SHOWN_LINES}" if count > SHOWN_LINES else ""
+    first = f", the first {_SHOWN_LINES}" if count > _SHOWN_LINES else ""
     lines = format_count(count, "line")
     return DataError(f"{lines}{more} cannot be read{first}: {text[2:]}. {remedy or _SKIP}")
 

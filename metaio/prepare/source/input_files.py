@@ -21,8 +21,10 @@ from metaio.format.storage import find_file_system, is_local
 
 # An archive that unpacks to more bytes than this, and than so many times its size, is refused.
 _LEAST_BOMB, _MOST_PACKED = 256 << 20, 250
+_HIDDEN = ("_", ".")
 _FOR_PEOPLE = re.compile(
-    r"(read_?me|licen[cs]e|copying|notice|changelog|citation)(\.\w+)?|.+\.(md|rst|pdf|html?)",
+    r"(read_?me|licen[cs]e|copying|changelog)(\.\w+)?|(notice|citation)(\.(txt|cff|bib))?"
+    r"|.+\.(md|rst|pdf|html?)",
     re.IGNORECASE,
 )
 
@@ -118,19 +120,18 @@ def _find_kind(name: str) -> FileKind:
 def is_marker(path: str, given: str) -> bool:
     """Return whether `path`, found by the folder or glob `given`, is a file that an engine left
     beside its data, such as _SUCCESS, or a text for people, such as README: a part of it begins
-    with _ or a dot, or is called so, unless `given` spells that part out.
+    with _ or a dot, or the file is called so, unless `given` spells that part out.
 
     >>> is_marker("/_logs/day=1/_temporary/0/a.csv", "/_logs/*"), is_marker("/_x-1/a", "/_x-*/*")
     (True, False)"""
     spelled = [part for part in given.split("/") if _is_hidden(part)]
-    return any(
-        _is_hidden(part) and not any(part == one or fnmatchcase(part, one) for one in spelled)
-        for part in path.split("/")
-    )
+    *folders, name = path.split("/")
+    hidden = [part for part in folders if part.startswith(_HIDDEN)] + [name] * _is_hidden(name)
+    return any(not any(part == one or fnmatchcase(part, one) for one in spelled) for part in hidden)
 
 
 def _is_hidden(name: str) -> bool:
-    return name.startswith(("_", ".")) or _FOR_PEOPLE.fullmatch(name) is not None
+    return name.startswith(_HIDDEN) or _FOR_PEOPLE.fullmatch(name) is not None
 
 
 def _iterate_files(url: str) -> Iterator[tuple[Any, str]]:

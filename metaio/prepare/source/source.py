@@ -2,7 +2,7 @@
 
 import difflib
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
 from functools import cached_property
@@ -23,9 +23,9 @@ from metaio.prepare.source.bad_lines import (
     LENIENT,
     BadLine,
     BadRow,
-    copy_good_lines,
     find_bad_rows,
     make_bad_lines_error,
+    replace_by_copies,
     show_bad_lines,
 )
 from metaio.prepare.source.column_names import check_names
@@ -45,7 +45,7 @@ from metaio.prepare.source.sql import (
     quote_column,
     quote_literal,
 )
-from metaio.prepare.source.text_lines import CODECS, count_lines, read_header, shows_quotes
+from metaio.prepare.source.text_lines import count_lines, read_header, shows_quotes
 from metaio.prepare.source.text_types import (
     OF_NO_VALUE,
     ZONED,
@@ -60,7 +60,6 @@ from metaio.prepare.source.transform import transform_inputs
 # 16,384 rows of 41 encoded columns are 3 MB, which stay in the second-level cache while their
 # columns are filled in: encoding takes 0.6 s a million rows, with 131,072 rows 1.5 s.
 _BATCH_ROWS = 16_384
-MAX_BAD_LINES = 1_000
 
 
 def check_counts(schema: Schema, names: list[str], total: int, nulls: dict[str, int]) -> None:
@@ -76,7 +75,8 @@ def count_rows(names: list[str], rule: TextRule) -> int | None:
         try:
             files = expand_inputs(names, Path(folder))
             table = format_scan(files, files.names, format_text_options(rule))
-            (found,) = connect(files, folder).sql(f"SELECT count(*) FROM {table}").fetchall()
+            with connect(files, folder) as connection:
+                (found,) = connection.sql(f"SELECT count(*) FROM {table}").fetchall()
         except TooFewRowsError:
             return 0
         except (DataError, duckdb.Error, OSError):
@@ -132,9 +132,13 @@ class DuckSource:
                     f"as {first} has. Make the files agree, or rename that folder"
                 )
         if self._files.kind == "text" and self._text.bad_lines == "skip":
+            names = [*self.names]
+            self._files = replace(self._files, names=names)
             with self._translate_errors(""):
-                self._skip_bad_lines()
-            first = self._files.names[self._first]
+                copying = self._text, self._folder, self._find_bad_rows, self._describe_file
+                self.bad_lines = replace_by_copies(names, *copying)
+            first = names[self._first]
+        given_as = dict(zip(self._files.names, self.names, strict=True))
         if rule is not None:
             out, columns = Path(self._folder, "transformed"), schema.columns
             self._files = transform_inputs(self._files, rule, columns, self._raw_batches, out)
@@ -152,7 +156,9 @@ class DuckSource:
         self.names = [name for name in self.names if name not in left_out]
         kept = [name for name in self._files.names if name not in left_out]
         self._files = replace(self._files, names=kept)
-        self._side_of = {name: find_file_side(schema.membership, name) for name in kept}
+        self._side_of = {
+            name: find_file_side(schema.membership, given_as.get(name, name)) for name in kept
+        }
         if self._files.kind == "Parquet":
             self._check_durations()
         # All files are read with the first one's types: a row that does not fit is refused by name,
@@ -188,35 +194,11 @@ class DuckSource:
             )
         return lacking
 
-    def _skip_bad_lines(self) -> None:
-        """Read files of which lines cannot be read from copies without these lines."""
-        limit = self._text.max_bad_lines
-        limit = MAX_BAD_LINES if limit is None else limit
-        names = [*self.names]
-        self._files = replace(self._files, names=names)
-        while found := self._find_bad_rows():
-            folder, before = Path(self._folder, f"{len(self.bad_lines)}"), len(self.bad_lines)
-            for index, rows in found.items():
-                given = self.names[index]
-                # The same path, since names of files and folders may say something of their rows.
-                copy = folder / given.rpartition("://")[2].lstrip("/")
-                copy = copy.with_suffix("") if copy.suffix.lower() in CODECS else copy
-                copy.parent.mkdir(parents=True, exist_ok=True)
-                file = names[index], self._text.encoding, rows, self._describe_file(given)
-                self.bad_lines += copy_good_lines(*file, copy)
-                if names[index] != given:  # a copy of before
-                    Path(names[index]).unlink()
-                names[index] = str(copy)
-            num_bad = len(self.bad_lines)
-            if num_bad > limit or num_bad == before:
-                remedy = f"max_bad_lines under [text] is {limit:,}. Correct them, or raise it"
-                raise make_bad_lines_error(num_bad, self.bad_lines, remedy)
-
     def _list_bad_lines(self) -> DataError | None:
         """Return the error that names all lines that cannot be read; None if DuckDB finds none."""
         shown: list[BadLine] = []
         with suppress(duckdb.Error, DataError):
-            found = self._find_bad_rows()
+            found = self._find_bad_rows(range(len(self._files.names)))
             for index, rows in found.items():
                 given = self._describe_file(self.names[index])
                 shown += show_bad_lines(self._files.names[index], self._text.encoding, rows, given)
@@ -228,8 +210,8 @@ class DuckSource:
         member = self.members.get(name)
         return f"{member.archive}/{member.path}" if member else name
 
-    def _find_bad_rows(self) -> dict[int, list[BadRow]]:
-        """Return the rows that cannot be read, by the place of their text file among the names."""
+    def _find_bad_rows(self, places: Iterable[int]) -> dict[int, list[BadRow]]:
+        """Return the rows that cannot be read, by their text files' places among the names."""
         schema, names = self._schema, self._files.names
         columns = [*(schema.transform.columns if schema.transform else schema.columns)]
         query = f"DESCRIBE SELECT * FROM {self._scan([names[self._first]], None, LENIENT)}"
@@ -241,9 +223,10 @@ class DuckSource:
             types |= {c: "HUGEINT" for c, kind in types.items() if kind == "BIGINT"}
         columns = [c for c in columns if c in guessed]
         counts = ", ".join(f"count({quote_column(c)})" for c in columns) or "count(COLUMNS(*))"
-        tables = [self._scan([name], types, LENIENT) for name in names]
-        rows = (find_bad_rows(self._connection, f"SELECT {counts} FROM {t}") for t in tables)
-        return {index: found for index, found in enumerate(rows) if found}
+        tables = {place: self._scan([names[place]], types, LENIENT) for place in places}
+        queries = {place: f"SELECT {counts} FROM {table}" for place, table in tables.items()}
+        found = {place: find_bad_rows(self._connection, query) for place, query in queries.items()}
+        return {place: rows for place, rows in found.items() if rows}
 
     def _choose_types(self, guessed: dict[str, str]) -> dict[str, str]:
         return choose_types(self._schema, guessed, self._files.kind)
@@ -410,7 +393,7 @@ class DuckSource:
         total, *found, magnitudes = self._fetch(query)[0]
         present, values = found[: len(columns)], found[len(columns) :]
         nulls = {c: total - n for c, n in zip(columns, present, strict=True)}
-        check_counts(self._schema, self._files.names, total, nulls)
+        check_counts(self._schema, self.names, total, nulls)
         for column, value in zip(revealing, values, strict=False):
             if value is not None:
                 kind = self._asked[column]

@@ -78,6 +78,21 @@ def test_bad_lines_are_left_out_as_if_they_were_not_there(
     assert (same.fingerprint, read_bad_lines(same)) == (dataset.fingerprint, [])
 
 
+def test_files_that_differ_in_how_they_are_packed_keep_their_own_rows(tmp_path: Path) -> None:
+    bad, other = (with_bad_lines(rows)[0].encode() for rows in (ROWS, ROWS.replace("1,", "8,")))
+    together = prepared(tmp_path, {"a.csv": bad, "a.csv.gz": gzip.compress(other)}, text=SKIP)
+    (tmp_path / "in/a.csv.gz").unlink()
+    apart = prepared(tmp_path, {"a.csv": bad, "b.csv.gz": gzip.compress(other)}, text=SKIP)
+    assert together.fingerprint == apart.fingerprint
+
+
+def test_the_last_line_or_all_may_be_bad(tmp_path: Path) -> None:
+    found = refused(tmp_path, {"a.csv": HEAD + "1,2\n" * 3}, text=SKIP)
+    assert found == "the inputs hold no rows: a.csv. Check the path"
+    report = prepared(tmp_path, {"a.csv": f"{HEAD}{ROWS}1,2"}, text=SKIP).manifest.report["dropped"]
+    assert (report["bad_lines"], report.get("blank_lines", 0)) == (1, 0)
+
+
 def test_more_bad_lines_than_allowed_are_refused(tmp_path: Path) -> None:
     files: dict[str, str | bytes] = {"a.csv": with_bad_lines(ROWS)[0]}
     message = refused(tmp_path, files, text=SKIP | {"max_bad_lines": 2})
@@ -104,8 +119,8 @@ def test_bad_lines_do_not_reach_a_transform_and_keep_the_side_of_their_file(tmp_
     ragged = bad.replace("1,x,1\n", "").replace("0,0,zz\n", "")
     dataset = prepared(tmp_path, {"a.csv": ragged}, text=SKIP, transform=rule)
     assert [one["line"] for one in read_bad_lines(dataset)] == [14, 27]
-    sides = {"support": "*_s.csv", "query": "*_q.csv"}
+    sides = {"support": "*_s.csv.gz", "query": "*_q.csv"}
     (tmp_path / "in/a.csv").unlink()
-    files: dict[str, str | bytes] = {"a_s.csv": bad, "a_q.csv": good}
+    files: dict[str, str | bytes] = {"a_s.csv.gz": gzip.compress(bad.encode()), "a_q.csv": good}
     dataset = prepared(tmp_path, files, text=SKIP, membership=sides)
     assert dataset.read_block("train", 0).support_lengths_T.tolist() == [16, 16, 16]

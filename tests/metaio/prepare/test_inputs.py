@@ -107,6 +107,9 @@ def test_what_is_for_people_is_no_input(tmp_path: Path) -> None:
     found = expand_inputs([str(logs)], tmp_path).names
     assert [Path(name).name for name in found] == ["a.csv", "readme_clicks.csv"]
     assert expand_inputs([f"{logs}/README"], tmp_path).names == [f"{logs}/README"]
+    (tmp_path / "of/citation").mkdir(parents=True)  # a folder holds what its files say
+    (tmp_path / "of/citation/notice.csv").write_text("user,item\n1,2\n")
+    assert len(expand_inputs([f"{tmp_path}/of/*/*.csv"], tmp_path).names) == 1
 
 
 def test_an_archive_that_does_not_fit_is_told_with_where_it_was_unpacked(tmp_path: Path) -> None:

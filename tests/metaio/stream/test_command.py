@@ -8,6 +8,7 @@ import pyarrow.csv
 import pyarrow.parquet
 import pytest
 
+from metaio.errors import DataError
 from tests.metaio.stream.logs import append, changed, log, schema
 from tests.support.commands import gmeta, succeed
 
@@ -126,6 +127,8 @@ def test_a_range_of_labels_that_is_none_is_refused(tmp_path: Path) -> None:
         "error: --label-range is 'click=0'; LABEL=LEAST:MOST is needed, such as click=0:1. Correct "
         "it\n",
     )
+    with pytest.raises(DataError, match="names clik; labels are click"):
+        append(tmp_path / "s", log(0), schema=schema(), label_ranges={"clik": (0.0, 1.0)})
 
 
 def test_what_comes_along_is_asked_for_and_told_when_it_is_left_out(tmp_path: Path) -> None:

@@ -281,7 +281,7 @@ def test_a_full_disk_is_no_reason_to_leave_out_what_comes_along(
     def full(*_: object) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr("metaio.stream.extend.write_tables", full)
+    monkeypatch.setattr("metaio.stream.increment.write_tables", full)
     with pytest.raises(DataError, match="Free space or choose another place"):
         append(stream, log(2), "new.parquet", along=[str(tmp_path / "logs/late.parquet")])
     assert list_quarantine(stream) == []

@@ -188,7 +188,9 @@ def test_a_window_that_was_moved_ahead_is_set_back(tmp_path: Path) -> None:
             f"--begin is {begin}; the window begins at 777,601, and can only be set back. Give an "
             "earlier time, or leave --begin out"
         )
-    record = append(stream, log(2), begin=str(2 * DAY))
+    with pytest.raises(DataError, match=f"--begin is '{10**30}', which is no value"):
+        append(stream, log(2), begin=str(10**30))
+    record = append(stream, log(2), begin="1970-01-03 00:00:00")
     assert record.window[0] == 2 * DAY
     assert list_quarantine(stream) == []
     dataset = open_stream(str(stream)).dataset(3)
