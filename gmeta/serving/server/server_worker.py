@@ -2,7 +2,6 @@
 
 import asyncio
 import logging
-import resource
 import socket
 from collections.abc import Callable, Coroutine
 from typing import Any
@@ -14,6 +13,7 @@ from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 
 from gmeta.access.address import AddressError, split_address
 from gmeta.access.credentials import ServerTls, take_port
+from gmeta.access.descriptors import raise_descriptor_limit
 from gmeta.access.log import event
 from gmeta.platform.numerics import keep_freed_memory
 from gmeta.serving.server.access import ServerAccess
@@ -52,7 +52,7 @@ def run_worker(config: ServeConfig, report_life: Callable[[], None]) -> None:
 
 async def _serve_until_stopped(config: ServeConfig, report_life: Callable[[], None]) -> None:
     share_metrics()
-    _raise_descriptor_limit()
+    raise_descriptor_limit(_DESCRIPTORS)
     tls, tokens = config.load_credentials()
     certificates = tls is not None and tls.client_ca is not None
     # The addresses first: one that is taken must end the start before a large model is read.
@@ -157,22 +157,13 @@ def _bind_error(option: str, address: str, error: OSError) -> AddressError:
     )
 
 
-def _raise_descriptor_limit() -> int:
-    """Raise the process's limit of open files as far as it may; return it."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    limit = _DESCRIPTORS if hard < 0 else min(_DESCRIPTORS, hard)
-    if 0 <= soft < limit:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (limit, hard))
-    return limit
-
-
 async def _grpc_server(
     config: ServeConfig, service: InferenceService, tls: ServerTls | None
 ) -> tuple[Any, Any, int]:
     """Return a started gRPC server, its health service and its port. Raise AddressError."""
     size = config.limits.body_bytes
     # gRPC cannot tell who has shown a proof: idle strangers must not use up what there is.
-    connections = _raise_descriptor_limit() - 2 * config.max_connections - _RESERVED
+    connections = raise_descriptor_limit(_DESCRIPTORS) - 2 * config.max_connections - _RESERVED
     certificates = tls is not None and tls.client_ca is not None
     server = grpc.aio.server(
         interceptors=[InferenceGuard(service, certificates)],
