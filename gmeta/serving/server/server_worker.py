@@ -3,6 +3,8 @@
 import asyncio
 import logging
 import socket
+import threading
+import time
 from collections.abc import Callable, Coroutine
 from typing import Any
 
@@ -38,6 +40,7 @@ BACKLOG = 1024
 _HANDSHAKE_MS = 10_000
 # Of open files: as many as a service of shards has; what files and logs take of them.
 _DESCRIPTORS, _RESERVED = 1 << 17, 256
+_REPORT_EVERY_S = 1.0
 _KEPT_BYTES = 256 << 20  # of memory that batches freed, kept for the next
 
 
@@ -117,10 +120,22 @@ async def _serve_until_stopped(config: ServeConfig, report_life: Callable[[], No
 
 
 async def _report_life(service: InferenceService, report_life: Callable[[], None]) -> None:
-    while True:
-        if not service.is_stuck:
-            report_life()
-        await asyncio.sleep(1.0)
+    ended = threading.Event()
+
+    def report() -> None:
+        while not ended.wait(_REPORT_EVERY_S):
+            if not service.is_stuck:
+                report_life()
+
+    report_life()
+    # A thread: the loop itself computes batches, which may take longer than expected.
+    threading.Thread(target=report, name="serve-report", daemon=True).start()
+    try:
+        while True:
+            service.turned_s = time.perf_counter()
+            await asyncio.sleep(_REPORT_EVERY_S)
+    finally:
+        ended.set()
 
 
 def bind_socket(option: str, address: str, shared: bool) -> socket.socket:
