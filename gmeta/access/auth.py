@@ -131,7 +131,7 @@ class Guard(grpc.aio.ServerInterceptor):  # type: ignore[misc]
         # Called for each call that is refused here: the RPC, the refusal, the peer.
         self.on_refused: Callable[[str, RefusedError, str], None] = lambda rpc, error, peer: None
         self.reads: Any = nullcontext()  # in which a message is read
-        self.most_probes: int | None = None
+        self.most_probes = MAX_PROBES
         self._num_calls = 0
         self._probes: dict[Any, None] = {}  # the task of each, the oldest first
 
@@ -175,7 +175,7 @@ class Guard(grpc.aio.ServerInterceptor):  # type: ignore[misc]
         """Hold a place for a probe. Raise RefusedError in the oldest of too many."""
         task = asyncio.current_task()
         # The oldest loses its place: an honest probe brings its message and is answered at once.
-        if len(self._probes) >= (most := self.most_probes or MAX_PROBES):
+        if len(self._probes) >= self.most_probes:
             oldest = next(iter(self._probes))
             del self._probes[oldest]
             oldest.cancel()
@@ -185,7 +185,8 @@ class Guard(grpc.aio.ServerInterceptor):  # type: ignore[misc]
         except asyncio.CancelledError:
             if task in self._probes:  # its caller has left
                 raise
-            raise _busy_refusal(f"{most} later probes came. Use Check in place of Watch.") from None
+            text = f"{self.most_probes} later probes came. Use Check in place of Watch."
+            raise _busy_refusal(text) from None
         finally:
             self._probes.pop(task, None)
 

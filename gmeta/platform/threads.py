@@ -106,15 +106,15 @@ class ThreadChoice:
         self._trial, self._slow_steps = [], 0
 
 
+_LOCKS: WeakSet[threading.Lock] = WeakSet()
+
+
 def make_compute_lock() -> threading.Lock:
     """Return a lock for computing by torch, which a forked process finds free."""
     lock = threading.Lock()
     _LOCKS.add(lock)
     _prepare_for_forks()
     return lock
-
-
-_LOCKS: WeakSet[threading.Lock] = WeakSet()
 
 
 @cache

@@ -64,16 +64,16 @@ def join_rows(parts: Sequence[EncodedColumns]) -> EncodedColumns:
     return EncodedColumns(*arrays)
 
 
-def empty_rows(features: Features) -> EncodedColumns:
-    """Return 0 rows with these features."""
+def empty_rows(features: Features, num_rows: int = 0) -> EncodedColumns:
+    """Return rows with these features, all of them 0 or empty."""
     return EncodedColumns(
+        np.zeros(num_rows, np.int64),
+        np.zeros(labels_shape(features, num_rows), np.float32),
+        np.zeros((num_rows, len(features.single)), np.int64),
+        np.zeros((num_rows, len(features.dense)), np.float32),
+        np.zeros((num_rows, len(features.multi)), np.int32),
         np.zeros(0, np.int64),
-        np.zeros(labels_shape(features, 0), np.float32),
-        np.zeros((0, len(features.single)), np.int64),
-        np.zeros((0, len(features.dense)), np.float32),
-        np.zeros((0, len(features.multi)), np.int32),
-        np.zeros(0, np.int64),
-        np.zeros((0, int(bool(features.weight))), np.float32),
+        np.zeros((num_rows, int(bool(features.weight))), np.float32),
     )
 
 

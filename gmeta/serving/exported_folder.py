@@ -227,7 +227,9 @@ def _parse_config(path: Path, body: dict[str, Any]) -> ExportedConfig:
         needed = {LAYERS_FILE, *map(table_file, range(len(features.tables)))}
         # What is not listed is read without a comparison.
         needed |= {vocabulary_file(table) for table in columns.vocabularies}
-        if parts.neighbours.column:
+        if column := parts.neighbours.column:
+            if column not in (one.name for one in features.single):
+                raise ValueError(f"its neighbours are of no column {column!r}")
             needed.add(NEIGHBOURS_FILE)
         for name in needed - files.keys():
             raise ValueError(f"it lists no file {name}")

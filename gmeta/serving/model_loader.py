@@ -22,6 +22,7 @@ from gmeta.serving.exported_folder import (
     checksum_in,
     read_config,
     read_vocabulary,
+    row_files,
     table_file,
     vocabulary_file,
 )
@@ -41,13 +42,12 @@ def load(path: str | Path, verify: bool = True, device: str = "cpu") -> ServedMo
     config, checksum = read_config(folder), checksum_in(folder)
     # Before anything is mapped: a file cut short under a map kills the process.
     check_files(folder, config, checksums=False)
-    files = [folder / table_file(index) for index in range(len(config.features.tables))]
-    mapped = MappedFiles(files)
+    mapped = MappedFiles([folder / file for file, _ in row_files(config).values()])
     if verify:
         check_files(folder, config, checksums=True)
     tables, widths = [], widths_of_tables(config.features, config.model)
-    for file, table in zip(files, config.features.tables, strict=True):
-        shape = (table.num_rows, widths[table.name])
+    for index, table in enumerate(config.features.tables):
+        file, shape = folder / table_file(index), (table.num_rows, widths[table.name])
         tables.append(check_table(str(file), read_tensors(file), shape, config.table_format))
     reload = partial(_load_again, folder.absolute(), config, device)
     learner, encoder = _load_learner(folder, config), _load_encoder(folder, config)

@@ -197,8 +197,7 @@ def _as_column(name: str, values: object, what: str) -> pa.Array | pa.ChunkedArr
         if isinstance(values, torch.Tensor):
             # A tensor that requires a gradient refuses to become an array.
             values = values.detach().numpy()
-        is_arrow = isinstance(values, pa.Array | pa.ChunkedArray)
-        if is_arrow:
+        if isinstance(values, pa.Array | pa.ChunkedArray):
             return values
         try:
             return pa.array(values)

@@ -89,7 +89,7 @@ class ServedModel:
         self._inner = learner.general_loop
         self._statistics = learner.statistics
         self.tables = tables
-        self.files = files  # of the tables
+        self.files = files  # of the tables and neighbours
         self._encoder = encoder
         # A key numbers the rows of all tables: one integer names a row of any table.
         rows_B = torch.tensor([table.num_rows for table in config.features.tables])
@@ -319,7 +319,9 @@ class ServedModel:
         # autocast, which would answer in 8 bits.
         full_width = torch.autocast(self._device.type, enabled=False)
         with self._lock, torch.inference_mode(False), full_width:
+            self.files.check()  # a read behind the end of a file that was cut kills the process
             yield
+            self.files.check()  # a change meanwhile would mix two versions
 
     def _to_device(self, tree: Part) -> Part:
         return tree if self._device == HOST else move_to_device(tree, self._device)
@@ -332,10 +334,8 @@ class ServedModel:
         return self.learner.starting_rows_UD(rows_UD, batch.unique_lengths_B.tolist())
 
     def _read_rows_UD(self, batch: TaskBatch) -> Tensor:
-        self.files.check()  # a read behind the end of a file that was cut would kill the process
-        rows_UD = fetch_UD(self.tables, batch.unique_ids_U, batch.unique_lengths_B)
-        self.files.check()  # a change meanwhile would mix two versions
-        return rows_UD
+        self.files.check()  # once more: neighbours were read since, which takes time
+        return fetch_UD(self.tables, batch.unique_ids_U, batch.unique_lengths_B)
 
     def _key_U(self, batch: TaskBatch) -> Tensor:
         """Return the key [U] of each fetched row; ascending, as the ids of a table are sorted."""

@@ -1,6 +1,7 @@
 """The exported folder: damage is told in one line, no half is seen, narrow tables serve as wide."""
 
 import json
+import os
 import pickle
 from collections.abc import Callable
 from dataclasses import replace
@@ -13,10 +14,18 @@ from safetensors.torch import load_file, save_file
 
 import gmeta
 from gmeta.config.algorithm import AlgorithmConfig
+from gmeta.config.inputs import NeighboursConfig, SupportFeaturesConfig
 from gmeta.errors import GMetaError, UserError
 from gmeta.platform.files.checksums import describe_file
+from gmeta.platform.files.tensor_files import ChangedFileError
 from gmeta.serving.export import write_model
-from gmeta.serving.exported_folder import LAYERS_FILE, new_folder, read_config, table_file
+from gmeta.serving.exported_folder import (
+    LAYERS_FILE,
+    NEIGHBOURS_FILE,
+    new_folder,
+    read_config,
+    table_file,
+)
 from gmeta.serving.stored_tables import store_table
 from gmeta.serving.table_format import TableFormat
 from gmeta_models import MODELS, ModelConfig
@@ -105,6 +114,13 @@ DAMAGE: dict[str, tuple[Callable[[Path], object], str]] = {
         "{model}/config.json is not what an export writes (ValueError('its support_features have "
         f"no label_prior')). {COPY}",
     ),
+    "neighbours of no column": (
+        lambda model: edit_config(
+            model, neighbours={"column": "itm"}, support_features={"label_prior": (0.3, 0.5)}
+        ),
+        '{model}/config.json is not what an export writes (ValueError("its neighbours are of no '
+        f"column 'itm'\")). {COPY}",
+    ),
     "another version": (
         lambda model: edit_config(model, version=2),
         "{model}/config.json has format version 2: this release reads version 1. "
@@ -159,6 +175,18 @@ def test_a_damaged_model_is_refused_in_one_line(model: Path, fault: str) -> None
 def test_contents_are_not_read_where_no_verification_is_asked(model: Path) -> None:
     flip(model / "table-00000.safetensors")
     assert gmeta.load(model, verify=False).predict(random_rows(3)).shape == (3,)
+
+
+@pytest.mark.parametrize("file", ["table-00000.safetensors", NEIGHBOURS_FILE])
+def test_a_mapped_file_that_is_cut_short_is_noticed(tmp_path: Path, file: str) -> None:
+    prior, near = SupportFeaturesConfig(label_prior=(0.3, 0.5)), NeighboursConfig("item", 3)
+    write_random_model(tmp_path, support_features=prior, neighbours=near)
+    served, rows = gmeta.load(tmp_path), random_rows(5)
+    task = served.adapt(rows)
+    os.truncate(tmp_path / file, 4)
+    for compute in (served.adapt, served.predict, task.predict):
+        with pytest.raises(ChangedFileError, match=f"{file} was changed in place"):
+            compute(rows)
 
 
 def test_a_pickled_model_is_loaded_again(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -21,6 +21,7 @@ from grpc_reflection.v1alpha import reflection
 from gmeta.access.address import DEFAULT_ADDRESS, check_free, split_address
 from gmeta.access.auth import MAX_CALLS, Guard
 from gmeta.access.credentials import is_loopback, take_port
+from gmeta.access.descriptors import raise_descriptor_limit
 from gmeta.access.errors import AntdtError
 from gmeta.access.http_edge import Route, RouteServer
 from gmeta.access.log import DecisionLog, event
@@ -239,7 +240,10 @@ class ShardServer:
 
 def serve_until_signal(config: ServiceConfig) -> int:
     """Run a service until SIGTERM or SIGINT, then return 0; 1 if it lost the store."""
-    _raise_descriptor_limit()
+    # Each worker's connection takes one.
+    limit = raise_descriptor_limit(MAX_CONNECTIONS + RESERVED_DESCRIPTORS)
+    if (most := _max_connections()) < FEW_CONNECTIONS:
+        event(logging.WARNING, "few_descriptors", limit=limit, max_connections=most)
     stop = StopFlag()
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, stop.stop)
@@ -266,18 +270,6 @@ def _check_exposure(config: ServiceConfig) -> None:
                 f"service there is {config.protection}; --tls-cert, --tls-key and one of "
                 "--tls-client-ca and --tokens are needed. Pass them, or listen on 127.0.0.1."
             )
-
-
-def _raise_descriptor_limit() -> None:
-    """Raise the process's limit of descriptors as far as allowed and needed."""
-    # Each worker's connection takes one.
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    wanted = MAX_CONNECTIONS + RESERVED_DESCRIPTORS
-    limit = wanted if hard < 0 else min(wanted, hard)  # below 0: there is none
-    if 0 <= soft < limit:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (limit, hard))
-    if _max_connections() < FEW_CONNECTIONS:
-        event(logging.WARNING, "few_descriptors", limit=limit, max_connections=_max_connections())
 
 
 def _max_connections() -> int:

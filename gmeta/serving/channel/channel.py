@@ -19,7 +19,7 @@ from gmeta.serving.channel.decision_files import (
     REFUSED,
     ROLLED_BACK,
     PromotionLog,
-    format_entry,
+    extend_log,
     parse_log,
 )
 from gmeta.serving.channel.model_version import (
@@ -179,14 +179,18 @@ class Channel:
         return log.entries
 
     def _read_log(self) -> PromotionLog:
-        path, current = self.root / PROMOTIONS, None
+        current = None
         # Before the log, which only grows; one that is damaged is told by who needs it.
         with suppress(GMetaError):
             current = self.current()
-        log = parse_log(path.read_bytes() if path.exists() else b"")
+        log = parse_log(self._log_content())
         if current is not None and current.before and current.before not in log.seals:
             log.damage = log.damage or "lines are missing that came before what serves"
         return log
+
+    def _log_content(self) -> bytes:
+        path = self.root / PROMOTIONS
+        return path.read_bytes() if path.exists() else b""
 
     def _repair_log(self, current: CurrentVersion | None) -> list[dict[str, Any]]:
         """Return what the log holds. Of a damaged one the sound lines are kept, versions that none
@@ -205,14 +209,10 @@ class Channel:
                 entered.append({**own, "model": model})
         # First: what came of them is unknown, so that no rollback goes to one unless it is named.
         entries = [*entered, *log.entries]
-        content, before = b"", ""
-        for entry in entries:
-            content += (line := format_entry(entry, before))
-            before = parse_log(line).last
         # Copied, not moved: killed before the next line, the sound lines are kept again.
         if path.exists():
-            write_atomically(path.with_name(f"{PROMOTIONS}.damaged"), path.read_bytes())
-        write_atomically(path, content)
+            write_atomically(path.with_name(f"{PROMOTIONS}.damaged"), self._log_content())
+        write_atomically(path, extend_log(b"", entries))
         _log.warning(
             f"{path} is made anew, as {log.damage}. Entered by their folders: versions "
             f"{[one['number'] for one in entered]}; a rollback among lost lines is forgotten. What "
@@ -404,9 +404,8 @@ class Channel:
         # is gone.
         model = {} if entry["number"] is None else {"model": self.model_of(entry["number"])}
         # Written anew as one file: a process killed while it appends would leave half a line.
-        path = self.root / PROMOTIONS
-        content = path.read_bytes() if path.exists() else b""
-        write_atomically(path, content + format_entry({**entry, **model}, parse_log(content).last))
+        content = extend_log(self._log_content(), [{**entry, **model}])
+        write_atomically(self.root / PROMOTIONS, content)
 
 
 def _now() -> str:

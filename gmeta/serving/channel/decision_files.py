@@ -1,7 +1,7 @@
 """promotions.jsonl and verdict.json, which carry checksums; each line of the log has its own, and
 that of the line before it."""
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -40,7 +40,7 @@ def parse_log(content: bytes) -> PromotionLog:
             log.damage = log.damage or f"line {number} {error}"
             continue
         is_sealed = is_sealed or "seal" in entry
-        if is_sealed and entry["before"] != log.last:
+        if is_sealed and entry.get("before") != log.last:
             log.damage = log.damage or f"line {number} does not follow the line before it"
         log.last = entry["seal"] if is_sealed else xxh3_hex(content[:num_bytes])
         log.seals.add(log.last)
@@ -48,10 +48,18 @@ def parse_log(content: bytes) -> PromotionLog:
     return log
 
 
-def format_entry(entry: Mapping[str, Any], before: str) -> bytes:
-    """Return the line of an entry behind the line with the seal `before`."""
-    body = {key: value for key, value in entry.items() if key != "seal"} | {"before": before}
-    return canonical_json({**body, "seal": xxh3_hex(canonical_json(body))}) + b"\n"
+def extend_log(content: bytes, entries: Iterable[Mapping[str, Any]]) -> bytes:
+    """Return a log with the lines of these entries behind it."""
+    before = parse_log(content).last
+    for entry in entries:
+        body = {**entry, "before": before}
+        before = _compute_seal(body)
+        content += canonical_json({**body, "seal": before}) + b"\n"
+    return content
+
+
+def _compute_seal(entry: Mapping[str, Any]) -> str:
+    return xxh3_hex(canonical_json({key: entry[key] for key in entry if key != "seal"}))
 
 
 def _parse_entry(line: bytes, *, may_lack_seal: bool) -> dict[str, Any]:
@@ -61,10 +69,7 @@ def _parse_entry(line: bytes, *, may_lack_seal: bool) -> dict[str, Any]:
     except ValueError as error:
         raise ValueError(f"cannot be read ({error})") from error
     is_former = may_lack_seal and entry.keys() <= _UNSEALED_KEYS
-    if (
-        not is_former
-        and format_entry(entry, entry.get("before", "")) != canonical_json(entry) + b"\n"
-    ):
+    if not is_former and entry.get("seal") != _compute_seal(entry):
         raise ValueError("does not match its own checksum: it was edited")
     if not (
         has_shape({"model": "", **entry}, {"at": str, "model": str})

@@ -3,6 +3,7 @@
 import asyncio
 import gc
 import logging
+import math
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -65,6 +66,7 @@ class InferenceService:
         self._is_away = False  # no version could be seen at the last look
         self._load = load
         self._cache = cache
+        self.turned_s = math.inf  # when the event loop was seen to turn
         self._held = HeldBytes(config.limits)
         self._parser = ThreadPoolExecutor(1, "serve-parse")  # objects take many times the bytes
         self._batcher = Batcher(self._run, config.batch, self.metrics.observe_batch)
@@ -77,8 +79,9 @@ class InferenceService:
 
     @property
     def is_stuck(self) -> bool:
-        """Return whether a batch takes far longer than any caller waits for it."""
-        return self._batcher.busy_s > _STUCK_AFTER_S + self.config.batch.timeout_s
+        """Return whether a batch or a turn of the loop takes far longer than any caller waits."""
+        longest_s = max(self._batcher.busy_s, time.perf_counter() - self.turned_s)
+        return longest_s > _STUCK_AFTER_S + self.config.batch.timeout_s
 
     def warm_up(self) -> None:
         """Compute once: the first request must not pay for what torch does once. Raise GMetaError

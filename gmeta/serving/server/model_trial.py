@@ -59,12 +59,11 @@ def _make_rows(features: Features) -> EncodedColumns:
         .T
         for chosen in (features.single, features.multi)
     )
-    nothing = vars(empty_rows(features)).items()
-    zeros = {name: np.zeros((_NUM_ROWS, *each.shape[1:]), each.dtype) for name, each in nothing}
+    rows = empty_rows(features, _NUM_ROWS)
     return replace(
-        EncodedColumns(**zeros),
+        rows,
         ids_NF=ids_NF,
-        lengths_NM=np.ones(ids_NM.shape, np.int32),
+        lengths_NM=np.ones_like(rows.lengths_NM),
         values_V=ids_NM.ravel(),
-        weight_NW=np.ones_like(zeros["weight_NW"]),
+        weight_NW=np.ones_like(rows.weight_NW),
     )

@@ -2,8 +2,9 @@
 
 import asyncio
 import logging
-import resource
 import socket
+import threading
+import time
 from collections.abc import Callable, Coroutine
 from typing import Any
 
@@ -14,6 +15,7 @@ from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 
 from gmeta.access.address import AddressError, split_address
 from gmeta.access.credentials import ServerTls, take_port
+from gmeta.access.descriptors import raise_descriptor_limit
 from gmeta.access.log import event
 from gmeta.platform.numerics import keep_freed_memory
 from gmeta.serving.server.access import ServerAccess
@@ -38,6 +40,7 @@ BACKLOG = 1024
 _HANDSHAKE_MS = 10_000
 # Of open files: as many as a service of shards has; what files and logs take of them.
 _DESCRIPTORS, _RESERVED = 1 << 17, 256
+_REPORT_EVERY_S = 1.0
 _KEPT_BYTES = 256 << 20  # of memory that batches freed, kept for the next
 
 
@@ -52,7 +55,7 @@ def run_worker(config: ServeConfig, report_life: Callable[[], None]) -> None:
 
 async def _serve_until_stopped(config: ServeConfig, report_life: Callable[[], None]) -> None:
     share_metrics()
-    _raise_descriptor_limit()
+    raise_descriptor_limit(_DESCRIPTORS)
     tls, tokens = config.load_credentials()
     certificates = tls is not None and tls.client_ca is not None
     # The addresses first: one that is taken must end the start before a large model is read.
@@ -117,10 +120,22 @@ async def _serve_until_stopped(config: ServeConfig, report_life: Callable[[], No
 
 
 async def _report_life(service: InferenceService, report_life: Callable[[], None]) -> None:
-    while True:
-        if not service.is_stuck:
-            report_life()
-        await asyncio.sleep(1.0)
+    ended = threading.Event()
+
+    def report() -> None:
+        while not ended.wait(_REPORT_EVERY_S):
+            if not service.is_stuck:
+                report_life()
+
+    report_life()
+    # A thread: the loop itself computes batches, which may take longer than expected.
+    threading.Thread(target=report, name="serve-report", daemon=True).start()
+    try:
+        while True:
+            service.turned_s = time.perf_counter()
+            await asyncio.sleep(_REPORT_EVERY_S)
+    finally:
+        ended.set()
 
 
 def bind_socket(option: str, address: str, shared: bool) -> socket.socket:
@@ -157,22 +172,13 @@ def _bind_error(option: str, address: str, error: OSError) -> AddressError:
     )
 
 
-def _raise_descriptor_limit() -> int:
-    """Raise the process's limit of open files as far as it may; return it."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    limit = _DESCRIPTORS if hard < 0 else min(_DESCRIPTORS, hard)
-    if 0 <= soft < limit:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (limit, hard))
-    return limit
-
-
 async def _grpc_server(
     config: ServeConfig, service: InferenceService, tls: ServerTls | None
 ) -> tuple[Any, Any, int]:
     """Return a started gRPC server, its health service and its port. Raise AddressError."""
     size = config.limits.body_bytes
     # gRPC cannot tell who has shown a proof: idle strangers must not use up what there is.
-    connections = _raise_descriptor_limit() - 2 * config.max_connections - _RESERVED
+    connections = raise_descriptor_limit(_DESCRIPTORS) - 2 * config.max_connections - _RESERVED
     certificates = tls is not None and tls.client_ca is not None
     server = grpc.aio.server(
         interceptors=[InferenceGuard(service, certificates)],

@@ -123,9 +123,9 @@ def test_a_call_with_a_proof_whose_message_never_comes_does_not_keep_its_place(
 
 
 def test_an_honest_probe_is_answered_beside_those_that_never_end(
-    channel: Any, works: Any, monkeypatch: pytest.MonkeyPatch
+    guarded: ShardServer, channel: Any, works: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(auth, "MAX_PROBES", 4)
+    monkeypatch.setattr(guarded._guard, "most_probes", 4)
     health = health_pb2_grpc.HealthStub(channel)
     request = health_pb2.HealthCheckRequest()
     with closing(HalfOpen(channel, CHECK, 20)) as silent:

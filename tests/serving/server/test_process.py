@@ -39,7 +39,7 @@ from gmeta.serving.server.http_connection import UvicornServer, http_server
 from gmeta.serving.server.serve_config import ServeConfig
 from gmeta.serving.server.server_limits import BatchLimits
 from gmeta.serving.server.server_processes import _folder_in_memory, _WorkerGroup, _WorkerProcess
-from gmeta.serving.server.server_worker import _serve_until_stopped, bind_socket
+from gmeta.serving.server.server_worker import _report_life, _serve_until_stopped, bind_socket
 from gmeta.serving.server.versions import version_in
 from gmeta_keys.stop_flag import stop_signals
 from gmeta_protos.inference.v2 import open_inference_pb2 as pb
@@ -284,6 +284,23 @@ def test_a_worker_whose_batch_never_ends_says_nothing_more(exported: Path) -> No
             return [*stuck, service.is_stuck]
 
         assert with_client(service, work) == [False, True, False]
+
+
+def test_a_worker_that_computes_in_its_loop_is_alive(exported: Path) -> None:
+    with service_of(exported) as service:
+        alive = threading.Event()
+
+        async def work(client: httpx.AsyncClient) -> list[bool]:
+            task = asyncio.create_task(_report_life(service, alive.set))
+            await asyncio.sleep(0)
+            alive.clear()
+            signs = [alive.wait(PATIENCE_S)]  # in the loop, which turns no more
+            service.turned_s -= 100
+            signs.append(service.is_stuck)
+            task.cancel()
+            return signs
+
+        assert with_client(service, work) == [True, True]
 
 
 def test_a_worker_that_cannot_restart_leaves_others_serving(exported: Path, tmp_path: Path) -> None:
