@@ -1,6 +1,6 @@
 """From a config to dataset and model, without ranks or TorchRec: a launcher checks it first."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -109,7 +109,9 @@ def build(config: TrainConfig) -> tuple[Dataset, MetaLearner]:
         check_augment(config.augment, dataset.features)
         settings, items, labels = config.support_features, config.item_features, config.labels
         if labels.standardise and not labels.moments:
-            labels = replace(labels, moments=estimate_moments(config, dataset))
+            kinds = labels.loss_kinds(config.outer.loss, dataset.features.labels)
+            moments = estimate_moments(config.data.train_split, kinds, dataset)
+            labels = replace(labels, moments=moments)
         losses = config.outer.loss, config.outer.huber_delta
         # A config may have the prior of an earlier run: then the inputs mean the same.
         neighbours = config.neighbours
@@ -258,13 +260,10 @@ def estimate_label_prior(split: str, loss: str, dataset: Dataset, place: int = 0
     return LabelPrior.of(label_N[defined_labels_N(loss, label_N)])
 
 
-def estimate_moments(config: TrainConfig, dataset: Dataset) -> tuple[float, ...]:
-    """Return mean and deviation of each label, one after the other; see estimate_label_prior."""
-    kinds = config.labels.loss_kinds(config.outer.loss, dataset.features.labels)
-    priors = [
-        estimate_label_prior(config.data.train_split, kind, dataset, place)
-        for place, kind in enumerate(kinds)
-    ]
+def estimate_moments(split: str, kinds: Sequence[str], dataset: Dataset) -> tuple[float, ...]:
+    """Return mean and deviation of each label, one after the other, by the kinds of their losses;
+    see estimate_label_prior."""
+    priors = (estimate_label_prior(split, kind, dataset, place) for place, kind in enumerate(kinds))
     return tuple(moment for prior in priors for moment in prior)
 
 
