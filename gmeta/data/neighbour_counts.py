@@ -226,12 +226,15 @@ def _count_pairs(
         other = ragged_indices(baskets.offsets_T1[task_N[rows]], lengths)
         one, other = one[one != other], other[one != other]
         key = baskets.item_N[one] * np.int64(num_items) + baskets.item_N[other]
-        # What the item before left open belongs to the first of these.
-        pair_V, place = np.unique(np.concatenate([open_V, key]), return_inverse=True)
+        # What the item before left open belongs to the first of these, and comes first: sums are
+        # the same to the bit wherever they are cut.
+        key = np.concatenate([np.tile(open_V, num_folds), key])
+        pair_V, place = np.unique(key, return_inverse=True)
+        fold = np.concatenate([np.repeat(np.arange(num_folds), len(open_V)), fold_N[one]])
         above, above_other = (baskets.above_N[each].astype(float) for each in (one, other))
-        values = np.ones(len(one)), above, above_other, above * above_other
-        sums = _sum_by_fold(place[len(open_V) :], fold_N[one], values, (num_folds, len(pair_V)))
-        sums[:, :, place[: len(open_V)]] += open_sums
+        new = np.ones(len(one)), above, above_other, above * above_other
+        values = [np.append(*of_both) for of_both in zip(open_sums, new, strict=True)]
+        sums = _sum_by_fold(place, fold, values, (num_folds, len(pair_V)))
         done = len(pair_V)
         if end < len(order_N):
             next_item = np.int64(baskets.item_N[order_N[end]])

@@ -21,7 +21,13 @@ from gmeta.config.inputs import (
 )
 from gmeta.config.labels import LabelsConfig
 from gmeta.data.episodes import Episodes
-from gmeta.data.neighbour_counts import MOST_ITEMS, Baskets, NeighbourLists, count_neighbours
+from gmeta.data.neighbour_counts import (
+    MOST_ITEMS,
+    Baskets,
+    NeighbourLists,
+    _count_pairs,
+    count_neighbours,
+)
 from gmeta.data.sums import NUM_FOLDS, Floats, find_folds
 from gmeta.learner import MetaLearner
 from gmeta.runs.build import build_learner, build_statistics
@@ -143,6 +149,22 @@ def test_lists_are_those_of_a_dense_calculation(
             farthest = score[score > 0].min(initial=math.inf) if len(kept) == count else 0.0
             assert left_out.max() <= farthest + 1e-3
             np.testing.assert_allclose(found[item][score > 0], wanted[item][score > 0], atol=1e-3)
+
+
+def test_sums_are_the_same_to_the_bit_wherever_they_are_cut() -> None:
+    batch = some_batch(num_tasks=400)
+    neighbours = build().neighbours
+    assert neighbours is not None
+    baskets = neighbours.make_baskets(batch)
+    fold_N = np.repeat(baskets.fold_T.astype(np.int64), np.diff(baskets.offsets_T1))
+    order_N, shape = np.argsort(baskets.item_N, kind="stable"), (NUM_FOLDS, NUM_ITEMS)
+
+    def sums_of(pairs_at_once: int) -> Floats:
+        parts = _count_pairs(baskets, fold_N, order_N, shape, pairs_at_once)
+        return np.concatenate([sums for _, _, sums in parts], axis=2)
+
+    whole = sums_of(10**6)
+    assert all(np.array_equal(sums_of(number), whole) for number in (3, 50, 1000))
 
 
 @pytest.mark.parametrize("residual_of", ["item", ""])
