@@ -13,6 +13,7 @@ Shape suffixes: T tasks, N rows, H longest list or task, V values, R rows of tab
 
 from __future__ import annotations
 
+import math
 import os
 import tempfile
 from collections.abc import Iterator, Sequence
@@ -22,6 +23,7 @@ from typing import IO, TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
+from gmeta.errors import NotWrittenError
 from metaio.ragged import offsets, owners, ragged_indices
 
 if TYPE_CHECKING:
@@ -87,11 +89,18 @@ class NeighbourLists:
     @classmethod
     def make_on_disk(cls, num_folds: int, num_items: int, most: int) -> NeighbourLists:
         """Return empty lists without each fold, then of all tasks, in a temporary file, mapped."""
-        # Without a name: nothing is left of it, however this process ends.
-        file = tempfile.TemporaryFile()  # noqa: SIM115 - the maps need it
         shape = num_folds + 1, num_items, most
-        # A disk that is full says so here: in a map it would end the process.
-        os.posix_fallocate(file.fileno(), 0, 8 * int(np.prod(shape)))
+        num_bytes, place = 8 * math.prod(shape), tempfile.gettempdir()
+        try:
+            # Without a name: nothing is left of it, however this process ends.
+            file = tempfile.TemporaryFile(dir=place)  # noqa: SIM115 - the maps need it
+            # A disk that is full says so here: in a map it would end the process.
+            os.posix_fallocate(file.fileno(), 0, num_bytes)
+        except OSError as error:
+            raise NotWrittenError(
+                f"neighbours need {num_bytes / 1e9:.2g} GB in {place}: {error.strerror}",
+                "Set TMPDIR to a folder with room, or lower neighbours.count",
+            ) from error
         return cls(*_map_lists(file, shape, "r+"), file)
 
     def __reduce__(self) -> tuple[Any, ...]:
