@@ -1,7 +1,7 @@
 """What can be chosen about the labels; the [labels] section of a training config."""
 
 import math
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import Literal, TypeAlias, get_args
 
 from gmeta_keys import key
@@ -42,11 +42,7 @@ class LabelsConfig:
 
     def check(self, names: tuple[str, ...]) -> None:
         """Raise ValueError for a label not in a dataset's `names`, or a senseless value."""
-        named = {
-            item.name: getattr(self, item.name)
-            for item in fields(self)
-            if item.name not in ("judged", "standardise", "moments")
-        }
+        named = {key: getattr(self, key) for key in ("weight", "loss", "adapt", "entire_space")}
         named["judged"] = [self.judged] if self.judged else []
         for own, columns in named.items():
             for name in columns:

@@ -37,17 +37,14 @@ def find_cautions(
     cautions = []
     for minus_run, stage, what in rivals:
         comparison = group.comparison(run, "after", minus_run, stage)
-        worse = {
-            name: f" {format_signed(one.value)} {format_interval(one.low, one.high, True)}"
-            for name, one in (comparison.metrics if comparison else {}).items()
-            if one.verdict == "worse" and minus_run in (run, best[name])
-        }
+        worse = {}
+        for name, one in (comparison.metrics if comparison else {}).items():
+            if one.verdict == "worse" and minus_run in (run, best[name]):
+                size = f" {format_signed(one.value)} {format_interval(one.low, one.high, True)}"
+                worse[name] = infos[name].label + ("" if minus_run == run else size)
         if worse:
-            told = ", ".join(
-                infos[name].label + difference * (minus_run != run)
-                for name, difference in worse.items()
-            )
-            text = f"{group.name}: {what}, by {told}{label and f' of {label}'}"
+            of_label = f" of {label}" if label else ""
+            text = f"{group.name}: {what}, by {', '.join(worse.values())}{of_label}"
             cautions.append(Caution(group.name, minus_run, tuple(worse), text, label))
     return cautions
 
