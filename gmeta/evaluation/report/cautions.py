@@ -6,12 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 from gmeta.evaluation.report.evaluation_schema import Caution, GroupEvaluation, Stage
-from gmeta.evaluation.report.headline import (
-    find_estimate,
-    format_interval,
-    format_signed,
-    rank_value,
-)
+from gmeta.evaluation.report.headline import format_interval, format_signed, rank_estimate
 from gmeta.metrics.metric_info import MetricInfo
 
 
@@ -23,11 +18,12 @@ def find_cautions(
     label: str,
 ) -> list[Caution]:
     """Return what is wrong with the adapted run in a group; `baselines` have names and words."""
-    best = {}
-    for metric, info in infos.items():
-        values = {one: find_estimate(group, one, "after", metric).value for one in baselines}
-        sign = 1.0 if info.higher_is_better else -1.0
-        best[metric] = max(values, key=lambda one: rank_value(sign * values[one]), default="")
+    best = {
+        metric: max(
+            baselines, key=lambda one: rank_estimate(group, one, "after", metric, info), default=""
+        )
+        for metric, info in infos.items()
+    }
     # A baseline is told by those metrics that it is the best by.
     rivals: list[tuple[str, Stage, str]] = [(run, "before", "adapting makes it worse")]
     rivals += [
