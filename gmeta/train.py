@@ -157,9 +157,13 @@ class TrainingRun:
                 self._end_early(gather_stop_reason(stop, self._ranks))
                 break
             self._end_epoch()
-        self.hooks.show_lines(describe_end(self._config, self._progress, self.feed.num_steps))
+        self.hooks.show_lines(self._describe_end())
         self.profiler.end()
         self.hooks.show_lines(self.profiler.summary_lines())
+
+    def _describe_end(self) -> list[str]:
+        run, algorithm = self._config.run, self._config.algorithm
+        return describe_end(self._early_stop, self._progress, self.feed.num_steps, run, algorithm)
 
     def _is_run_over(self) -> bool:
         return self._progress.step >= self._step_limit or self._early_stop.is_over(self._progress)

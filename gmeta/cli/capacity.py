@@ -11,6 +11,7 @@ import numpy as np
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
+from gmeta.config.inputs import NeighboursConfig
 from gmeta.config.labels import LabelsConfig
 from gmeta.config.sharding import ShardingConfig, check_sharding
 from gmeta.config.table_widths import WIDTH_MULTIPLE, widths_of_tables
@@ -126,7 +127,7 @@ def _build_model(
     names = [table.name for table in features.tables]
     check_sharding(config.sharding, names, config.outer.sparse_optimizer)
     # Item features and labels of the config name columns of a dataset.
-    items, labels, neighbours = None, LabelsConfig(), None
+    items, labels, neighbours = None, LabelsConfig(), NeighboursConfig()
     if dataset is not None:
         items, labels, neighbours = config.item_features, config.labels, config.neighbours
     losses = config.outer.loss, config.outer.huber_delta

@@ -1,14 +1,14 @@
 """What can be chosen about the labels; the [labels] section of a training config."""
 
 import math
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import Literal, TypeAlias, get_args
 
 from gmeta_keys import key
 
 Loss: TypeAlias = Literal["bce", "mse", "huber", "mae", "softmax", "pairwise"]
 LOSSES = get_args(Loss)
-# As row_losses.defined_labels_N has them, without torch; other losses take every finite number.
+# The least and the most label of a loss; others take every finite number.
 RANGES = {"bce": (0.0, 1.0), "softmax": (0.0, math.inf)}
 
 
@@ -42,11 +42,7 @@ class LabelsConfig:
 
     def check(self, names: tuple[str, ...]) -> None:
         """Raise ValueError for a label not in a dataset's `names`, or a senseless value."""
-        named = {
-            item.name: getattr(self, item.name)
-            for item in fields(self)
-            if item.name not in ("judged", "standardise", "moments")
-        }
+        named = {key: getattr(self, key) for key in ("weight", "loss", "adapt", "entire_space")}
         named["judged"] = [self.judged] if self.judged else []
         for own, columns in named.items():
             for name in columns:

@@ -13,6 +13,7 @@ Shape suffixes: T tasks, N rows, H longest list or task, V values, R rows of tab
 
 from __future__ import annotations
 
+import math
 import os
 import tempfile
 from collections.abc import Iterator, Sequence
@@ -22,6 +23,7 @@ from typing import IO, TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
+from gmeta.errors import NotWrittenError
 from metaio.ragged import offsets, owners, ragged_indices
 
 if TYPE_CHECKING:
@@ -87,11 +89,18 @@ class NeighbourLists:
     @classmethod
     def make_on_disk(cls, num_folds: int, num_items: int, most: int) -> NeighbourLists:
         """Return empty lists without each fold, then of all tasks, in a temporary file, mapped."""
-        # Without a name: nothing is left of it, however this process ends.
-        file = tempfile.TemporaryFile()  # noqa: SIM115 - the maps need it
         shape = num_folds + 1, num_items, most
-        # A disk that is full says so here: in a map it would end the process.
-        os.posix_fallocate(file.fileno(), 0, 8 * int(np.prod(shape)))
+        num_bytes, place = 8 * math.prod(shape), tempfile.gettempdir()
+        try:
+            # Without a name: nothing is left of it, however this process ends.
+            file = tempfile.TemporaryFile(dir=place)  # noqa: SIM115 - the maps need it
+            # A disk that is full says so here: in a map it would end the process.
+            os.posix_fallocate(file.fileno(), 0, num_bytes)
+        except OSError as error:
+            raise NotWrittenError(
+                f"neighbours need {num_bytes / 1e9:.2g} GB in {place}: {error.strerror}",
+                "Set TMPDIR to a folder with room, or lower neighbours.count",
+            ) from error
         return cls(*_map_lists(file, shape, "r+"), file)
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -226,12 +235,15 @@ def _count_pairs(
         other = ragged_indices(baskets.offsets_T1[task_N[rows]], lengths)
         one, other = one[one != other], other[one != other]
         key = baskets.item_N[one] * np.int64(num_items) + baskets.item_N[other]
-        # What the item before left open belongs to the first of these.
-        pair_V, place = np.unique(np.concatenate([open_V, key]), return_inverse=True)
+        # What the item before left open belongs to the first of these, and comes first: sums are
+        # the same to the bit wherever they are cut.
+        key = np.concatenate([np.tile(open_V, num_folds), key])
+        pair_V, place = np.unique(key, return_inverse=True)
+        fold = np.concatenate([np.repeat(np.arange(num_folds), len(open_V)), fold_N[one]])
         above, above_other = (baskets.above_N[each].astype(float) for each in (one, other))
-        values = np.ones(len(one)), above, above_other, above * above_other
-        sums = _sum_by_fold(place[len(open_V) :], fold_N[one], values, (num_folds, len(pair_V)))
-        sums[:, :, place[: len(open_V)]] += open_sums
+        new = np.ones(len(one)), above, above_other, above * above_other
+        values = [np.append(*of_both) for of_both in zip(open_sums, new, strict=True)]
+        sums = _sum_by_fold(place, fold, values, (num_folds, len(pair_V)))
         done = len(pair_V)
         if end < len(order_N):
             next_item = np.int64(baskets.item_N[order_N[end]])

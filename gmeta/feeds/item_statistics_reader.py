@@ -5,7 +5,7 @@ import numpy as np
 from gmeta.data.features.item_statistics import ItemStatistics
 from gmeta.data.features.neighbours import Neighbours
 from gmeta.data.label_checks import check_labels
-from gmeta.data.neighbour_counts import Baskets, count_neighbours
+from gmeta.data.neighbour_counts import Baskets, NeighbourLists, count_neighbours
 from gmeta.distributed.collective_errors import run_on_all
 from gmeta.distributed.ranks import Ranks, add_arrays_over_ranks, broadcast_value, gather_values
 from gmeta.feeds.batch_request import BatchSettings
@@ -54,11 +54,14 @@ def read_item_statistics(
 def _read_neighbours(neighbours: Neighbours, own: dict[int, Baskets], ranks: Ranks) -> int:
     """Count the neighbours over the blocks of all ranks; return how many values have any."""
     gathered = broadcast_value(gather_values(own, ranks), ranks) or []
-    # In the order of blocks, whoever read them.
     by_block = {block: part for each in gathered for block, part in each.items()}
-    lists = neighbours.make_lists()
+    # In the order of blocks, whoever read them.
     baskets = Baskets.join([by_block[block] for block in sorted(by_block)])
-    run_on_all(lambda: count_neighbours(baskets, lists, ranks.rank, ranks.world_size), ranks)
+    made: list[NeighbourLists] = []
+    # A disk may be full on one rank alone.
+    run_on_all(lambda: made.append(neighbours.make_lists()), ranks)
+    lists = made[0]
+    count_neighbours(baskets, lists, ranks.rank, ranks.world_size)
     # Each rank has filled some items' lists, and the others are 0.
     add_arrays_over_ranks([lists.ids, lists.weights], ranks)
     neighbours.set_lists(lists)

@@ -1,10 +1,10 @@
 """A bounded sample of the training split's episodes, for what is fitted to them at once."""
 
 from collections.abc import Callable, Iterable, Iterator
-from typing import TypeVar
 
 import numpy as np
 
+from gmeta.data.features.regression import Regression
 from gmeta.data.label_checks import check_labels
 from gmeta.distributed.collective_errors import run_on_first
 from gmeta.distributed.ranks import Ranks, broadcast_value
@@ -15,15 +15,16 @@ from metaio.read.compose import compose
 
 MOST_ROWS = 500_000  # of support and query
 
-T = TypeVar("T")
-
 
 def fit_to_sample(
-    fit: Callable[[Iterable[TaskBatch]], T], settings: BatchSettings, dataset: Dataset, ranks: Ranks
-) -> T:
+    fit: Callable[[Iterable[TaskBatch]], Regression],
+    settings: BatchSettings,
+    dataset: Dataset,
+    ranks: Ranks,
+) -> Regression:
     """Return what rank 0 fits to the sample, on all ranks. Collective. Raises ConfigError: a loss
     does not take a label."""
-    found: list[T] = []
+    found: list[Regression] = []
     # By one rank for all: it is the same, to the bit, on any number of ranks.
     run_on_first(lambda: found.append(fit(_iterate_sample(settings, dataset))), ranks)
     (fitted,) = broadcast_value(found, ranks)

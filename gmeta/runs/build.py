@@ -1,6 +1,6 @@
 """From a config to dataset and model, without ranks or TorchRec: a launcher checks it first."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -109,23 +109,24 @@ def build(config: TrainConfig) -> tuple[Dataset, MetaLearner]:
         check_augment(config.augment, dataset.features)
         settings, items, labels = config.support_features, config.item_features, config.labels
         if labels.standardise and not labels.moments:
-            labels = replace(labels, moments=estimate_moments(config, dataset))
-        losses = config.outer.loss, config.outer.huber_delta
+            kinds = labels.loss_kinds(config.outer.loss, dataset.features.labels)
+            moments = estimate_moments(config.data.train_split, kinds, dataset)
+            labels = replace(labels, moments=moments)
         # A config may have the prior of an earlier run: then the inputs mean the same.
-        neighbours = config.neighbours
         if config.has_support_inputs and LabelPrior.from_config(settings) is None:
             prior = estimate_label_prior(config.data.train_split, config.outer.loss, dataset)
             settings = replace(settings, label_prior=prior)
-        statistics = build_statistics(settings, dataset.features, items, neighbours)
+        statistics = build_statistics(settings, dataset.features, items, config.neighbours)
         learner = build_learner(
             dataset.features,
             config.model,
             config.algorithm,
-            *losses,
+            config.outer.loss,
+            config.outer.huber_delta,
             statistics,
             items,
             labels,
-            neighbours,
+            config.neighbours,
         )
     except ValueError as error:
         raise ConfigError(str(error)) from error
@@ -258,13 +259,10 @@ def estimate_label_prior(split: str, loss: str, dataset: Dataset, place: int = 0
     return LabelPrior.of(label_N[defined_labels_N(loss, label_N)])
 
 
-def estimate_moments(config: TrainConfig, dataset: Dataset) -> tuple[float, ...]:
-    """Return mean and deviation of each label, one after the other; see estimate_label_prior."""
-    kinds = config.labels.loss_kinds(config.outer.loss, dataset.features.labels)
-    priors = [
-        estimate_label_prior(config.data.train_split, kind, dataset, place)
-        for place, kind in enumerate(kinds)
-    ]
+def estimate_moments(split: str, kinds: Sequence[str], dataset: Dataset) -> tuple[float, ...]:
+    """Return mean and deviation of each label, one after the other, by the kinds of their losses;
+    see estimate_label_prior."""
+    priors = (estimate_label_prior(split, kind, dataset, place) for place, kind in enumerate(kinds))
     return tuple(moment for prior in priors for moment in prior)
 
 
@@ -272,7 +270,7 @@ def build_statistics(
     config: SupportFeaturesConfig,
     features: Features,
     items: ItemFeaturesConfig,
-    neighbours: NeighboursConfig | None = None,
+    neighbours: NeighboursConfig = NeighboursConfig(),  # noqa: B008 - frozen
 ) -> SupportStatistics:
     """Return the statistics of a config that has a prior. Raises ValueError: it names a column that
     is not there, or its prior is not valid."""
@@ -289,7 +287,7 @@ def build_learner(
     statistics: SupportStatistics = NO_STATISTICS,
     item_features: ItemFeaturesConfig | None = None,
     labels: LabelsConfig = LabelsConfig(),  # noqa: B008 - frozen
-    neighbours: NeighboursConfig | None = None,
+    neighbours: NeighboursConfig = NeighboursConfig(),  # noqa: B008 - frozen
 ) -> MetaLearner:
     """Return a freshly initialised model and the way it adapts. Raises ValueError: one is unknown,
     or they do not fit each other or the columns."""
@@ -304,7 +302,7 @@ def build_learner(
     if item_features is not None and item_features.columns:
         items = ItemStatistics(item_features, features)
     near = None
-    if neighbours is not None and neighbours.column:
+    if neighbours.column:
         near = Neighbours(neighbours, features, statistics.prior)
     width = statistics.width + (items.width if items is not None else 0)
     # Statistics reach the model as dense columns.

@@ -4,8 +4,8 @@ import math
 from dataclasses import dataclass, replace
 from typing import final
 
-from gmeta.config.algorithm import PLAIN
-from gmeta.config.train_config import TrainConfig
+from gmeta.config.algorithm import PLAIN, AlgorithmConfig
+from gmeta.config.train_config import RunConfig, TrainConfig
 from gmeta.errors import ConfigError
 from gmeta.metrics.catalogue import Scoring, label_of, predicted_by
 from gmeta.runs.run_progress import RunProgress
@@ -51,9 +51,15 @@ class EarlyStop:
         )
 
 
-def describe_end(config: TrainConfig, progress: RunProgress, epoch_steps: int) -> list[str]:
+def describe_end(
+    early_stop: EarlyStop,
+    progress: RunProgress,
+    epoch_steps: int,
+    run: RunConfig,
+    algorithm: AlgorithmConfig,
+) -> list[str]:
     """Return the lines on why a run of `epoch_steps` an epoch ended, and where its best lies."""
-    early_stop, lines, run, algorithm = make_early_stop(config), [], config.run, config.algorithm
+    lines = []
     is_last_best = progress.best_step == progress.scored_step == progress.step
     if early_stop.is_over(progress):
         lines.append(early_stop.stop_message(progress))
@@ -82,11 +88,12 @@ def make_scoring(config: TrainConfig, label: str = "") -> Scoring:
     )
 
 
-def describe_choices(trained: TrainConfig, evaluated: TrainConfig) -> str:
+def describe_choices(
+    scoring: Scoring, early_stop: EarlyStop, valid_splits: tuple[str, ...], standardises: bool
+) -> str:
     """Return the line that says by what a run was trained and chosen, and is compared now."""
-    scoring, valid = make_scoring(evaluated), ", ".join(trained.data.valid_splits)
-    kept = f"checkpoints by {make_early_stop(trained).metric} of {valid}, " if valid else ""
-    units = " of standardised labels" if trained.labels.standardise else ""
+    kept = f"checkpoints by {early_stop.metric} of {', '.join(valid_splits)}, " * bool(valid_splits)
+    units = " of standardised labels" * standardises
     return (
         f"judged by: {scoring.names[0]}; trained with {scoring.loss}{units}, {kept}inner rates by "
         f"{scoring.measure}, trees fitted to {scoring.fitted_loss}"

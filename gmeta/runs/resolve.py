@@ -20,31 +20,32 @@ def resolve(config: TrainConfig) -> TrainConfig:
     # A caller of train() may leave some options out.
     config, dataset = with_names(with_every_option(config))
     data, run = _without_empty_splits(config.data, config.run, dataset)
-    config = _with_moments(replace(config, data=data, run=run), dataset)
-    inputs = config.support_features
-    if not config.has_support_inputs or inputs.label_prior or dataset.manifest.stream is None:
-        return config
-    before = config_of_begun_run(run.dir)
-    if before is None and run.continue_from:
-        before = named_checkpoint("run.continue_from", run.continue_from)[0].read_config()
-    # The stream's first run decides: another day's prior would change the inputs' meaning.
-    known = before.support_features.label_prior if before else ()
-    prior = known or tuple(estimate_label_prior(data.train_split, config.outer.loss, dataset))
-    return replace(config, support_features=replace(inputs, label_prior=prior))
+    config = replace(config, data=data, run=run)
+    labels, inputs, split, loss = (
+        config.labels, config.support_features, data.train_split, config.outer.loss,
+    )  # fmt: skip
+    if labels.standardise and not labels.moments:
+        # Weights keep their units; that they have some is checked with the checkpoint.
+        before, kinds = _read_earlier_config(run), labels.loss_kinds(loss, dataset.features.labels)
+        known = before.labels.moments if before else ()
+        moments = known or estimate_moments(split, kinds, dataset)
+        config = replace(config, labels=replace(labels, moments=moments))
+    if config.has_support_inputs and not inputs.label_prior and dataset.manifest.stream is not None:
+        # The stream's first run decides: another day's prior would change the inputs' meaning.
+        before = _read_earlier_config(run)
+        known = before.support_features.label_prior if before else ()
+        prior = known or tuple(estimate_label_prior(split, loss, dataset))
+        config = replace(config, support_features=replace(inputs, label_prior=prior))
+    return config
 
 
-def _with_moments(config: TrainConfig, dataset: Dataset) -> TrainConfig:
-    labels, run = config.labels, config.run
-    if not labels.standardise or labels.moments:
-        return config
+def _read_earlier_config(run: RunConfig) -> TrainConfig | None:
+    """Return the config of the run in run.dir, or of the one that a new run begins with."""
     before = config_of_begun_run(run.dir)
     for name in ("continue_from", "start_from"):
         if before is None and (named := getattr(run, name)):
             before = named_checkpoint(f"run.{name}", named)[0].read_config()
-    # Weights keep their units; that they have some is checked with the checkpoint.
-    known = before.labels.moments if before else ()
-    moments = known or estimate_moments(config, dataset)
-    return replace(config, labels=replace(labels, moments=moments))
+    return before
 
 
 def resolve_on_first(config: TrainConfig, ranks: Ranks) -> TrainConfig:

@@ -70,9 +70,7 @@ class CBML(GatedModel):
         }
         # The decision layers come last: a model's last linear layer is its head.
         self.gate = ClusterGate(width, config.embedding_dim, options.clusters, outputs)
-        self.decision = mlp(
-            [width, *config.hidden, sizes.outputs], activate_last=False, dropout=config.dropout
-        )
+        self.decision = mlp([width, *config.hidden, sizes.outputs], dropout=config.dropout)
 
     @property
     def decision_layers(self) -> nn.Sequential:

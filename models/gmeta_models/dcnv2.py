@@ -48,9 +48,7 @@ class StackedDCN(DecisionModel):
         width = sizes.side_by_side(config.embedding_dim)
         # Crossed features are no longer those of a task alone: features_from stays None.
         self.cross = CrossLayers(width, options.cross_layers, options.cross_rank)
-        self.deep = mlp(
-            [width, *config.hidden, sizes.outputs], activate_last=False, dropout=config.dropout
-        )
+        self.deep = mlp([width, *config.hidden, sizes.outputs], dropout=config.dropout)
 
     @property
     def decision_layers(self) -> nn.Sequential:

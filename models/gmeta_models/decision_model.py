@@ -65,7 +65,7 @@ class DecisionModel(nn.Module, ABC):
             (kind.forward, kind.seen_NX, kind.through_dense)
             == (base.forward, base.seen_NX, base.through_dense)
             and not has_hooks(self)
-            and is_mlp(self.decision_layers, activate_last=False)
+            and is_mlp(self.decision_layers)
             and (self.dense_layers is None or is_mlp(self.dense_layers, activate_last=True))
         )
 

@@ -32,9 +32,7 @@ class DeepFM(nn.Module):
             nn.Parameter(torch.randn(dense, factors) / factors**0.5) if dense else None
         )
         width = (sizes.num_single + sizes.num_multi) * factors + dense
-        self.deep = mlp(
-            [width, *config.hidden, sizes.outputs], activate_last=False, dropout=config.dropout
-        )
+        self.deep = mlp([width, *config.hidden, sizes.outputs], dropout=config.dropout)
 
     def forward(self, inputs: RowInputs) -> Tensor:
         """Return the outputs of every row: [N], or [N, O] of several."""

@@ -38,11 +38,9 @@ class DIN(DecisionModel):
         self.history, self.target = history_and_target(options.history, sizes)
         self.num_single = sizes.num_single
         width = config.embedding_dim
-        self.attention = mlp([4 * width, *options.attention, 1], activate_last=False)
+        self.attention = mlp([4 * width, *options.attention, 1])
         inputs = sizes.side_by_side(width)
-        self.decision = mlp(
-            [inputs, *config.hidden, sizes.outputs], activate_last=False, dropout=config.dropout
-        )
+        self.decision = mlp([inputs, *config.hidden, sizes.outputs], dropout=config.dropout)
 
     @property
     def decision_layers(self) -> nn.Sequential:

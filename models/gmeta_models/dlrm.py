@@ -47,9 +47,7 @@ class DLRM(DecisionModel):
         else:
             # Behind v_0, if there is one; with `dot` the features stand nowhere side by side.
             self.features_from = 0 if self.bottom is None else width
-        self.top = mlp(
-            [top_width, *config.hidden, sizes.outputs], activate_last=False, dropout=config.dropout
-        )
+        self.top = mlp([top_width, *config.hidden, sizes.outputs], dropout=config.dropout)
 
     @property
     def decision_layers(self) -> nn.Sequential:

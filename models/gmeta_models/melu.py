@@ -25,9 +25,7 @@ class MeLU(DecisionModel):
         super().__init__()
         self.pooling = config.pooling
         width = sizes.side_by_side(config.embedding_dim)
-        self.decision = mlp(
-            [width, *config.hidden, sizes.outputs], activate_last=False, dropout=config.dropout
-        )
+        self.decision = mlp([width, *config.hidden, sizes.outputs], dropout=config.dropout)
 
     @property
     def decision_layers(self) -> nn.Sequential:

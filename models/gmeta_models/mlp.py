@@ -5,25 +5,9 @@ Shape suffixes: N rows, O outputs"""
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from itertools import pairwise
-from typing import NamedTuple
 
 import torch.nn.functional as F
 from torch import Tensor, nn
-
-
-class Dropout(NamedTuple):
-    """The share of the units that are left out, and how many of the first always stay."""
-
-    share: float
-    kept: int
-
-
-def drop_out(hidden: Tensor, dropout: Dropout) -> Tensor:
-    """Return hidden units, some of each row 0, the others divided by the share that stays."""
-    dropped = F.dropout(hidden, dropout.share)
-    if dropout.kept:
-        dropped[..., : dropout.kept] = hidden[..., : dropout.kept]
-    return dropped
 
 
 class DropoutReLU(nn.ReLU):
@@ -39,7 +23,14 @@ class DropoutReLU(nn.ReLU):
     def forward(self, input: Tensor) -> Tensor:
         """Return max(x, 0), or while units are left out, that of the others / (1 - share)."""
         hidden: Tensor = super().forward(input)
-        return drop_out(hidden, Dropout(self.share, self.kept)) if self.is_dropping else hidden
+        return self.drop_out(hidden) if self.is_dropping else hidden
+
+    def drop_out(self, hidden: Tensor) -> Tensor:
+        """Return hidden units, some of each row 0, the others divided by the share that stays."""
+        dropped = F.dropout(hidden, self.share)
+        if self.kept:
+            dropped[..., : self.kept] = hidden[..., : self.kept]
+        return dropped
 
 
 @contextmanager
@@ -56,13 +47,12 @@ def drop_units(model: nn.Module) -> Iterator[None]:
             part.is_dropping = False
 
 
-def dropout_of(layers: nn.Sequential) -> Dropout | None:
-    """Return what layers of `mlp` leave out; None: nothing."""
-    parts = (part for part in layers if isinstance(part, DropoutReLU))
-    return next((Dropout(part.share, part.kept) for part in parts), None)
+def dropout_of(layers: nn.Sequential) -> DropoutReLU | None:
+    """Return what leaves units of layers of `mlp` out, alike behind each; None: nothing does."""
+    return next((part for part in layers if isinstance(part, DropoutReLU)), None)
 
 
-def mlp(widths: Sequence[int], activate_last: bool, dropout: float = 0.0) -> nn.Sequential:
+def mlp(widths: Sequence[int], activate_last: bool = False, dropout: float = 0.0) -> nn.Sequential:
     """Return linear layers of these widths, from input to output, with ReLU between them, and at
     the end if `activate_last`; behind each ReLU `dropout`, see drop_units."""
     layers: list[nn.Module] = []
@@ -73,7 +63,7 @@ def mlp(widths: Sequence[int], activate_last: bool, dropout: float = 0.0) -> nn.
     return nn.Sequential(*layers)
 
 
-def is_mlp(layers: nn.Module, activate_last: bool) -> bool:
+def is_mlp(layers: nn.Module, activate_last: bool = False) -> bool:
     """Tell whether layers are as `mlp` returns them, with nothing else between them."""
     # A subclass may do anything in its forward pass.
     if type(layers) is not nn.Sequential:

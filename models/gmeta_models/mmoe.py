@@ -47,9 +47,7 @@ def make_towers(config: ModelConfig, options: ExpertOptions, outputs: int) -> nn
         )
     # A tower sees a mixture of experts, as wide as one.
     widths = [options.expert[-1], *config.hidden, 1]
-    return nn.ModuleList(
-        mlp(widths, activate_last=False, dropout=config.dropout) for _ in range(outputs)
-    )
+    return nn.ModuleList(mlp(widths, dropout=config.dropout) for _ in range(outputs))
 
 
 def make_experts(count: int, width: int, hidden: tuple[int, ...]) -> nn.ModuleList:

@@ -52,7 +52,7 @@ class SupportEncoder(nn.Module):
         super().__init__()
         self._outputs = dict(outputs)
         self._prior = prior
-        self.rows = mlp([2 * width + 2, *hidden], activate_last=False)
+        self.rows = mlp([2 * width + 2, *hidden])
         self.attention = nn.Linear(hidden[-1], 1, bias=False) if attention else None
         # One more input than the code has: the number of rows.
         self.task = nn.Linear(hidden[-1] + 1, hidden[-1])

@@ -1,8 +1,11 @@
 """Neighbours against a dense calculation, their features against a loop, and that nothing leaks."""
 
+import errno
 import math
+import os
 import pickle
 import random
+import tempfile
 from dataclasses import replace
 
 import numpy as np
@@ -21,8 +24,15 @@ from gmeta.config.inputs import (
 )
 from gmeta.config.labels import LabelsConfig
 from gmeta.data.episodes import Episodes
-from gmeta.data.neighbour_counts import MOST_ITEMS, Baskets, NeighbourLists, count_neighbours
+from gmeta.data.neighbour_counts import (
+    MOST_ITEMS,
+    Baskets,
+    NeighbourLists,
+    _count_pairs,
+    count_neighbours,
+)
 from gmeta.data.sums import NUM_FOLDS, Floats, find_folds
+from gmeta.errors import NotWrittenError
 from gmeta.learner import MetaLearner
 from gmeta.runs.build import build_learner, build_statistics
 from gmeta_models import ModelConfig
@@ -30,6 +40,7 @@ from metaio.format.features import Features, FeatureSpec, TableSpec
 from metaio.ragged import Int64
 from metaio.read.batch import TaskBatch, empty_batch
 from tests.support.reference import Task, batch_of, rows_left_out
+from tests.support.refusals import catch_message
 
 NUM_ITEMS, MANY_ITEMS = 12, 80
 FEATURES, WIDE = (
@@ -143,6 +154,22 @@ def test_lists_are_those_of_a_dense_calculation(
             farthest = score[score > 0].min(initial=math.inf) if len(kept) == count else 0.0
             assert left_out.max() <= farthest + 1e-3
             np.testing.assert_allclose(found[item][score > 0], wanted[item][score > 0], atol=1e-3)
+
+
+def test_sums_are_the_same_to_the_bit_wherever_they_are_cut() -> None:
+    batch = some_batch(num_tasks=400)
+    neighbours = build().neighbours
+    assert neighbours is not None
+    baskets = neighbours.make_baskets(batch)
+    fold_N = np.repeat(baskets.fold_T.astype(np.int64), np.diff(baskets.offsets_T1))
+    order_N, shape = np.argsort(baskets.item_N, kind="stable"), (NUM_FOLDS, NUM_ITEMS)
+
+    def sums_of(pairs_at_once: int) -> Floats:
+        parts = _count_pairs(baskets, fold_N, order_N, shape, pairs_at_once)
+        return np.concatenate([sums for _, _, sums in parts], axis=2)
+
+    whole = sums_of(10**6)
+    assert all(np.array_equal(sums_of(number), whole) for number in (3, 50, 1000))
 
 
 @pytest.mark.parametrize("residual_of", ["item", ""])
@@ -316,6 +343,18 @@ def test_lists_are_mapped_in_another_process_and_kept_in_a_checkpoint() -> None:
     # A rank without tasks has no rows.
     nothing = learner.collate(empty_batch(2, 2, 0, 0)).rows.dense_NK  # type: ignore[union-attr]
     assert nothing.shape == (0, learner.statistics.width + 2)
+
+
+def test_a_full_disk_is_told_with_its_folder(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fill(*_: int) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(os, "posix_fallocate", fill)
+    told = catch_message(NotWrittenError, NeighbourLists.make_on_disk, 5, 10**6, 50)
+    assert told == (
+        f"neighbours need 2.4 GB in {tempfile.gettempdir()}: No space left on device. Set TMPDIR "
+        "to a folder with room, or lower neighbours.count"
+    )
 
 
 def test_an_item_keeps_its_neighbours_until_it_comes_again() -> None:

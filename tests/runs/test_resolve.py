@@ -59,7 +59,11 @@ def test_the_label_prior_is_that_of_the_first_run(stream: Path) -> None:
     second = resolve(asked(stream, "2")).support_features.label_prior
     assert len(first) == 2
     assert first != second
-    for config in (asked(stream, "next", continue_from=one), asked(stream, "next", dir=one)):
+    for config in (
+        asked(stream, "next", continue_from=one),
+        asked(stream, "2", start_from=one),
+        asked(stream, "next", dir=one),
+    ):
         assert resolve(config).support_features.label_prior == first
     given = asked(stream, "2", continue_from=one)
     chosen = replace(given.support_features, label_prior=(0.5, 0.5))

@@ -61,7 +61,7 @@ def test_evaluation_export_and_stream_are_those_of_labels_standardised_by_hand(
     inside = {"labels": {"standardise": True}}
     first, second = write_increments(tmp_path / "raw", CAPACITIES, label=seconds)
     raw = config_of(first, tmp_path / "run", **inside)
-    mean, deviation = estimate_moments(raw, open_data(raw.data))
+    mean, deviation = estimate_moments("train", [raw.outer.loss], open_data(raw.data))
     by_hand = write_increments(
         tmp_path / "units", CAPACITIES, label=lambda rows: (seconds(rows) - mean) / deviation
     )

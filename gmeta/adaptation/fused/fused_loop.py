@@ -23,7 +23,7 @@ from gmeta.adaptation.rates import LayerRate, scale_grads
 from gmeta.losses.objectives import RowLoss, known_labels
 from gmeta.losses.row_losses import HALVES
 from gmeta_models.gated import GatedModel
-from gmeta_models.mlp import Dropout, drop_out, dropout_of
+from gmeta_models.mlp import DropoutReLU, dropout_of
 
 if TYPE_CHECKING:
     from gmeta.adaptation.adaptation_plan import AdaptationPlan
@@ -90,7 +90,7 @@ class FusedLoop(ABC, Generic[Adapted]):
         )
 
     @property
-    def _dropout(self) -> Dropout | None:
+    def _dropout(self) -> DropoutReLU | None:
         # Of the outer loss alone, as in GeneralLoop.losses_N.
         return dropout_of(self._model.decision_layers) if self._model.training else None
 
@@ -300,7 +300,7 @@ class StillLoop(FusedLoop[ConstantInputMlp]):
         """Return the sum over the tasks of the mean query loss at the adapted parameters."""
         inputs_NO = adapted.query.after_steps_NO(adapted.scaled_grads_SO).relu()
         if (dropout := self._dropout) is not None:
-            inputs_NO = drop_out(inputs_NO, dropout)
+            inputs_NO = dropout.drop_out(inputs_NO)
         loss = _row_loss(tasks.query, self._objectives.outer, adapted.query.outputs_NO.dtype)
         return loss.sum(adapted.upper.forward(inputs_NO, tasks.query, dropout)[-1])
 

@@ -26,7 +26,6 @@ from torch.autograd.function import once_differentiable
 
 from gmeta.adaptation.fused.fast_weight_update import FastWeightUpdate
 from gmeta.adaptation.rates import WeightRates, scale_grads
-from gmeta_models.mlp import drop_out
 from gmeta_models.ops.matmul import linear
 
 if TYPE_CHECKING:
@@ -35,7 +34,7 @@ if TYPE_CHECKING:
     from gmeta.adaptation.layout.padded_layout import PaddedRows
     from gmeta.adaptation.rates import LayerRate
     from gmeta.losses.objectives import RowLoss
-    from gmeta_models.mlp import Dropout
+    from gmeta_models.mlp import DropoutReLU
 
 # autograd would find the derivatives below in five times as many operations, most of which
 # allocate. Tests hold them to the equations as they stand, differentiated by autograd
@@ -57,7 +56,7 @@ class AdaptedMlp:
     updates: tuple[FastWeightUpdate, ...] = ()  # by layer; none before the first step
 
     def forward(
-        self, inputs_NI: Tensor, rows: PaddedRows, dropout: Dropout | None = None
+        self, inputs_NI: Tensor, rows: PaddedRows, dropout: DropoutReLU | None = None
     ) -> tuple[Tensor, ...]:
         """Return h_0, ..., h_{L-1} and z_L of rows of the tasks; `dropout` of h_1, ..., h_{L-1}."""
         layers = self._layers(rows)._replace(dropout=dropout)
@@ -144,7 +143,7 @@ class _PassLayers(NamedTuple):
     gates_NO: Sequence[Tensor | None]  # of each row
     updates: Sequence[FastWeightUpdate]
     sides: Sides
-    dropout: Dropout | None = None
+    dropout: DropoutReLU | None = None
 
     @property
     def tensors(self) -> list[Tensor]:
@@ -190,7 +189,7 @@ class _Forward(torch.autograd.Function):
                 # In place: its derivative asks only where z > 0, and there h > 0 too.
                 passed.append(out_NO.relu_())
                 if layers.dropout is not None:
-                    passed[-1] = drop_out(passed[-1], layers.dropout)
+                    passed[-1] = layers.dropout.drop_out(passed[-1])
             out_NO = linear(passed[-1], layers.weights_OI[at], layers.biases_O[at])
             if gate_NO is not None:
                 # Saved for the gradient of the gate.

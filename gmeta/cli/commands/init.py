@@ -121,7 +121,8 @@ def init(
     ]
     if run:
         _run_steps(steps)
-        return _name_better(Path(runs) / "maml", Path(runs) / "maml-plain", out)
+        _name_better(Path(runs) / "maml", Path(runs) / "maml-plain", out)
+        return
     # The lines are for a shell, and a path may have spaces.
     first, *others = (f"  gmeta {shlex.join(words)}\n" for words in steps)
     config = shlex.quote(config)
@@ -133,7 +134,6 @@ def init(
         f"  gmeta train {shlex.quote(f'{runs}/maml-tune/best.toml')}\n"
         f"  gmeta train {shlex.quote(f'{runs}/maml-tune-plain/best.toml')}"
     )
-    return None
 
 
 def _run_steps(steps: list[list[str]]) -> None:

@@ -54,10 +54,10 @@ class RatedRows(NamedTuple):
     group_N: Int64 | None = None  # what a support row leaves out of itself; None: its item alone
 
 
-def find_neighbours_column(config: NeighboursConfig | None, features: Features) -> int | None:
+def find_neighbours_column(config: NeighboursConfig, features: Features) -> int | None:
     """Return the place of the config's single-id column; None: it has none. Raises ValueError: the
     dataset lacks it."""
-    if config is None or not config.column:
+    if not config.column:
         return None
     names = [column.name for column in features.single]
     if config.column not in names:

@@ -91,7 +91,8 @@ def _minimise(
         hessian_XX.diagonal().add_(PENALTY)
         step_X = torch.linalg.solve(hessian_XX, input_NX.T @ (weight_N * grad_N) + PENALTY * at_X)
         # Newton's steps on clicks may go too far.
-        while objective(at_X - step_X) > objective(at_X) and step_X.abs().max() > 1e-12:
+        reached = objective(at_X)
+        while objective(at_X - step_X) > reached and step_X.abs().max() > 1e-12:
             step_X = step_X / 2
         at_X = at_X - step_X
         if step_X.abs().max() < 1e-9:

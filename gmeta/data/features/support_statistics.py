@@ -30,7 +30,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from gmeta.config.inputs import NO_PRIOR, LabelPrior, choose_columns
+from gmeta.config.inputs import NO_PRIOR, LabelPrior, NeighboursConfig, choose_columns
 from gmeta.data.features.neighbours import (
     NAMES,
     RatedRows,
@@ -47,7 +47,7 @@ from metaio.ragged import Int64, owners, places, sum_rows
 from metaio.read.batch import deduplicate_task_rows
 
 if TYPE_CHECKING:
-    from gmeta.config.inputs import ItemFeaturesConfig, NeighboursConfig, SupportFeaturesConfig
+    from gmeta.config.inputs import ItemFeaturesConfig, SupportFeaturesConfig
     from gmeta.data.neighbour_counts import NeighbourLists
     from metaio.format.features import Features
     from metaio.read.batch import TaskBatch, TaskRows
@@ -77,7 +77,7 @@ class SupportStatistics:
         features: Features,
         prior: LabelPrior,
         items: ItemFeaturesConfig | None = None,
-        neighbours: NeighboursConfig | None = None,
+        neighbours: NeighboursConfig = NeighboursConfig(),  # noqa: B008 - frozen
     ) -> SupportStatistics:
         """Return the statistics of a config; those of `items` stand between them and the dense
         columns. Raises ValueError: a column that is named is not there, or changes nothing."""
@@ -89,9 +89,8 @@ class SupportStatistics:
         for name, is_chosen in zip(known, chosen, strict=True):
             names += [f"{name} mean", f"{name} count"] if is_chosen else []
         place = find_neighbours_column(neighbours, features)
-        names += (
-            [f"{features.single[place].name} {name}" for name in NAMES] if place is not None else []
-        )
+        if place is not None:
+            names += [f"{features.single[place].name} {name}" for name in NAMES]
         return cls(
             config.task,
             tuple(np.flatnonzero(chosen[:num_single]).tolist()),

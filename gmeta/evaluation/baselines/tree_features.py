@@ -47,8 +47,7 @@ class TreeNeighbours:
 
     column: int
     lists: NeighbourLists
-    mean: float
-    deviation: float
+    prior: LabelPrior
 
     @classmethod
     def count(
@@ -63,9 +62,7 @@ class TreeNeighbours:
         column = find_neighbours_column(config, features)
         if column is None:
             return None
-        (num_items,) = (
-            one.num_rows for one in features.tables if one.name == features.single[column].table
-        )
+        sizes = {table.name: table.num_rows for table in features.tables}
         baskets = [
             Baskets.of(
                 np.diff(rows.row_offsets_T1),
@@ -75,20 +72,22 @@ class TreeNeighbours:
             )
             for rows in parts
         ]
-        lists = NeighbourLists.make_on_disk(NUM_FOLDS, num_items, config.count)
+        lists = NeighbourLists.make_on_disk(
+            NUM_FOLDS, sizes[features.single[column].table], config.count
+        )
         count_neighbours(Baskets.join(baskets), lists)
-        return cls(column, lists, *prior)
+        return cls(column, lists, prior)
 
     def make_columns(
         self, rows: EpisodeRows, fold_N: Int64, hidden_N: Bools, above_N: Floats
     ) -> dict[str, Floats]:
         """Return the statistics by name; `above_N` are labels of support rows above their items."""
         support_N, episode_N = rows.is_support_N, rows.episode_N
-        residual_N, num_tasks = above_N / self.deviation, len(rows.task_T)
+        residual_N, num_tasks = above_N / self.prior.deviation, len(rows.task_T)
         count_T = np.bincount(episode_N, support_N, num_tasks)
         mean_T = np.bincount(episode_N, residual_N, num_tasks) / (count_T + TASK_PRIOR)
         item_N = np.where(hidden_N, 0, rows.ids_of(self.column))
-        is_positive_N = support_N & (rows.label_N > self.mean)
+        is_positive_N = support_N & (rows.label_N > self.prior.mean)
         mean_N, count_N = mean_T[episode_N], count_T[episode_N].astype(float)
         rated = RatedRows(episode_N, item_N, support_N, residual_N, is_positive_N, mean_N, count_N)
         # NO_FOLD is the last level: all tasks.

@@ -6,12 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 from gmeta.evaluation.report.evaluation_schema import Caution, GroupEvaluation, Stage
-from gmeta.evaluation.report.headline import (
-    find_estimate,
-    format_interval,
-    format_signed,
-    rank_value,
-)
+from gmeta.evaluation.report.headline import format_interval, format_signed, rank_estimate
 from gmeta.metrics.metric_info import MetricInfo
 
 
@@ -23,11 +18,12 @@ def find_cautions(
     label: str,
 ) -> list[Caution]:
     """Return what is wrong with the adapted run in a group; `baselines` have names and words."""
-    best = {}
-    for metric, info in infos.items():
-        values = {one: find_estimate(group, one, "after", metric).value for one in baselines}
-        sign = 1.0 if info.higher_is_better else -1.0
-        best[metric] = max(values, key=lambda one: rank_value(sign * values[one]), default="")
+    best = {
+        metric: max(
+            baselines, key=lambda one: rank_estimate(group, one, "after", metric, info), default=""
+        )
+        for metric, info in infos.items()
+    }
     # A baseline is told by those metrics that it is the best by.
     rivals: list[tuple[str, Stage, str]] = [(run, "before", "adapting makes it worse")]
     rivals += [
@@ -37,17 +33,14 @@ def find_cautions(
     cautions = []
     for minus_run, stage, what in rivals:
         comparison = group.comparison(run, "after", minus_run, stage)
-        worse = {
-            name: f" {format_signed(one.value)} {format_interval(one.low, one.high, True)}"
-            for name, one in (comparison.metrics if comparison else {}).items()
-            if one.verdict == "worse" and minus_run in (run, best[name])
-        }
+        worse = {}
+        for name, one in (comparison.metrics if comparison else {}).items():
+            if one.verdict == "worse" and minus_run in (run, best[name]):
+                size = f" {format_signed(one.value)} {format_interval(one.low, one.high, True)}"
+                worse[name] = infos[name].label + ("" if minus_run == run else size)
         if worse:
-            told = ", ".join(
-                infos[name].label + difference * (minus_run != run)
-                for name, difference in worse.items()
-            )
-            text = f"{group.name}: {what}, by {told}{label and f' of {label}'}"
+            of_label = f" of {label}" if label else ""
+            text = f"{group.name}: {what}, by {', '.join(worse.values())}{of_label}"
             cautions.append(Caution(group.name, minus_run, tuple(worse), text, label))
     return cautions
 

@@ -15,6 +15,7 @@ from gmeta.evaluation.report.evaluation_schema import (
     RunFacts,
     Stage,
 )
+from gmeta.metrics.metric_info import MetricInfo
 from metaio.quantities import format_count
 
 DASH = "\N{EM DASH}"
@@ -60,12 +61,9 @@ def make_headline(evaluation: Evaluation, group: GroupEvaluation, metric: str) -
 def _make_run_rival(
     evaluation: Evaluation, group: GroupEvaluation, metric: str, other_run: RunFacts
 ) -> Rival:
-    sign = 1.0 if evaluation.metrics[metric].higher_is_better else -1.0
+    info = evaluation.metrics[metric]
     # Chosen on the same rows, in favour of the baseline: a win over it counts.
-    stage = max(
-        STAGES,
-        key=lambda one: rank_value(sign * find_estimate(group, other_run.name, one, metric).value),
-    )
+    stage = max(STAGES, key=lambda one: rank_estimate(group, other_run.name, one, metric, info))
     return Rival(
         other_run.name,
         other_run.name,
@@ -108,10 +106,15 @@ def list_notes(evaluation: Evaluation) -> list[tuple[str, str]]:
     return lines + [(head, rest) for head, _, rest in (n.partition(": ") for n in evaluation.notes)]
 
 
-def rank_value(value: float) -> float:
-    """Return the value, or of NaN less than any other: what a maximum is chosen by."""
-    # NaN compares false with everything: max would keep the stage that comes first.
-    return value if math.isfinite(value) else -math.inf
+def rank_estimate(
+    group: GroupEvaluation, run: str, stage: Stage, metric: str, info: MetricInfo
+) -> float:
+    """Return what a maximum is chosen by: a metric's value, negative if lower is better."""
+    value = find_estimate(group, run, stage, metric).value
+    # NaN compares false with everything: max would keep what comes first.
+    if not math.isfinite(value):
+        return -math.inf
+    return value if info.higher_is_better else -value
 
 
 def find_estimate(group: GroupEvaluation, run: str, stage: Stage, metric: str) -> MetricEstimate:

@@ -17,7 +17,7 @@ from gmeta.adaptation.fused.mlp import AdaptedMlp
 from gmeta.adaptation.layout.padded_layout import PaddedRows
 from gmeta.adaptation.plain_update import PlainUpdate, add_step, step_update
 from gmeta.adaptation.rates import LayerRate
-from gmeta_models.mlp import Dropout, drop_out
+from gmeta_models.mlp import DropoutReLU
 
 
 @final
@@ -28,14 +28,14 @@ class PlainMlp(AdaptedMlp):
     changes: tuple[tuple[PlainUpdate, ...], ...] = ()  # by layer and rectangle; none before a step
 
     def forward(
-        self, inputs_NI: Tensor, rows: PaddedRows, dropout: Dropout | None = None
+        self, inputs_NI: Tensor, rows: PaddedRows, dropout: DropoutReLU | None = None
     ) -> tuple[Tensor, ...]:
         """Return h_0, ..., h_{L-1} and z_L of rows of the tasks."""
         passed, out_NO = [inputs_NI], inputs_NI
         for at, gate_NO in enumerate(self.gates_of(rows)):
             if at:
                 hidden_NO = out_NO.relu()
-                passed.append(hidden_NO if dropout is None else drop_out(hidden_NO, dropout))
+                passed.append(hidden_NO if dropout is None else dropout.drop_out(hidden_NO))
             out_NO = F.linear(passed[-1], self.weights_OI[at], self.biases_O[at])
             out_NO = out_NO if gate_NO is None else out_NO * gate_NO
             if change := self._changes_of(at):

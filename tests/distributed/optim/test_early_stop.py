@@ -8,7 +8,13 @@ import pytest
 
 from gmeta.config.train_config import config_from_dict
 from gmeta.errors import ConfigError
-from gmeta.runs.early_stop import EarlyStop, describe_choices, describe_end, make_early_stop
+from gmeta.runs.early_stop import (
+    EarlyStop,
+    describe_choices,
+    describe_end,
+    make_early_stop,
+    make_scoring,
+)
 from gmeta.runs.run_progress import RunProgress
 from tests.support.commands import SMALL_MODEL, evaluate, gmeta, metrics, succeed, write_config
 from tests.support.refusals import catch_message
@@ -62,8 +68,9 @@ def test_a_run_says_that_it_still_got_better_or_was_best_while_it_trained_plainl
 
     def lines_of(scores: list[float | None]) -> list[str]:
         # A step an epoch.
-        progress = judged(make_early_stop(config), scores)
-        return describe_end(config, replace(progress, epoch=len(scores)), 1)
+        stop = make_early_stop(config)
+        progress = replace(judged(stop, scores), epoch=len(scores))
+        return describe_end(stop, progress, 1, config.run, config.algorithm)
 
     assert lines_of([0.5, 0.6, 0.7, 0.8, 0.75]) == []
     assert lines_of([0.5, 0.6, 0.7, 0.8, 0.9]) == [
@@ -98,7 +105,9 @@ def test_the_headline_decides_what_rates_are_chosen_by_and_trees_are_fitted_to(
     config: dict[str, object], line: str
 ) -> None:
     trained = config_from_dict(config)
-    assert describe_choices(trained, trained) == line
+    scoring, stop = make_scoring(trained), make_early_stop(trained)
+    told = describe_choices(scoring, stop, trained.data.valid_splits, trained.labels.standardise)
+    assert told == line
 
 
 @pytest.mark.parametrize(

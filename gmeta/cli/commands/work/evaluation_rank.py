@@ -34,7 +34,7 @@ from gmeta.metrics.catalogue import Scoring
 from gmeta.metrics.scored_label import ScoredLabel
 from gmeta.runs.checkpoints.selected_checkpoint import best_not_kept
 from gmeta.runs.chosen_adaptation import CHOSEN_ADAPTATION_FILE, write_chosen_adaptation
-from gmeta.runs.early_stop import describe_choices, make_scoring
+from gmeta.runs.early_stop import describe_choices, make_early_stop, make_scoring
 from gmeta.runs.run_folder import RunFolder
 from metaio.format.dataset import Dataset
 from metaio.format.translation import translate_dataset
@@ -147,7 +147,12 @@ def evaluate_on_rank(
                 evaluated,
                 models,
                 [
-                    describe_choices(config, chosen),
+                    describe_choices(
+                        make_scoring(chosen),
+                        make_early_stop(config),
+                        config.data.valid_splits,
+                        config.labels.standardise,
+                    ),
                     *filter(None, map(describe_plain_best, evaluated)),
                     *baseline_notes,
                     *notes,
