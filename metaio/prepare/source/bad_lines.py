@@ -135,10 +135,8 @@ def make_bad_lines_error(count: int, shown: Sequence[BadLine], remedy: str = "")
     """Return the error that lists lines, by their files."""
     text, name = "", ""
     for bad in shown[:_SHOWN_LINES]:
-        text += (
-            f"; line {bad.line}" if bad.input == name else f"; input {bad.input}, line {bad.line}"
-        )
-        text, name = f"{text}: {bad.reason}", bad.input
+        place = "" if bad.input == name else f"input {bad.input}, "
+        text, name = f"{text}; {place}line {bad.line}: {bad.reason}", bad.input
     if count == 1 and not remedy:
         return DataError(f"{text[2:]}. {shown[0].remedy}")
     more = " or more" if count >= _MOST_LISTED else ""

@@ -179,12 +179,9 @@ def _check_columns(
     options = format_text_options(text)
     check_names(connection, files, files.names[0], options, names, names)
     if files.kind == "text" and len(names) == 1:
-        table = format_scan(files, files.names[:1], options + LENIENT)
-        rows = find_bad_rows(connection, f"SELECT count(COLUMNS(*)) FROM {table}")
-        name = files.names[0]
-        if rows:
-            shown = show_bad_lines(name, text.encoding, rows, name)
-            raise make_bad_lines_error(len(rows), shown)
+        name, table = files.names[0], format_scan(files, files.names[:1], options + LENIENT)
+        if rows := find_bad_rows(connection, f"SELECT count(COLUMNS(*)) FROM {table}"):
+            raise make_bad_lines_error(len(rows), show_bad_lines(name, text.encoding, rows, name))
         raise DataError(
             f"input {name} has one column, {to_one_line(names[0], 300)}; task, label and an input "
             r"are needed. Say what separates the values, such as --separator '\x01'"

@@ -163,7 +163,8 @@ class DuckSource:
             self._check_durations()
         # All files are read with the first one's types: a row that does not fit is refused by name,
         # instead of turning a column into text.
-        self._asked = {} if self._files.kind == "Parquet" else self._choose_types(self._types)
+        kind = self._files.kind
+        self._asked = {} if kind == "Parquet" else choose_types(schema, self._types, kind)
         self._table = self._scan(self._files.names, self._asked)
         self.left_out = {"empty_files": len(self._files.empty)}
 
@@ -218,7 +219,7 @@ class DuckSource:
         guessed = {row[0]: row[1] for row in self._connection.execute(query).fetchall()}
         types: dict[str, str] = {}
         if schema.transform is None and guessed.keys() >= {*columns}:
-            types = self._choose_types(guessed)
+            types = choose_types(schema, guessed, self._files.kind)
             # Ids beyond 64 bits with a sign are found later (survey).
             types |= {c: "HUGEINT" for c, kind in types.items() if kind == "BIGINT"}
         columns = [c for c in columns if c in guessed]
@@ -227,9 +228,6 @@ class DuckSource:
         queries = {place: f"SELECT {counts} FROM {table}" for place, table in tables.items()}
         found = {place: find_bad_rows(self._connection, query) for place, query in queries.items()}
         return {place: rows for place, rows in found.items() if rows}
-
-    def _choose_types(self, guessed: dict[str, str]) -> dict[str, str]:
-        return choose_types(self._schema, guessed, self._files.kind)
 
     def _scan(self, names: list[str], types: dict[str, str] | None, more: str = "") -> str:
         """Return the table function that reads these files, with these types where given."""
@@ -242,10 +240,6 @@ class DuckSource:
         declared += f", hive_types = {format_struct(of_folders)}" if of_folders else ""
         options = f"{self._options}{declared}{more or self._by_name}"
         return format_scan(self._files, names, options, columns, bool(self._folders))
-
-    def _read_header(self, name: str) -> tuple[str, list[str]]:
-        """Return delimiter and fields of a text file's first line, or nothing if any is missing."""
-        return read_header(name, self._text, self._schema.columns)
 
     def _infer_column_types(self, name: str) -> dict[str, str]:
         """Return the SQL type of each column of a file, by its first rows."""
@@ -273,8 +267,9 @@ class DuckSource:
 
     def _spell_out(self, name: str, error: duckdb.Error) -> None:
         """Set the types that DuckDB cannot infer where an unread column is not UTF-8."""
-        header = self._read_header(name)
-        if not header[1] or any(self._read_header(other) != header for other in self._files.names):
+        names = [name, *self._files.names]
+        headers = [read_header(one, self._text, self._schema.columns) for one in names]
+        if not headers[0][1] or headers.count(headers[0]) < len(headers):
             raise self._make_error(error, name) from error
         options = f"{self._options}, ignore_errors = true"
         *_, columns, _, _, _, call = self._fetch(
