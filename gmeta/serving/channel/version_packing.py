@@ -69,4 +69,6 @@ def _delta_obstacle(old: ExportedConfig, new: ExportedConfig) -> str:
         return f"its rows are {now[0]} of width {now[1]}, those served {was[0]} of width {was[1]}"
     if widths_of_tables(old.features, old.model) != widths_of_tables(new.features, new.model):
         return "its tables have other widths"
+    if old.neighbours != new.neighbours:
+        return "its neighbours are others"
     return ""

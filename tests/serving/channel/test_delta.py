@@ -99,6 +99,20 @@ def test_rows_that_differ_only_in_the_sign_of_zero_are_shipped(tmp_path: Path) -
     assert content(materialize_version(channel, 2, tmp_path / "own")) == content(tmp_path / "2")
 
 
+@pytest.mark.parametrize("before", ["", "item"])
+def test_a_version_whose_neighbours_are_others_is_full(tmp_path: Path, before: str) -> None:
+    channel, model = Channel(tmp_path / "channel"), Model.of({"item": 3_000, "city": 9_000})
+    first = replace(model, neighbours_of=before).write(tmp_path / "m1")
+    pack(channel, first, tmp_path / "v1", overwrite=False)
+    channel.promote(tmp_path / "v1")
+    second = replace(model, neighbours_of="" if before else "item").write(tmp_path / "m2")
+    whole = content(second)
+    version, why = pack(channel, second, tmp_path / "v2", overwrite=False)
+    assert (version.delta, why) == (None, "its neighbours are others")
+    channel.promote(tmp_path / "v2")
+    assert content(materialize_version(channel, 2)) == whole
+
+
 def test_a_long_or_heavy_chain_becomes_a_full_version(tmp_path: Path) -> None:
     rng, channel, model = np.random.default_rng(1), Channel(tmp_path / "channel"), Model.of(SIZES)
     kinds, why = [], ""
