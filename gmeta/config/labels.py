@@ -8,7 +8,7 @@ from gmeta_keys import key
 
 Loss: TypeAlias = Literal["bce", "mse", "huber", "mae", "softmax", "pairwise"]
 LOSSES = get_args(Loss)
-# The least and the most label of a loss; others take every finite number.
+# As row_losses.defined_labels_N has them, without torch; other losses take every finite number.
 RANGES = {"bce": (0.0, 1.0), "softmax": (0.0, math.inf)}
 
 

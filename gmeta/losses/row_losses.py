@@ -5,7 +5,6 @@ Shape suffix: N rows"""
 
 from __future__ import annotations
 
-import math
 from typing import NamedTuple
 
 import numpy as np
@@ -14,17 +13,17 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from gmeta.config.labels import RANGES
-
 HALVES = (torch.bfloat16, torch.float16)
 RANKING = ("softmax", "pairwise")
 ANY_NUMBER = ("mse", "huber", "mae")  # labels without a scale of their own
 
 
 def defined_labels_N(kind: str, label_N: npt.NDArray[np.float32]) -> npt.NDArray[np.bool_]:
-    """Return where the loss is defined: see RANGES; of other losses where a label is finite."""
-    least, most = RANGES.get(kind, (-math.inf, math.inf))
-    return np.isfinite(label_N) & (label_N >= least) & (label_N <= most)
+    """Return where the loss is defined: `bce` on [0, 1], `softmax` from 0 on, others if finite."""
+    # NaN is neither below nor above anything.
+    if kind == "bce":
+        return (label_N >= 0) & (label_N <= 1)
+    return np.isfinite(label_N) & (label_N >= 0) if kind == "softmax" else np.isfinite(label_N)
 
 
 class LossFunction(NamedTuple):
