@@ -59,13 +59,14 @@ def check_reachable() -> None:
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
         try:
             # A rank whose agent was killed first would try it again for minutes.
-            with suppress(TimeoutError, socket.gaierror):
-                socket.create_connection((first, int(port)), STORE_TIMEOUT_S).close()
+            socket.create_connection((first, int(port)), STORE_TIMEOUT_S).close()
         except ConnectionRefusedError as error:
             raise GMetaError(
                 f"torchrun, which started this rank, no longer answers at {first}:{port}: start "
                 "the job again"
             ) from error
+        except OSError:
+            pass  # a network that may come back: joining the job waits for it
 
 
 def _is_loopback(host: str) -> bool:
