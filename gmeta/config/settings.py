@@ -14,6 +14,16 @@ from gmeta_keys import Wording, parse
 Settings = TypeVar("Settings")
 
 
+def flatten_sections(sections: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
+    """Return the values of a config's sections by section.key, or section.options.key."""
+    found: dict[str, Any] = {}
+    for part, keys in sections.items():
+        found |= {f"{part}.{name}": value for name, value in keys.items() if name != "options"}
+        options = keys.get("options", {})
+        found |= {f"{part}.options.{name}": value for name, value in options.items()}
+    return found
+
+
 def describe_settings(kind: Any) -> list[tuple[str, str, str]]:
     """Return (section.key, default as JSON, help) of each key of a dataclass of sections."""
     return [

@@ -22,7 +22,13 @@ from gmeta.config.inputs import (
     SupportFeaturesConfig,
 )
 from gmeta.config.labels import LabelsConfig, Loss
-from gmeta.config.settings import WORDING, describe_keys, describe_settings, settings_from_dict
+from gmeta.config.settings import (
+    WORDING,
+    describe_keys,
+    describe_settings,
+    flatten_sections,
+    settings_from_dict,
+)
 from gmeta.config.sharding import ShardingConfig
 from gmeta.errors import ConfigError
 from gmeta.platform.files.local_paths import check_local
@@ -283,7 +289,7 @@ class TrainConfig:
 
     def by_key(self) -> dict[str, Any]:
         """Return every value, as JSON has it, by its section.key, or section.options.key."""
-        return flat(self.to_json())
+        return flatten_sections(self.to_json())
 
 
 def load_config(path: str | Path, overrides: Sequence[str] = ()) -> TrainConfig:
@@ -318,16 +324,6 @@ def overridden(config: TrainConfig, overrides: Sequence[str]) -> TrainConfig:
     for override in overrides:
         _override(raw, override)
     return config_from_dict(raw)
-
-
-def flat(sections: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
-    """Return the values of a config's sections by section.key, or section.options.key."""
-    found: dict[str, Any] = {}
-    for part, keys in sections.items():
-        found |= {f"{part}.{name}": value for name, value in keys.items() if name != "options"}
-        options = keys.get("options", {})
-        found |= {f"{part}.options.{name}": value for name, value in options.items()}
-    return found
 
 
 def digest_of(config: Mapping[str, Any]) -> str:

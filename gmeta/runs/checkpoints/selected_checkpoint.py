@@ -3,7 +3,8 @@
 from pathlib import Path
 from typing import Any
 
-from gmeta.config.train_config import RunConfig, TrainConfig, config_from_dict, flat
+from gmeta.config.settings import flatten_sections
+from gmeta.config.train_config import RunConfig, TrainConfig, config_from_dict
 from gmeta.errors import ConfigError, GMetaError, UserError
 from gmeta.platform.files.local_paths import check_local
 from gmeta.runs.checkpoints.progress_file import read_about, read_progress
@@ -78,7 +79,7 @@ def check_config(path: Path, config: TrainConfig) -> None:
             f"checkpoint {path} was trained with what this release does not have ({error}). "
             "Use the release that wrote it"
         ) from error
-    was, now = flat(before), flat(tied_config(config))
+    was, now = flatten_sections(before), flatten_sections(tied_config(config))
     for key in {**now, **was}:
         if now.get(key) != was.get(key):
             raise UserError(

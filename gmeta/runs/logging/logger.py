@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from gmeta.config.train_config import flat
+from gmeta.config.settings import flatten_sections
 
 Status = Literal["finished", "stopped", "failed"]
 
@@ -25,7 +25,7 @@ class RunInfo:
         """Return the config as `section.key` -> value: bool, number, text, or a list as text."""
         return {
             key: value if isinstance(value, bool | int | float | str) else str(value)
-            for key, value in flat(self.config).items()
+            for key, value in flatten_sections(self.config).items()
         }
 
 
