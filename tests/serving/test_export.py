@@ -7,6 +7,7 @@ import statistics
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import cast
 
@@ -551,15 +552,12 @@ def test_a_model_of_ones_own_that_reads_an_unpooled_list_is_exported(
     assert np.isfinite(task.predict(rows)).all()
 
 
-def test_what_could_not_be_loaded_is_not_exported(
-    run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_could_not_be_loaded_is_not_exported(run: Path, tmp_path: Path) -> None:
     def refuse(folder: Path, verify: bool) -> None:
         raise GMetaError(f"{folder} cannot be built (no). Load it with the release that wrote it")
 
     out = tmp_path / "model"
-    monkeypatch.setattr(export, "load", refuse)
-    message = catch_message(GMetaError, export_run, run, out)
+    message = catch_message(GMetaError, partial(export_run, load=refuse), run, out)
     assert message == (
         f"run {run} is not exported, as it could not be loaded: {out} cannot be built (no). Load "
         "it with the release that wrote it"

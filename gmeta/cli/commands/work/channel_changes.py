@@ -30,6 +30,7 @@ from gmeta.serving.channel.version_packing import pack
 from gmeta.serving.channel.version_retention import prune
 from gmeta.serving.export import export_run
 from gmeta.serving.exported_folder import check_files, read_config
+from gmeta.serving.model_loader import load
 from gmeta.serving.table_format import TableFormat
 from metaio.errors import MetaIOError
 from metaio.format.dataset import Dataset, open_dataset
@@ -183,7 +184,7 @@ def show_verdict(verdict: Verdict) -> None:
 def _model_and_data(candidate: Path, model_place: Path) -> tuple[Path, Callable[[], Dataset]]:
     """Return a candidate's exported model (a run's: `model_place`), and what opens its dataset."""
     if is_run(candidate):
-        export_run(candidate, model_place, overwrite=True)
+        export_run(candidate, model_place, overwrite=True, load=load)
         # A function: with --on the run's own dataset need not be there.
         return model_place, partial(open_data, RunFolder(candidate).read_config().data)
     if is_delta(candidate):

@@ -9,6 +9,7 @@ from gmeta.runs.chosen_adaptation import CHOSEN_ADAPTATION_FILE
 from gmeta.runs.run_folder import RunFolder
 from gmeta.serving.export import export_run
 from gmeta.serving.formats.export_runtime import Runtime, export_for
+from gmeta.serving.model_loader import load
 from gmeta.serving.table_format import TableFormat
 
 _USES = {
@@ -22,7 +23,7 @@ def export_full(
     run: Path, out: Path, tables: TableFormat, step: int | None, overwrite: bool
 ) -> None:
     """Export the run's checkpoint, and print its size and how to use it."""
-    written = export_run(run, out, tables, step, overwrite)
+    written = export_run(run, out, tables, step, overwrite, load)
     # A model without tables has 0 bytes of them.
     share = written.table_bytes / max(written.float32_table_bytes, 1)
     console = make_console(stderr=True)

@@ -12,6 +12,7 @@ from gmeta.serving.channel.model_version import Version
 from gmeta.serving.channel.version_packing import pack
 from gmeta.serving.export import export_run
 from gmeta.serving.exported_folder import check_free
+from gmeta.serving.model_loader import load
 from gmeta.serving.table_format import TableFormat
 from metaio.format.atomic_folder import lock_writer
 
@@ -24,7 +25,7 @@ def export_since(
     with temporary_beside(out, str(out)) as full_export:
         # A delta is what differs between two full models: the run's is exported first, beside
         # `out`.
-        export_run(run, full_export, tables, step, overwrite=True)
+        export_run(run, full_export, tables, step, overwrite=True, load=load)
         return pack(open_or_new_channel(since), full_export, out, overwrite)
 
 
