@@ -28,7 +28,7 @@ from gmeta.config.train_config import load_config
 from metaio import open_dataset
 from metaio.format.block import Block
 from metaio.format.dataset import Dataset
-from metaio.ragged import owners, places
+from metaio.ragged import find_firsts, owners, places
 
 Values = dict[tuple[str, str], float]  # by split and metric
 _ROW = re.compile(r"^(?P<model>.+?)\s+(?P<split>\S+)\s+(?P<metrics>([A-Za-z]+ -?[\d.]+\s*)+)$")
@@ -115,7 +115,7 @@ def _rows_T(block: Block) -> Any:
 def _rows(split: str, number: int, block: Block, ids_NF: Any) -> Iterator[list[Any]]:
     # An episode is a task here: of a long task there are several, and each has its own support.
     task_N, place_N = owners(_rows_T(block)), places(_rows_T(block))
-    is_query_N = place_N >= block.support_lengths_T[task_N]
+    is_query_N = ~find_firsts(_rows_T(block), block.support_lengths_T)
     for at, (task, place, is_query) in enumerate(zip(task_N, place_N, is_query_N, strict=True)):
         name = f"{split}-{number}-{task}"
         values = [*ids_NF[at], *block.dense_NK[at]]

@@ -73,6 +73,14 @@ def places(lengths: npt.ArrayLike) -> Int64:
     return found
 
 
+def find_firsts(lengths: npt.ArrayLike, counts: npt.ArrayLike) -> npt.NDArray[np.bool_]:
+    """Return a mask of the first entries of each list, of as many as `counts` says.
+
+    >>> find_firsts([2, 0, 3], [1, 0, 2]).tolist()
+    [True, False, True, True, False]"""
+    return places(lengths) < np.repeat(np.asarray(counts), np.asarray(lengths, np.int64))
+
+
 def find_run_starts(keys_N: npt.NDArray[Any]) -> npt.NDArray[np.bool_]:
     """Return a mask of the rows that differ from the one before: where runs of equal keys begin.
 

@@ -24,7 +24,7 @@ from gmeta.data.row_groups import find_groups
 from metaio.format.block import merge_unknown_ids
 from metaio.format.features import OOV_ROW, Features
 from metaio.hashing import splitmix64
-from metaio.ragged import offsets, owners, places, ragged_indices
+from metaio.ragged import find_firsts, offsets, owners, ragged_indices
 from metaio.read.batch import TaskBatch
 
 
@@ -94,13 +94,13 @@ def resplit(
     in_support_T = np.rint(share_T * groups_T).astype(np.int64)
     in_support_T = np.clip(in_support_T, 1, np.maximum(groups_T - 1, 1))
     if max_share == 0.0:
-        was_support_N = places(rows_T) < stored_T[task_N]
+        was_support_N = find_firsts(rows_T, stored_T)
         in_support_T = np.bincount(tasks[was_support_N[firsts]], minlength=batch.num_tasks)
 
     draws = draw_for_rows(batch.task_T.numpy(), offsets(groups_T), key)
     order = np.lexsort((draws, tasks))
     firsts, sizes = firsts[order], sizes[order]
-    is_support = places(groups_T) < in_support_T[tasks]
+    is_support = find_firsts(groups_T, in_support_T)
     support_T = np.bincount(tasks, is_support * sizes, batch.num_tasks).astype(np.int64)
     # An episode of a single group has one side alone, and it stays what it was.
     support_T = np.where(groups_T > 1, support_T, stored_T)

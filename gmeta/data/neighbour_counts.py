@@ -24,7 +24,7 @@ from typing import IO, TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from gmeta.errors import NotWrittenError
-from metaio.ragged import offsets, owners, ragged_indices
+from metaio.ragged import find_run_starts, offsets, owners, places, ragged_indices
 
 if TYPE_CHECKING:
     import numpy.typing as npt
@@ -149,9 +149,8 @@ def count_neighbours(
             # Pairs are in ascending order, in which equally near ones stay.
             downward_V = np.int64(1 << 32) - score_V[near_V].view(np.int32)
             order_V = near_V[np.argsort((one_V[near_V] << 33) + downward_V, kind="stable")]
-            starts_V = np.flatnonzero(np.diff(one_V[order_V], prepend=-1))
-            lengths = np.diff(starts_V, append=len(order_V))
-            place_V = np.arange(len(order_V)) - np.repeat(starts_V, lengths)
+            starts = np.flatnonzero(find_run_starts(one_V[order_V]))
+            place_V = places(np.diff(starts, append=len(order_V)))
             order_V, place_V = order_V[place_V < most], place_V[place_V < most]
             lists.ids[level, one_V[order_V], place_V] = other_V[order_V]
             for weight, values_V in enumerate((together_V, alike_V)):

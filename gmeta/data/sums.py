@@ -20,6 +20,11 @@ def find_folds(task_T: Int64) -> Int64:
     return (mixed_T % np.uint64(NUM_FOLDS)).astype(np.int64)
 
 
+def find_folds_N(task_T: Int64, row_offsets_T1: Int64) -> Int64:
+    """Return the fold of each row's task, see find_folds."""
+    return np.repeat(find_folds(task_T), np.diff(row_offsets_T1))
+
+
 def add_to_folds(sums_by_fold: Floats, fold_V: Int64, id_V: Int64, label_V: Floats) -> None:
     """Add labels, each in its fold, to the number and sum of labels of each id."""
     # Only the values that occur: a table may have far more rows than a batch.

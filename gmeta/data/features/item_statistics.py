@@ -23,7 +23,7 @@ import torch
 from torch import Tensor, nn
 
 from gmeta.config.inputs import choose_columns
-from gmeta.data.sums import NUM_FOLDS, Floats, add_to_folds, find_folds, log_odds, scale_count
+from gmeta.data.sums import NUM_FOLDS, Floats, add_to_folds, find_folds_N, log_odds, scale_count
 from metaio.format.block import find_features_of_values
 from metaio.format.features import OOV_ROW
 from metaio.ragged import Int64, owners, sum_rows
@@ -107,7 +107,7 @@ class ItemStatistics(nn.Module):
     def add(self, sums: ItemSums, batch: TaskBatch) -> None:
         """Add all rows of a batch, support and query, to `sums`."""
         label_N = batch.label_N.numpy().astype(np.float64)
-        fold_N = _fold_N(batch)
+        fold_N = find_folds_N(batch.task_T.numpy(), batch.row_offsets_T1.numpy())
         for place, values_N in enumerate((np.ones_like(label_N), label_N, label_N**2)):
             sums.total_by_fold[:, place] += np.bincount(fold_N, values_N, NUM_FOLDS)
         for column, by_fold in zip(self._columns, sums.columns, strict=True):
@@ -200,7 +200,7 @@ class FoldStatistics:
 
     def with_features(self, batch: TaskBatch) -> TaskBatch:
         """Return the batch with these statistics of each row behind its dense columns."""
-        fold_N, found = _fold_N(batch), []
+        fold_N, found = find_folds_N(batch.task_T.numpy(), batch.row_offsets_T1.numpy()), []
         for column, by_fold in zip(self.columns, self.without_fold, strict=True):
             row_V, id_V = _entries(batch, column)
             values_V2 = by_fold[fold_N[row_V], id_V]
@@ -215,10 +215,6 @@ def _append_features(batch: TaskBatch, found: list[npt.NDArray[np.float32]]) -> 
 
 def _buffer(index: int) -> str:
     return f"column_{index}"
-
-
-def _fold_N(batch: TaskBatch) -> Int64:
-    return np.repeat(find_folds(batch.task_T.numpy()), np.diff(batch.row_offsets_T1.numpy()))
 
 
 def _entries(batch: TaskBatch, column: _Column) -> tuple[Int64, Int64]:

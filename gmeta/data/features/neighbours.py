@@ -22,8 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from gmeta.data.neighbour_counts import Baskets, NeighbourLists
-from gmeta.data.sums import NUM_FOLDS, find_folds
-from metaio.ragged import owners
+from gmeta.data.sums import NUM_FOLDS, find_folds, find_folds_N
 
 if TYPE_CHECKING:
     import numpy.typing as npt
@@ -204,8 +203,6 @@ def find_ids_N(batch: TaskBatch, place: int) -> Int64:
 
 def find_levels_N(lists: NeighbourLists, batch: TaskBatch) -> Int64:
     """Return the level of the lists that each row of a batch sees: without its task's fold."""
-    lengths_T = np.diff(batch.row_offsets_T1.numpy())
     if len(lists.ids) == 1:
-        return np.zeros(int(lengths_T.sum()), np.int64)
-    level_N: Int64 = find_folds(batch.task_T.numpy())[owners(lengths_T)]
-    return level_N
+        return np.zeros(batch.num_rows, np.int64)
+    return find_folds_N(batch.task_T.numpy(), batch.row_offsets_T1.numpy())

@@ -18,7 +18,7 @@ from torch import Tensor
 from gmeta.data.sums import log_odds
 from gmeta.losses.objectives import known_labels, known_weights
 from gmeta.losses.row_losses import LossFunction, row_grads_N, row_losses_N
-from metaio.ragged import owners, places
+from metaio.ragged import find_firsts
 from metaio.read.batch import TaskBatch
 
 PENALTY = 1.0
@@ -39,8 +39,7 @@ class Regression(NamedTuple):
 def select_query_rows(batch: TaskBatch) -> tuple[Tensor, Tensor, Tensor]:
     """Return dense inputs, labels and weights of a batch's query rows; 0 of an unknown label."""
     rows_T = np.diff(batch.row_offsets_T1.numpy())
-    support_N = batch.support_lengths_T.numpy()[owners(rows_T)]
-    is_query_N = torch.from_numpy(places(rows_T) >= support_N)
+    is_query_N = torch.from_numpy(~find_firsts(rows_T, batch.support_lengths_T.numpy()))
     weight_N = known_weights(batch.label_N, batch.weight_N if batch.weight_N.numel() else None)
     label_N = known_labels(batch.label_N, weight_N)
     return batch.dense_NK[is_query_N], label_N[is_query_N], weight_N[is_query_N]

@@ -43,7 +43,7 @@ from gmeta.data.row_groups import find_groups
 from gmeta.data.sums import Floats, log_odds, scale_count, sum_of_sharing
 from metaio.format.block import find_features_of_values
 from metaio.format.features import OOV_ROW
-from metaio.ragged import Int64, owners, places, sum_rows
+from metaio.ragged import Int64, find_firsts, owners, sum_rows
 from metaio.read.batch import deduplicate_task_rows
 
 if TYPE_CHECKING:
@@ -210,7 +210,7 @@ class _LabelRows:
     def of(cls, batch: TaskBatch, prior: LabelPrior, group_N: Int64 | None) -> _LabelRows:
         rows_T = np.diff(batch.row_offsets_T1.numpy())
         task_N = owners(rows_T)
-        is_support_N = places(rows_T) < batch.support_lengths_T.numpy()[task_N]
+        is_support_N = find_firsts(rows_T, batch.support_lengths_T.numpy())
         # The labels of query rows are not looked at: a caller may not know them.
         label_N = (batch.label_N.numpy().astype(np.float64) - prior.mean) / prior.deviation
         known_N = np.where(is_support_N, label_N, 0.0)
