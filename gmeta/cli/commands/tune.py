@@ -158,17 +158,23 @@ def tune(
                 results[side] = _print_results(opened, runner, place, plan, decides, **of_trees)
                 name = "plain" if plan.base.algorithm.name == PLAIN else "adapted"
                 tuned.append(outcome.TunedSide(name, opened, plan.space, place / BEST_FILE))
-    splits = " + ".join(base.data.valid_splits)
-    path, line = outcome.choose_side(tuned, baseline.get("score"), splits, decides)
-    page = folder / PAGE_FILE
+    shown = " + ".join(base.data.valid_splits), decides
+    path = _show_best(folder / PAGE_FILE, tuned, baseline.get("score"), *shown)
+    first = results.pop("")
+    print_result(**first, **results, train=path, page=folder / PAGE_FILE)
+
+
+def _show_best(
+    page: Path, tuned: list[outcome.TunedSide], trees: float | None, splits: str, decides: EarlyStop
+) -> Path:
+    """Draw the page, print what to train, and return its config."""
+    path, line = outcome.choose_side(tuned, trees, splits, decides)
     # Late: drawing takes a second to import.
     with faster_import():
         from gmeta.tuning.study_page import render_study
-    drawn = render_study(line, tuned, baseline.get("score"), splits, decides)
-    write_atomically(page, drawn.encode())
+    write_atomically(page, render_study(line, tuned, trees, splits, decides).encode())
     make_console(stderr=True).print(f"pictures: {page}\n{line}")
-    first = results.pop("")
-    print_result(**first, **results, train=path, page=page)
+    return path
 
 
 def _run_trial(part: str, config: dict[str, Any], log: str, place: int, says: Connection) -> None:

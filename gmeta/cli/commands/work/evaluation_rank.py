@@ -126,8 +126,8 @@ def evaluate_on_rank(
             # Candidates are ranked by the judged label alone.
             common = dataset, splits, options.item_column, options.trees, protocol, on
             # The trees have the inputs of the run that has most of them.
-            inputs = (RunFolder(root).read_config().neighbours for root in roots)
-            neighbours = next((each for each in inputs if each.column), chosen.neighbours)
+            inputs = (own.neighbours for own in configs.values() if own.neighbours.column)
+            neighbours = next(inputs, chosen.neighbours)
             baselines = [
                 predict_baselines(
                     chosen.data,
@@ -147,12 +147,7 @@ def evaluate_on_rank(
                 evaluated,
                 models,
                 [
-                    describe_choices(
-                        make_scoring(chosen),
-                        make_early_stop(config),
-                        config.data.valid_splits,
-                        config.labels.standardise,
-                    ),
+                    _describe_choices(config, make_scoring(chosen)),
                     *filter(None, map(describe_plain_best, evaluated)),
                     *baseline_notes,
                     *notes,
@@ -168,6 +163,11 @@ def evaluate_on_rank(
     configs = [RunFolder(root).read_config().digest for root in roots]
     shared_options = {**vars(options), "the config of each RUN": configs}
     run_as_rank(device, config.run.collective_timeout_s, shared_options, work)
+
+
+def _describe_choices(config: TrainConfig, scoring: Scoring) -> str:
+    valid_splits, early_stop = config.data.valid_splits, make_early_stop(config)
+    return describe_choices(scoring, early_stop, valid_splits, config.labels.standardise)
 
 
 def _print_outcome(roots: list[Path], paths: ReportPaths, console: Console) -> None:
