@@ -5,6 +5,7 @@ was, initial values that depend on the size of the table, sums not discounted, s
 left out or of a value that a row stood for before."""
 
 import random
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -224,23 +225,33 @@ def test_reused_rows_begin_anew_and_sums_are_discounted(tmp_path: Path) -> None:
         assert now == pytest.approx(0.5 * was, rel=1e-6)
 
 
-def load_what_training_rows_say(ranks: Ranks, folder: Path) -> dict[str, Tensor]:
-    """The statistics of items that a grown model has from a checkpoint of 1, 2, 3, ... in each."""
-    # Without a step: of optimizers that keep nothing.
-    config = replace(
-        config_of(4),
-        outer=OuterConfig(dense_optimizer="sgd", sparse_optimizer="sgd"),
-        item_features=ItemFeaturesConfig(columns=("s0", "s1")),
-    )
+def grow_untrained(
+    ranks: Ranks, folder: Path, config: TrainConfig, fill: Callable[[MetaLearner], None]
+) -> MetaLearner:
+    """A grown model, from a checkpoint of one that `fill` has changed and that took no step."""
+    # Of optimizers that keep nothing.
+    outer = OuterConfig(dense_optimizer="sgd", sparse_optimizer="sgd")
+    config = replace(config, outer=outer)
     saved = Trained(ranks, config, OLD_ROWS)
-    assert saved.learner.items is not None
-    for _, values in saved.learner.items.table_buffers():
-        values.copy_(1.0 + torch.arange(2 * OLD_ROWS).reshape(OLD_ROWS, 2))
+    fill(saved.learner)
     path = saved.save(folder, 1)
     grown = Trained(ranks, config, NEW_ROWS)
-    load_into_grown_tables(path, grown.sharded, grown.optimizer, ranks, config.outer, RESET)
-    assert grown.learner.items is not None
-    return dict(grown.learner.items.table_buffers())
+    load_into_grown_tables(path, grown.sharded, grown.optimizer, ranks, outer, RESET)
+    return grown.learner
+
+
+def load_what_training_rows_say(ranks: Ranks, folder: Path) -> dict[str, Tensor]:
+    """The statistics of items that a grown model has from a checkpoint of 1, 2, 3, ... in each."""
+
+    def fill(learner: MetaLearner) -> None:
+        assert learner.items is not None
+        for _, values in learner.items.table_buffers():
+            values.copy_(1.0 + torch.arange(2 * OLD_ROWS).reshape(OLD_ROWS, 2))
+
+    config = replace(config_of(4), item_features=ItemFeaturesConfig(columns=("s0", "s1")))
+    grown = grow_untrained(ranks, folder, config, fill)
+    assert grown.items is not None
+    return dict(grown.items.table_buffers())
 
 
 @pytest.mark.distributed
@@ -256,21 +267,17 @@ def test_what_training_rows_said_grows_and_reused_rows_know_nothing(tmp_path: Pa
 
 def load_neighbours(ranks: Ranks, folder: Path) -> list[Tensor]:
     """What a grown model has of lists in which each item of a table names the two behind it."""
-    config = replace(
-        config_of(4),
-        outer=OuterConfig(dense_optimizer="sgd", sparse_optimizer="sgd"),
-        neighbours=NeighboursConfig("s0", 2),
-    )
-    saved = Trained(ranks, config, OLD_ROWS)
-    assert saved.learner.neighbours is not None
-    ids_RH, weights_RH2 = saved.learner.neighbours.buffers()
-    ids_RH.copy_((torch.arange(OLD_ROWS)[:, None] + torch.tensor([1, 2])) % OLD_ROWS)
-    weights_RH2.fill_(0.5)
-    path = saved.save(folder, 1)
-    grown = Trained(ranks, config, NEW_ROWS)
-    load_into_grown_tables(path, grown.sharded, grown.optimizer, ranks, config.outer, RESET)
-    assert grown.learner.neighbours is not None
-    return list(grown.learner.neighbours.buffers())
+
+    def fill(learner: MetaLearner) -> None:
+        assert learner.neighbours is not None
+        ids_RH, weights_RH2 = learner.neighbours.buffers()
+        ids_RH.copy_((torch.arange(OLD_ROWS)[:, None] + torch.tensor([1, 2])) % OLD_ROWS)
+        weights_RH2.fill_(0.5)
+
+    config = replace(config_of(4), neighbours=NeighboursConfig("s0", 2))
+    grown = grow_untrained(ranks, folder, config, fill)
+    assert grown.neighbours is not None
+    return list(grown.neighbours.buffers())
 
 
 @pytest.mark.distributed

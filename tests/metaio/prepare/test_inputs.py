@@ -148,6 +148,16 @@ def unchanged(batch: pa.RecordBatch) -> pa.RecordBatch:
     return batch
 
 
+def write_rows(table: pa.Table, path: Path) -> None:
+    """Write a table as its suffix says."""
+    if path.suffix == ".parquet":
+        pq.write_table(table, path)
+    elif path.suffix == ".csv":
+        pa_csv.write_csv(table, path)
+    else:
+        path.write_text("".join(f"{json.dumps(row)}\n" for row in table.to_pylist()))
+
+
 @pytest.mark.parametrize("kind", ["csv", "jsonl", "parquet"])
 @pytest.mark.parametrize("has_day", [True, False])
 @pytest.mark.parametrize("rule", [{}, {"transform": {"function": f"{__name__}:unchanged"}}])
@@ -160,12 +170,7 @@ def test_what_a_file_holds_counts_more_than_the_name_of_its_folder(
         table = table if has_day else table.drop_columns(["day"])
         path = tmp_path / "logs" / f"day={day}" / f"a.{kind}"
         path.parent.mkdir(parents=True)
-        if kind == "parquet":
-            pq.write_table(table, path)
-        elif kind == "csv":
-            pa_csv.write_csv(table, path)
-        else:
-            path.write_text("".join(f"{json.dumps(row)}\n" for row in table.to_pylist()))
+        write_rows(table, path)
     body = BODY | {"single": [{"column": "day", "vocabulary": 1}]}
     prepare([str(tmp_path / "logs")], str(tmp_path / "out"), parse_schema(body | rule))
     values = pq.read_table(tmp_path / "out/vocabulary/day.parquet")["value"].to_pylist()
@@ -220,12 +225,7 @@ def test_columns_that_differ_in_case_alone_are_refused_if_they_are_read(
 ) -> None:
     path = tmp_path / f"a.{kind}"
     table = pa.table({"user": [1, 1], names[0]: [7, 8], names[1]: [9, 9], "clicked": [0, 1]})
-    if kind == "parquet":
-        pq.write_table(table, path)
-    elif kind == "csv":
-        pa_csv.write_csv(table, path)
-    else:
-        path.write_text("".join(f"{json.dumps(row)}\n" for row in table.to_pylist()))
+    write_rows(table, path)
     told = {
         "word": "has columns Word and word, which differ only in case. Rename or remove one",
         f"{names[1]}_1": f"has no column {names[1]}_1. Correct the schema",
