@@ -105,7 +105,7 @@ def test_the_wheel_installs_every_module_under_names_of_its_own(wheel: Path) -> 
         for root, packages in roots.items()
         for package in packages
         for path in (root / package).rglob("*")
-        if path.suffix in (".py", ".html")
+        if path.suffix in (".py", ".html", ".css")
     }
     metadata = f"gmeta-{gmeta.__version__}.dist-info"
     assert {name for name in names if not name.startswith(metadata)} == files

@@ -133,7 +133,7 @@ def test_the_live_page_and_its_metrics_are_of_now(followed: Path) -> None:
         assert "train of increment 7" not in page
         loop.under_way = RunningStage("train", 7, time.monotonic() - 300)
         metrics.note_failure("no room")
-        assert "train of increment 7, 5.0 min" in get("/")
+        assert re.search("5.0 min</dd>.*train of increment 7", get("/"))
         assert "the next stage fails: no room" in get("/")
         measured = get("/metrics")
         running = dict(re.findall(r'stage_running_seconds{stage="(\w+)"} ([\d.]+)', measured))

@@ -17,22 +17,10 @@ from matplotlib.layout_engine import ConstrainedLayoutEngine
 from matplotlib.lines import Line2D
 
 from gmeta.evaluation.report.evaluation_schema import Stage
+from gmeta.platform.pages.palette import PALETTE
 
 Axes: TypeAlias = Any  # of matplotlib, which is read without types
 
-# name -> (light, dark). Series: Okabe & Ito's colours for the colour-blind, darkened or lightened
-# to a contrast of 3:1 on the page (WCAG 2.1, 1.4.11).
-PALETTE = {
-    "ink": ("#1f2328", "#e6edf3"),
-    "muted": ("#59636e", "#9198a1"),
-    "line": ("#d1d9e0", "#3d444d"),
-    "page": ("#ffffff", "#0d1117"),
-    "series-0": ("#0072b2", "#56b4e9"),
-    "series-1": ("#c75300", "#f0964b"),
-    "series-2": ("#00875f", "#3fc99a"),
-    "series-3": ("#a8508a", "#dd8fbf"),
-}
-NUM_SERIES_COLORS = 4
 # As wide as a phone: the page puts panels side by side where there is room.
 PANEL_WIDTH_INCHES = 4.8
 PNG_DPI = 150

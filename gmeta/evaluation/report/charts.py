@@ -7,14 +7,7 @@ from textwrap import fill
 from matplotlib.ticker import EngFormatter, MaxNLocator
 
 from gmeta.evaluation.report import evaluation_schema as schema
-from gmeta.evaluation.report.chart_files import (
-    NUM_SERIES_COLORS,
-    Axes,
-    Chart,
-    Panel,
-    PlotSeries,
-    light_color,
-)
+from gmeta.evaluation.report.chart_files import Axes, Chart, Panel, PlotSeries, light_color
 from gmeta.evaluation.report.curves import (
     make_activity_chart,
     make_support_chart,
@@ -30,6 +23,7 @@ from gmeta.evaluation.report.metric_lines import (
     zero_if_undefined,
 )
 from gmeta.metrics.metric_info import MetricInfo
+from gmeta.platform.pages.palette import NUM_SERIES_COLORS
 
 MARKERS = ("o", "s", "^", "D")
 # Drawn where they are reported; other metrics take their places by their order in the report.

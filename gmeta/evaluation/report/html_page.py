@@ -3,11 +3,10 @@
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from jinja2 import ChoiceLoader, Environment, PackageLoader, StrictUndefined, Template
 from markupsafe import Markup
 
 from gmeta.evaluation.report import headline as headlines
-from gmeta.evaluation.report.chart_files import PALETTE, Chart, Panel, render_svg
+from gmeta.evaluation.report.chart_files import Chart, Panel, render_svg
 from gmeta.evaluation.report.charts import make_label_charts
 from gmeta.evaluation.report.evaluation_schema import (
     STAGES,
@@ -19,14 +18,9 @@ from gmeta.evaluation.report.evaluation_schema import (
     RunFacts,
 )
 from gmeta.metrics.metric_info import MetricInfo
+from gmeta.platform.pages.page_kit import load_template
 
-# The markers as SVG paths in a box of 12 by 12, for the legend, by matplotlib's names.
-MARKS = {
-    "o": "M4 0A4 4 0 1 1 -4 0A4 4 0 1 1 4 0Z",
-    "s": "M-4 -4H4V4H-4Z",
-    "^": "M0 -4L4.5 4H-4.5Z",
-    "D": "M0 -5L5 0L0 5L-5 0Z",
-}
+FILTERS = {"number": headlines.format_number, "signed": headlines.format_signed}
 
 
 @dataclass(frozen=True)
@@ -40,7 +34,7 @@ class TableRow:
 
 def render_page(evaluation: Evaluation, charts: Sequence[Chart]) -> str:
     """Return the page as HTML."""
-    return load_template("page.html").render(
+    return load_template("gmeta.evaluation.report", "page.html", FILTERS).render(
         evaluation=evaluation,
         run=evaluation.runs[0],
         rivals=[*evaluation.runs[1:], *evaluation.yardsticks],
@@ -57,23 +51,10 @@ def render_page(evaluation: Evaluation, charts: Sequence[Chart]) -> str:
         headlines_of=_list_headlines,
         table_of=_make_rows,
         settings=headlines.find_differing_settings(evaluation) if len(evaluation.runs) > 1 else [],
-        palette=PALETTE,
-        marks=MARKS,
         between=headlines.format_interval,
         size_of=headlines.describe_size,
         flattened=headlines.flatten_settings,
     )
-
-
-def load_template(name: str, *packages: str) -> Template:
-    """Return a template of this package or of `packages`, which may extend ours."""
-    # Names are the user's words, so they are escaped; a name that the template misspells fails.
-    loader = ChoiceLoader(
-        [PackageLoader(one, ".") for one in ("gmeta.evaluation.report", *packages)]
-    )
-    environment = Environment(loader=loader, autoescape=True, undefined=StrictUndefined)
-    environment.filters.update(number=headlines.format_number, signed=headlines.format_signed)
-    return environment.get_template(name)
 
 
 def draw_panels(chart: Chart) -> tuple[Chart, list[tuple[Panel, Markup]]]:
