@@ -1,6 +1,7 @@
-"""Turns a picture into a file: PNG sheets for a README, small SVG panels for the page."""
+"""Turns a chart into files: sheets as PNG, SVG and JSON, and small SVG panels for a page."""
 
 import io
+import json
 import math
 import re
 import warnings
@@ -10,8 +11,10 @@ from html import escape
 from typing import Any, TypeAlias
 
 import matplotlib
+import numpy as np
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.backends.backend_svg import FigureCanvasSVG
+from matplotlib.container import ErrorbarContainer
 from matplotlib.figure import Figure
 from matplotlib.layout_engine import ConstrainedLayoutEngine
 from matplotlib.lines import Line2D
@@ -24,6 +27,7 @@ Axes: TypeAlias = Any  # of matplotlib, which is read without types
 # As wide as a phone: the page puts panels side by side where there is room.
 PANEL_WIDTH_INCHES = 4.8
 PNG_DPI = 150
+_NO_SVG_METADATA = {"Date": None, "Creator": None}
 
 
 @dataclass(frozen=True)
@@ -74,8 +78,10 @@ def light_color(name: str) -> str:
     return PALETTE[name][0]
 
 
-def render_png(chart: Chart) -> bytes:
-    """Return all panels in one PNG on white, at most three a row, with a title and a legend."""
+def render_sheet(chart: Chart) -> dict[str, bytes]:
+    """Return all panels on white, at most three a row, with title and legend: png, svg and json.
+
+    The json has what is drawn: points and bars, panel by panel."""
     # Four panels make two full rows.
     columns = 2 if len(chart.panels) == 4 else min(3, len(chart.panels))
     rows = math.ceil(len(chart.panels) / columns)
@@ -101,7 +107,34 @@ def render_png(chart: Chart) -> bytes:
             figure.legend(
                 handles=handles, loc="outside lower left", ncols=legend_columns, frameon=False
             )
-        return _write_canvas(FigureCanvasAgg(figure).print_png, {"Software": None})
+        values = {"title": chart.title, "panels": [_list_values(axes) for axes in figure.axes]}
+        text = json.dumps(values, indent=1, ensure_ascii=False, default=str) + "\n"
+        return {
+            "png": _write_canvas(FigureCanvasAgg(figure).print_png, {"Software": None}),
+            "svg": _write_canvas(FigureCanvasSVG(figure).print_svg, _NO_SVG_METADATA),
+            "json": text.encode(),
+        }
+
+
+def _list_values(axes: Axes) -> dict[str, Any]:
+    """Return the points and bars of a panel, and the names of its axes."""
+    containers = [one for one in axes.containers if isinstance(one, ErrorbarContainer)]
+    ends = {id(line) for one in containers for line in one[1]}
+    return {
+        "panel": axes.get_title(loc="left"),
+        "x": axes.get_xlabel(),
+        "y": axes.get_ylabel(),
+        "ticks": [one.get_text() for one in axes.get_xticklabels()],
+        "points": [
+            np.asarray(line.get_xydata()).tolist() for line in axes.lines if id(line) not in ends
+        ],
+        "bars": [[one.get_x(), one.get_width(), one.get_height()] for one in axes.patches],
+        "intervals": [
+            [segment.tolist() for segment in bars.get_segments()]
+            for one in containers
+            for bars in one[2]
+        ],
+    }
 
 
 def render_svg(chart: Chart, index: int) -> str:
@@ -113,9 +146,7 @@ def render_svg(chart: Chart, index: int) -> str:
         size = PANEL_WIDTH_INCHES, panel.height_inches
         figure = Figure(size, facecolor="none", layout="constrained")
         panel.draw(figure.subplots())
-        text = _write_canvas(
-            FigureCanvasSVG(figure).print_svg, {"Date": None, "Creator": None}
-        ).decode()
+        text = _write_canvas(FigureCanvasSVG(figure).print_svg, _NO_SVG_METADATA).decode()
     return _apply_theme(text[text.index("<svg") :].strip(), prefix, panel.description)
 
 

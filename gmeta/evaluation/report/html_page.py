@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from markupsafe import Markup
 
 from gmeta.evaluation.report import headline as headlines
+from gmeta.evaluation.report.cautions import TO_TRY_NEXT
 from gmeta.evaluation.report.chart_files import Chart, Panel, render_svg
 from gmeta.evaluation.report.charts import make_label_charts
 from gmeta.evaluation.report.evaluation_schema import (
@@ -17,6 +18,7 @@ from gmeta.evaluation.report.evaluation_schema import (
     MetricEstimate,
     RunFacts,
 )
+from gmeta.evaluation.report.verdict import judge_groups, make_tiles
 from gmeta.metrics.metric_info import MetricInfo
 from gmeta.platform.pages.page_kit import load_template
 
@@ -34,14 +36,22 @@ class TableRow:
 
 def render_page(evaluation: Evaluation, charts: Sequence[Chart]) -> str:
     """Return the page as HTML."""
+    # The last caution ends with what to try next, which stands with the verdict.
+    texts = [one.text.partition(f".\n{TO_TRY_NEXT}") for one in evaluation.cautions]
+    cautions = [text for text, *_ in texts]
+    next_command = texts[-1][2] if texts else ""
     return load_template("gmeta.evaluation.report", "page.html", FILTERS).render(
         evaluation=evaluation,
         run=evaluation.runs[0],
         rivals=[*evaluation.runs[1:], *evaluation.yardsticks],
+        verdicts=judge_groups(evaluation),
+        tiles=[(one.value, one.name, one.detail, one.kind) for one in make_tiles(evaluation)],
+        next=next_command,
+        cautions=cautions,
         told=headlines.list_notes(evaluation),
         facts=_list_facts(evaluation),
         headline=evaluation.metrics[evaluation.headline],
-        charts=list(map(draw_panels, charts)),
+        charts=[draw_panels(chart) for chart in charts],
         notes=_list_notes(evaluation, charts),
         labels=[
             (one, list(map(draw_panels, make_label_charts(one))))
