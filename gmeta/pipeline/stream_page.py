@@ -67,6 +67,7 @@ def render_page(
     """Return the page of the stream's state; it reloads itself after `refresh_s` (0: never)."""
     return _template().render(
         picture=picture,
+        verdict=_judge_stream(status, picture.days),
         tiles=_list_tiles(status, under_way),
         alarms=status.alarms(),
         quarantined=status.refused_files,
@@ -80,6 +81,23 @@ def render_page(
 def render_stream(pipeline: Pipeline, status: PipelineStatus) -> str:
     """Return the page of a loop's stream; of one without increments it says so."""
     return render_page(draw_stream(pipeline), status)
+
+
+def _judge_stream(status: PipelineStatus, days: Sequence[Day]) -> tuple[str, str]:
+    """Return how the stream is in a sentence, and whether that is good or bad."""
+    alarms = status.alarms()
+    if alarms:
+        return f"Look at this: {alarms[0]}", "bad"
+    event_age_s = status.event_age_s()
+    if status.current is None or event_age_s is None:
+        return "Nothing is served yet.", ""
+    sentence = f"All is well: version {status.current.number} serves, and knows events up to "
+    sentence += f"{format_duration(event_age_s)} ago."
+    last = days[-1] if days else None
+    if last and "auc" in last.forecast and "auc" in last.frozen:
+        sentence += f" AUC of the newest increment: {last.forecast['auc']:.4f}"
+        sentence += f", {last.frozen['auc']:.4f} of the first version."
+    return sentence, "good"
 
 
 def _list_tiles(

@@ -60,6 +60,7 @@ class Panel:
     description: str
     draw: Callable[[Axes], None]
     height_inches: float = 3.2
+    width_inches: float = PANEL_WIDTH_INCHES
 
 
 @dataclass(frozen=True)
@@ -143,7 +144,7 @@ def render_svg(chart: Chart, index: int) -> str:
     prefix = f"{chart.name}-{index}"
     with matplotlib.rc_context(_make_plot_settings(prefix) | {"axes.facecolor": "none"}):
         # Without pyplot, which keeps every figure and may look for a display.
-        size = PANEL_WIDTH_INCHES, panel.height_inches
+        size = panel.width_inches, panel.height_inches
         figure = Figure(size, facecolor="none", layout="constrained")
         panel.draw(figure.subplots())
         text = _write_canvas(FigureCanvasSVG(figure).print_svg, _NO_SVG_METADATA).decode()
