@@ -67,7 +67,7 @@ def late_imports(path: Path) -> list[ast.ImportFrom]:
 
 
 def test_training_stays_on_two_screens() -> None:
-    assert len((ROOT / "gmeta" / "train.py").read_text().splitlines()) < 300
+    assert len((ROOT / "gmeta" / "training.py").read_text().splitlines()) < 300
 
 
 def test_the_readme_has_at_most_a_thousand_words() -> None:

@@ -130,11 +130,11 @@ def test_the_wheel_says_under_which_licence_and_with_which_torch_it_runs(wheel: 
         ("service", ("gmeta.cli.commands.shard_service", "gmeta.cli.commands.shards")),
         (
             "trainer-cpu",
-            ("gmeta.train", "gmeta.serving.model_loader", "metaio.prepare.engines.local"),
+            ("gmeta.training", "gmeta.serving.model_loader", "metaio.prepare.engines.local"),
         ),
         (
             "trainer-cuda",
-            ("gmeta.train", "gmeta.serving.model_loader", "metaio.prepare.engines.local"),
+            ("gmeta.training", "gmeta.serving.model_loader", "metaio.prepare.engines.local"),
         ),
     ],
 )
