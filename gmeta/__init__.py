@@ -10,7 +10,14 @@ from gmeta.platform import former_paths
 
 if TYPE_CHECKING:
     from gmeta.errors import GMetaError, UserError
-    from gmeta.library.results import Draft, Judgement, PreparedData, Report, Run, Tuned
+    from gmeta.library.results import (
+        Draft,
+        EvaluationReport,
+        Judgement,
+        PreparedData,
+        TrainedRun,
+        Tuned,
+    )
     from gmeta.library.verbs import (
         evaluate,
         export,
@@ -31,7 +38,8 @@ __version__ = "0.1.0"  # pyproject.toml and `gmeta --version` take it from here
 _MODULES = {
     **dict.fromkeys(("GMetaError", "UserError"), "gmeta.errors"),
     **dict.fromkeys(
-        ("Draft", "Judgement", "PreparedData", "Report", "Run", "Tuned"), "gmeta.library.results"
+        ("Draft", "Judgement", "PreparedData", "EvaluationReport", "TrainedRun", "Tuned"),
+        "gmeta.library.results",
     ),
     **dict.fromkeys(
         ("init", "prepare", "train", "evaluate", "tune", "export", "judge", "promote", "serve"),
@@ -43,12 +51,12 @@ _MODULES = {
 }
 __all__ = [
     "Draft",
+    "EvaluationReport",
     "GMetaError",
     "Judgement",
     "PreparedData",
-    "Report",
-    "Run",
     "ServedModel",
+    "TrainedRun",
     "Tuned",
     "UserError",
     "__version__",

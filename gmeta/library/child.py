@@ -2,10 +2,9 @@
 
 import ctypes
 import os
+import runpy
 import signal
 import sys
-
-from gmeta.cli.main import main
 
 PR_SET_PDEATHSIG = 1
 
@@ -19,7 +18,7 @@ def run() -> None:
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
         if os.getppid() != parent:
             sys.exit(128 + signal.SIGTERM)
-    main()
+    runpy.run_module("gmeta", run_name="__main__", alter_sys=True)
 
 
 if __name__ == "__main__":

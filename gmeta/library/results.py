@@ -29,8 +29,8 @@ class Draft:
 
 
 @dataclass(frozen=True)
-class Run:
-    """A training run, read from its folder; a run of the command line, too: `gmeta.Run(path)`."""
+class TrainedRun:
+    """A training run, read from its folder; `gmeta.TrainedRun(path)` opens any."""
 
     path: Path
 
@@ -70,7 +70,7 @@ class Run:
 
 
 @dataclass(frozen=True)
-class Report:
+class EvaluationReport:
     """An evaluation: `path` is its page, `evaluation` all its figures (docs/metrics.md)."""
 
     path: Path

@@ -15,14 +15,21 @@ from gmeta.config.train_config import TrainConfig
 from gmeta.errors import GMetaError
 from gmeta.library.command import run_command, start_command, write_options, write_overrides
 from gmeta.library.frames import Log, list_inputs
-from gmeta.library.results import Draft, Judgement, PreparedData, Report, Run, Tuned
+from gmeta.library.results import (
+    Draft,
+    EvaluationReport,
+    Judgement,
+    PreparedData,
+    TrainedRun,
+    Tuned,
+)
 
 if TYPE_CHECKING:
     from gmeta.serving.served_model import ServedModel
 
 Config = str | Path | Mapping[str, Any] | TrainConfig
 Overrides = Mapping[str, Any] | None
-RunPath = str | Path | Run
+RunPath = str | Path | TrainedRun
 TableFormat = Literal["float32", "float16", "int8"]
 # A server loads torch and the model before it answers.
 START_S, PAUSE_S = 120.0, 0.1
@@ -58,7 +65,7 @@ def prepare(
 def train(
     config: Config, overrides: Overrides = None, *, nproc: int = 1, resume: bool = False,
     show: bool = True,
-) -> Run:  # fmt: skip
+) -> TrainedRun:  # fmt: skip
     """Train a model on `nproc` ranks, and return the run.
 
     `config` is a TOML file, nested dicts or a TrainConfig; `overrides` replace single keys, such as
@@ -66,7 +73,7 @@ def train(
     with _config_file(config) as path:
         words = write_options(nproc_per_node=nproc, resume=resume)
         result = run_command("train", path, *write_overrides(overrides or {}), *words, show=show)
-    return Run(Path(result["run"]))
+    return TrainedRun(Path(result["run"]))
 
 
 def evaluate(
@@ -74,11 +81,11 @@ def evaluate(
     splits: Sequence[str] = (), out: str | Path | None = None, draws: int = 1,
     support_sizes: Sequence[int] = (), trees: bool = True, on: str | Path = "", label: str = "",
     nproc: int = 1, show: bool = True,
-) -> Report:  # fmt: skip
+) -> EvaluationReport:  # fmt: skip
     """Score a run on unseen tasks before and after adapting, beside runs and baselines.
 
     Returns the report, whose page lies in RUN/evaluation or in `out`."""
-    others = [against] if isinstance(against, str | Path | Run) else against
+    others = [against] if isinstance(against, str | Path | TrainedRun) else against
     words = write_options(
         against=[_path(one) for one in others],
         split=list(splits),
@@ -94,7 +101,7 @@ def evaluate(
         "evaluate", _path(run), *write_overrides(overrides or {}), *words, show=show
     )
     page = Path(result["report"])
-    return Report(page, json.loads((page.parent / "evaluation.json").read_text()))
+    return EvaluationReport(page, json.loads((page.parent / "evaluation.json").read_text()))
 
 
 def tune(
@@ -187,7 +194,7 @@ def _find_free_port() -> int:
 
 
 def _path(run: RunPath) -> str:
-    return str(run.path if isinstance(run, Run) else run)
+    return str(run.path if isinstance(run, TrainedRun) else run)
 
 
 @contextmanager

@@ -48,12 +48,12 @@ def prepared(tmp_path_factory: pytest.TempPathFactory) -> gmeta.Draft:
 
 
 @pytest.fixture(scope="module")
-def run(prepared: gmeta.Draft) -> gmeta.Run:
+def run(prepared: gmeta.Draft) -> gmeta.TrainedRun:
     return gmeta.train(prepared.config, SETTINGS, show=False)
 
 
 @pytest.mark.distributed
-def test_a_run_has_its_metrics_and_config(run: gmeta.Run) -> None:
+def test_a_run_has_its_metrics_and_config(run: gmeta.TrainedRun) -> None:
     assert run.config["run"]["epochs"] == 2
     assert {"step", "loss"} <= set(as_arrow(run.metrics).column_names)
     assert run.valid
@@ -61,7 +61,9 @@ def test_a_run_has_its_metrics_and_config(run: gmeta.Run) -> None:
 
 
 @pytest.mark.distributed
-def test_the_command_line_trains_to_the_same_bits(run: gmeta.Run, prepared: gmeta.Draft) -> None:
+def test_the_command_line_trains_to_the_same_bits(
+    run: gmeta.TrainedRun, prepared: gmeta.Draft
+) -> None:
     words = [f"{key}={json.dumps(value)}" for key, value in SETTINGS.items()]
     other = prepared.config.parent / "by-hand"
     command = [sys.executable, "-m", "gmeta", "train", str(prepared.config), *words]
@@ -76,7 +78,7 @@ def test_the_command_line_trains_to_the_same_bits(run: gmeta.Run, prepared: gmet
 
 
 @pytest.mark.distributed
-def test_a_report_has_a_table_and_a_picture(run: gmeta.Run, tmp_path: Path) -> None:
+def test_a_report_has_a_table_and_a_picture(run: gmeta.TrainedRun, tmp_path: Path) -> None:
     report = gmeta.evaluate(run, out=tmp_path / "report", trees=False, show=False)
     assert report.path.exists()
     assert "before" in report._repr_html_()
@@ -87,7 +89,9 @@ def test_a_report_has_a_table_and_a_picture(run: gmeta.Run, tmp_path: Path) -> N
 
 
 @pytest.mark.distributed
-def test_a_model_is_exported_loaded_promoted_and_served(run: gmeta.Run, tmp_path: Path) -> None:
+def test_a_model_is_exported_loaded_promoted_and_served(
+    run: gmeta.TrainedRun, tmp_path: Path
+) -> None:
     model = gmeta.export(run, tmp_path / "model", show=False)
     rows = make_log(1).to_pydict()
     user = model.adapt(rows)
@@ -98,7 +102,7 @@ def test_a_model_is_exported_loaded_promoted_and_served(run: gmeta.Run, tmp_path
 
 
 @pytest.mark.distributed
-def test_an_error_is_the_line_of_the_command(prepared: gmeta.Draft, run: gmeta.Run) -> None:
+def test_an_error_is_the_line_of_the_command(prepared: gmeta.Draft, run: gmeta.TrainedRun) -> None:
     message = catch_message(gmeta.UserError, gmeta.train, prepared.config, SETTINGS, show=False)
     assert message.startswith("run.dir = ")
     assert "is not empty: a new run needs a new folder" in message
