@@ -14,6 +14,7 @@ from metaio.read.episode_order import BlockEpisodes, EpisodeOrder, OrderConfig
 if TYPE_CHECKING:
     from metaio.read.batch import TaskBatch, empty_batch
     from metaio.read.reader import BatchReader, EpisodeRange, RangeReader, read_ranges
+    from metaio.read.task_dataset import TaskDataset, Tasks
 
 __all__ = [
     "BatchReader",
@@ -34,6 +35,8 @@ __all__ = [
     "Split",
     "TableSpec",
     "TaskBatch",
+    "TaskDataset",
+    "Tasks",
     "empty_batch",
     "open_dataset",
     "read_ranges",
@@ -45,5 +48,6 @@ def __getattr__(name: str) -> Any:
     """Import what needs torch at its first use."""
     if name not in __all__:
         raise AttributeError(f"module 'metaio' has no attribute {name!r}")
-    module = "batch" if name in ("TaskBatch", "empty_batch") else "reader"
-    return getattr(importlib.import_module(f"metaio.read.{module}"), name)
+    modules = {"TaskBatch": "batch", "empty_batch": "batch"}
+    modules |= {"TaskDataset": "task_dataset", "Tasks": "task_dataset"}
+    return getattr(importlib.import_module(f"metaio.read.{modules.get(name, 'reader')}"), name)

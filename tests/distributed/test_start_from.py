@@ -15,7 +15,7 @@ from gmeta.runs.checkpoints.checkpoint_summary import summarise_checkpoint
 from gmeta.runs.run_folder import RunFolder, list_checkpoints
 from gmeta.serving.export import CheckpointReader, export_run
 from gmeta.serving.model_loader import load
-from gmeta.train import train
+from gmeta.training import train
 from metaio import open_dataset
 from tests.distributed.harness import on_ranks
 from tests.support.exported import rows_of_split

@@ -10,15 +10,16 @@ from gmeta.platform import verbosity
 # Commands that print a result; `runs` and `shards` have a --json of their own.
 WITH_JSON = (
     *("prepare", "inspect", "train", "plan", "tune", "evaluate", "export", "adapt", "predict"),
-    *("judge", "promote", "rollback", "publish", "antdt-sim"),
+    *(f"channel {name}" for name in ("judge", "promote", "rollback", "publish")),
+    "sim run",
 )
 
 
 # Any stands for click's types, as in load_command.
 def with_options(command: Any, name: str) -> Any:
     """Return the command, and all below it, with -q, -v and, for one with a result, --json."""
-    for below in getattr(command, "commands", {}).values():
-        with_options(below, name)
+    for word, below in getattr(command, "commands", {}).items():
+        with_options(below, f"{name} {word}")
     if not hasattr(command, "commands"):
         alone = typer.Typer(add_completion=False)
         alone.command()(_declare_options)

@@ -1,4 +1,4 @@
-"""`gmeta antdt-sim`: the job's time under each way of dealing with stragglers."""
+"""`gmeta sim ...`: the job's time under each way of dealing with stragglers, simulated."""
 
 import json
 from dataclasses import asdict
@@ -13,15 +13,25 @@ from gmeta.antdt.simulation.scenario_study import StudyResult, find_methods, run
 from gmeta.antdt.simulation.traces import SCENARIOS, recorded_trace
 from gmeta.antdt.stragglers.straggler_config import load_straggler_config
 from gmeta.cli.commands.console import make_console, print_result, progress_bars, show_table
-from gmeta.evaluation.report.chart_files import render_png
+from gmeta.cli.commands.sim_replay import replay
+from gmeta.evaluation.report.chart_files import render_sheet
 from gmeta.evaluation.report.stragglers import completion_chart
 from gmeta.platform.files.atomic_write import write_atomically
 from gmeta.platform.files.local_paths import check_local
 
 MAX_WORKERS = 4096
 
+sim = typer.Typer(
+    help="Simulate a job with stragglers, and replay the decisions of a policy.",
+    no_args_is_help=True,
+    rich_markup_mode="rich",
+    add_completion=False,
+)
+sim.command("replay")(replay)
 
-def antdt_sim(
+
+@sim.command("run")
+def simulate(
     workers: Annotated[
         int, typer.Option(min=2, max=MAX_WORKERS, help="workers of the cluster")
     ] = 1000,
@@ -51,7 +61,7 @@ def antdt_sim(
 ) -> None:
     """Show how long a job takes with each way of dealing with stragglers, in simulated time.
 
-    gmeta antdt-sim --workers 200 --steps 900 --scenario mixed"""
+    gmeta sim run --workers 200 --steps 900 --scenario mixed"""
     if out is not None:
         check_local("--out", out)
         # Made first: at the end a wrong place would cost minutes.
@@ -88,7 +98,7 @@ def antdt_sim(
         text = f"{json.dumps(_to_document(job, results), indent=1)}\n"
         write_atomically(out / "results.json", text.encode())
         chart = completion_chart(results, f"{job.num_workers} workers, seed {job.seed}")
-        write_atomically(out / "completion.png", render_png(chart))
+        write_atomically(out / "completion.png", render_sheet(chart)["png"])
 
 
 def _results_table(job: JobConfig, results: list[StudyResult]) -> Table:
