@@ -110,7 +110,10 @@ def measure(
         for seed in range(seeds)
         for name in (*protocol.configs(place), *(() if quick or seed else protocol.others))
     ]
-    trained = run_jobs(trainings, parallel, context)
+    # As `gmeta init --run` has it, the adapted run of a log begins with the plain one.
+    second = [job for job in trainings if protocol.log and job.out.name == "adapted"]
+    trained = run_jobs([job for job in trainings if job not in second], parallel, context)
+    trained += run_jobs(second, parallel, context)
     evaluations = [
         evaluate_job(protocol, seed, draws, place, trainings, quick=quick) for seed in range(seeds)
     ]
@@ -163,13 +166,16 @@ def train_job(protocol: Protocol, name: str, seed: int, place: Path, *, quick: b
     """A run of one seed, `name` of protocol.configs or of protocol.others, anew of other data."""
     configs = protocol.configs(place)
     config = configs.get(name, configs["adapted"])
-    out = place / f"seed-{seed}" / name
+    out, read = place / f"seed-{seed}" / name, [config, place / "data.done"]
     overrides = [f"data.path={place / 'data'}", f"run.dir={out}", f"run.seed={seed}"]
     if protocol.log and name == "plain":
         overrides.append("algorithm.name=none")
+    elif protocol.log:
+        overrides.append(f"run.start_from={out.with_name('plain')}")
+        read.append(out.with_name("plain.done"))
     shorter = QUICK_TRAIN if quick else ()
     overrides += [*protocol.train, *protocol.others.get(name, ()), "run.keep_last=1", *shorter]
-    return Job(("train", str(config), *overrides), out, (config, place / "data.done"))
+    return Job(("train", str(config), *overrides), out, tuple(read))
 
 
 def evaluate_job(

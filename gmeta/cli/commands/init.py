@@ -113,15 +113,17 @@ def init(
     schema, config, data, runs = (
         str(out / name) for name in (SCHEMA_FILE, CONFIG_FILE, "data", "runs")
     )
+    plain = f"{runs}/maml-plain"
     steps = [
         ["prepare", "--schema", schema, *inputs, data],
-        ["train", config],
-        ["train", config, "algorithm.name=none", f"run.dir={runs}/maml-plain"],
-        ["evaluate", f"{runs}/maml", "--against", f"{runs}/maml-plain"],
+        ["train", config, "algorithm.name=none", f"run.dir={plain}"],
+        # From there on: where validation finds nothing better, it stays the plain model.
+        ["train", config, f"run.start_from={plain}"],
+        ["evaluate", f"{runs}/maml", "--against", plain],
     ]
     if run:
         _run_steps(steps)
-        _name_better(Path(runs) / "maml", Path(runs) / "maml-plain", out)
+        _name_better(Path(runs) / "maml", Path(plain), out)
         return
     # The lines are for a shell, and a path may have spaces.
     first, *others = (f"  gmeta {shlex.join(words)}\n" for words in steps)
