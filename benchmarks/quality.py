@@ -36,6 +36,8 @@ from _quality_page import Measured, page
 from _quality_protocols import FIRST_TRY, PROTOCOLS, Protocol
 from _quality_tables import counts, figures, rows_of, text_lines
 
+from gmeta.cli.commands.init import begin_with
+
 DATA = REPOSITORY.parent / "shared" / "data"
 ALL = (*PROTOCOLS, *FIRST_TRY)
 NAMES = [protocol.name for protocol in ALL]
@@ -171,7 +173,7 @@ def train_job(protocol: Protocol, name: str, seed: int, place: Path, *, quick: b
     if protocol.log and name == "plain":
         overrides.append("algorithm.name=none")
     elif protocol.log:
-        overrides.append(f"run.start_from={out.with_name('plain')}")
+        overrides += begin_with(str(out.with_name("plain")))
         read.append(out.with_name("plain.done"))
     shorter = QUICK_TRAIN if quick else ()
     overrides += [*protocol.train, *protocol.others.get(name, ()), "run.keep_last=1", *shorter]

@@ -26,7 +26,9 @@ from metaio.quantities import format_count
 # steps make too few steps to learn anything.
 STEPS_PER_EPOCH, LEAST_TASKS, MOST_TASKS = 50, 4, 128
 # As long as it takes: validation ends a run.
-EPOCHS, PATIENCE = 60, 10
+EPOCHS, PATIENCE = 60, 15
+# Of the meta-learned run, which begins with the plain one: its rates are to fall before it ends.
+EPOCHS_FROM_PLAIN = 30
 # Of ids with fewer rows than this on average the statistics say all that there is to know: a table
 # of them learns its few training rows by heart.
 ROWS_OF_AN_ID = 30
@@ -117,8 +119,7 @@ def init(
     steps = [
         ["prepare", "--schema", schema, *inputs, data],
         ["train", config, "algorithm.name=none", f"run.dir={plain}"],
-        # From there on: where validation finds nothing better, it stays the plain model.
-        ["train", config, f"run.start_from={plain}"],
+        ["train", config, *begin_with(plain)],
         ["evaluate", f"{runs}/maml", "--against", plain],
     ]
     if run:
@@ -136,6 +137,12 @@ def init(
         f"  gmeta train {shlex.quote(f'{runs}/maml-tune/best.toml')}\n"
         f"  gmeta train {shlex.quote(f'{runs}/maml-tune-plain/best.toml')}"
     )
+
+
+def begin_with(plain: str) -> list[str]:
+    """Return the settings of a meta-learned run that goes on from a plain one, and stays that where
+    validation finds nothing better."""
+    return [f"run.start_from={plain}", f"run.epochs={EPOCHS_FROM_PLAIN}"]
 
 
 def _run_steps(steps: list[list[str]]) -> None:

@@ -430,7 +430,7 @@ def test_init_goes_from_a_log_to_a_report_and_stops_at_a_step_that_fails(tmp_pat
     assert steps == [
         "[1 of 4] gmeta prepare --schema schema.toml log.csv data",
         "[2 of 4] gmeta train train.toml algorithm.name=none run.dir=runs/maml-plain",
-        "[3 of 4] gmeta train train.toml run.start_from=runs/maml-plain",
+        "[3 of 4] gmeta train train.toml run.start_from=runs/maml-plain run.epochs=30",
         "[4 of 4] gmeta evaluate runs/maml --against runs/maml-plain",
     ]
     assert (tmp_path / "runs" / "maml" / "evaluation" / "report.html").is_file()
