@@ -174,9 +174,9 @@ def predict_views(
         found = [table for table in tables if table is not None]
         return pa.concat_tables(found) if found else pa.table({})
 
-    tables_by_draw = [predict_view(SupportView(draw)) for draw in range(protocol.draws)]
-    limited = {most: predict_view(SupportView(max_support=most)) for most in protocol.support_sizes}
-    return tables_by_draw, limited
+    draws, limited = protocol.views(context.dataset.features.draws_negatives)
+    tables_by_draw = list(map(predict_view, draws))
+    return tables_by_draw, {most: predict_view(view) for most, view in limited.items()}
 
 
 def with_judged_label(label: str, labels: LabelsConfig, dataset: Dataset) -> LabelsConfig:
