@@ -135,7 +135,10 @@ def init(
         f"or, for settings of both that suit the log, in place of the two trainings:\n"
         f"  gmeta tune {config} --with-plain\n"
         f"  gmeta train {shlex.quote(f'{runs}/maml-tune/best.toml')}\n"
-        f"  gmeta train {shlex.quote(f'{runs}/maml-tune-plain/best.toml')}"
+        f"  gmeta train {shlex.quote(f'{runs}/maml-tune-plain/best.toml')}\n"
+        f"In the end export the run with the smaller value in {CHOSEN_ADAPTATION_FILE}, its error "
+        "on validation:\n"
+        f"  gmeta {shlex.join(['export', f'{runs}/maml', str(out / 'model')])}"
     )
 
 
@@ -169,8 +172,8 @@ def _name_better(meta: Path, plain: Path, out: Path) -> None:
     values = ", ".join(f"{run.name} {one['value']:.4f}" for run, one in found.items())
     export = shlex.join(["export", str(better), str(out / "model")])
     make_console().print(
-        f"\nOn validation ({found[meta]['metric']}): {values}. The better one adapts to new tasks "
-        f"as it was evaluated:\n  gmeta {export}",
+        f"\nOn validation ({found[meta]['metric']}): {values}. {better.name} is the better "
+        f"one; it adapts to new tasks as it was evaluated:\n  gmeta {export}",
         markup=False,
     )
 
