@@ -150,6 +150,11 @@ class TrainingRun:
             self._forecast()
             self.hooks.show_lines(self._take_item_statistics())
         self._agent = open_agent(self._batches, self.feed, self._sharded, self._ranks, stop)
+        if self._beginning.how == "weights" and self._early_stop.patience:
+            # The weights of another run stay this one's best until training makes better ones.
+            self._validate(0)
+            if self._is_best():
+                self._save()
         while self._progress.epoch < self._config.run.epochs and not self._is_run_over():
             self._take_steps(stop)
             if stop.is_agreed:
