@@ -52,6 +52,21 @@ def test_every_public_name_is_in_the_reference(site: Path) -> None:
     assert {name for name in public if f'id="{name}"' not in told} == {"gmeta.__version__"}
 
 
+PAGE = """# Few
+
+[code](../code.py#L1)
+
+- An item with a block:
+
+  ```text
+  in it
+  ```
+
+  and a paragraph.
+- The next item.
+"""
+
+
 @pytest.mark.parametrize(
     ("repo_url", "told"),
     [
@@ -59,12 +74,14 @@ def test_every_public_name_is_in_the_reference(site: Path) -> None:
         ("repo_url: https://host/of/it", 'href="https://host/of/it/blob/main/code.py#L1"'),
     ],
 )
-def test_a_link_out_of_the_docs_leads_to_the_repository(
-    tmp_path: Path, repo_url: str, told: str
-) -> None:
+def test_a_page_looks_as_in_the_repository(tmp_path: Path, repo_url: str, told: str) -> None:
     (tmp_path / "docs").mkdir()
-    (tmp_path / "docs" / "README.md").write_text("# Few\n\n[code](../code.py#L1)\n")
+    (tmp_path / "docs" / "README.md").write_text(PAGE)
     config = tmp_path / "mkdocs.yml"
     config.write_text(f"site_name: few\nhooks: [{ROOT / 'docs/site/hooks.py'}]\n{repo_url}\n")
     assert build(config, tmp_path / "site") == ""
-    assert told in (tmp_path / "site" / "index.html").read_text()
+    shown = (tmp_path / "site" / "index.html").read_text()
+    assert told in shown
+    items = re.findall(r"<li>(.*?)</li>", shown.split('role="main"')[1], flags=re.DOTALL)
+    assert ["in it" in item for item in items] == [True, False]
+    assert "The next item." in items[1]
