@@ -67,6 +67,7 @@ config-page: setup
 	$(BIN)/python -m tests.support.config_page > docs/config.md
 
 # The site, into runs/site, with every link and anchor checked; no network is needed.
+docs docs-serve docs-release: export NO_MKDOCS_2_WARNING := 1
 docs: setup
 	$(BIN)/mkdocs build
 
@@ -75,7 +76,7 @@ docs-serve: setup
 
 # The site of this version, beside those of older ones on the branch gh-pages: not pushed.
 docs-release: setup
-	$(BIN)/mike deploy --update-aliases $$($(BIN)/python -c 'import gmeta; print(gmeta.__version__)') latest
+	PATH=$(CURDIR)/$(BIN):$$PATH mike deploy --update-aliases $$($(BIN)/python -c 'import gmeta; print(gmeta.__version__)') latest
 
 # The README's picture, of what make demo left in runs/demo.
 demo-picture: setup
