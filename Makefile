@@ -8,7 +8,7 @@ BIN := $(VENV)/bin
 VARIANT ?= $(shell $(PYTHON) -c 'import ctypes; ctypes.CDLL("libnvidia-ml.so.1")' 2>/dev/null && echo cuda || echo cpu)
 
 .PHONY: setup format check test bench demo demo-stream clean protos protos-lint mutants antdt-faults deploy-check deploy-tools deploy-pin \
-	deploy-cluster config-page kills fuzz
+	deploy-cluster config-page kills fuzz docs docs-serve docs-release demo-picture
 setup: $(VENV)/.developer
 
 # What gmeta runs with, then the tools of a contributor: the demo does not wait for these.
@@ -65,6 +65,22 @@ protos: setup
 # The reference of all config keys, of the code; a test compares them.
 config-page: setup
 	$(BIN)/python -m tests.support.config_page > docs/config.md
+
+# The site, into runs/site, with every link and anchor checked; no network is needed.
+docs docs-serve docs-release: export NO_MKDOCS_2_WARNING := 1
+docs: setup
+	$(BIN)/mkdocs build
+
+docs-serve: setup
+	$(BIN)/mkdocs serve
+
+# The site of this version, beside those of older ones on the branch gh-pages: not pushed.
+docs-release: setup
+	PATH=$(CURDIR)/$(BIN):$$PATH mike deploy --update-aliases $$($(BIN)/python -c 'import gmeta; print(gmeta.__version__)') latest
+
+# The README's picture, of what make demo left in runs/demo.
+demo-picture: setup
+	$(BIN)/python -m tests.support.demo_picture
 
 protos-lint:
 	cd protos && npx --yes @bufbuild/buf@1.75.0 lint && npx --yes @bufbuild/buf@1.75.0 format --diff --exit-code
