@@ -8,7 +8,7 @@ BIN := $(VENV)/bin
 VARIANT ?= $(shell $(PYTHON) -c 'import ctypes; ctypes.CDLL("libnvidia-ml.so.1")' 2>/dev/null && echo cuda || echo cpu)
 
 .PHONY: setup format check test bench demo demo-stream clean protos protos-lint mutants antdt-faults deploy-check deploy-tools deploy-pin \
-	deploy-cluster config-page kills fuzz
+	deploy-cluster config-page benchmarks-page kills fuzz
 setup: $(VENV)/.developer
 
 # What gmeta runs with, then the tools of a contributor: the demo does not wait for these.
@@ -65,6 +65,10 @@ protos: setup
 # The reference of all config keys, of the code; a test compares them.
 config-page: setup
 	$(BIN)/python -m tests.support.config_page > docs/config.md
+
+# The page of what benchmarks measured, of the JSON lines in benchmarks/figures.jsonl.
+benchmarks-page: setup
+	$(BIN)/python -m tests.support.benchmarks_page > docs/benchmarks.md
 
 protos-lint:
 	cd protos && npx --yes @bufbuild/buf@1.75.0 lint && npx --yes @bufbuild/buf@1.75.0 format --diff --exit-code
