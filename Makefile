@@ -8,7 +8,7 @@ BIN := $(VENV)/bin
 VARIANT ?= $(shell $(PYTHON) -c 'import ctypes; ctypes.CDLL("libnvidia-ml.so.1")' 2>/dev/null && echo cuda || echo cpu)
 
 .PHONY: setup format check test bench demo demo-stream clean protos protos-lint mutants antdt-faults deploy-check deploy-tools deploy-pin \
-	deploy-cluster config-page kills fuzz docs docs-serve docs-release demo-picture
+	deploy-cluster config-page benchmarks-page kills fuzz docs docs-serve docs-release demo-picture
 setup: $(VENV)/.developer
 
 # What gmeta runs with, then the tools of a contributor: the demo does not wait for these.
@@ -81,6 +81,10 @@ docs-release: setup
 # The README's picture, of what make demo left in runs/demo.
 demo-picture: setup
 	$(BIN)/python -m tests.support.demo_picture
+
+# The page of what benchmarks measured, of the JSON lines in benchmarks/figures.jsonl.
+benchmarks-page: setup
+	$(BIN)/python -m tests.support.benchmarks_page > docs/benchmarks.md
 
 protos-lint:
 	cd protos && npx --yes @bufbuild/buf@1.75.0 lint && npx --yes @bufbuild/buf@1.75.0 format --diff --exit-code

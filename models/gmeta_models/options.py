@@ -31,11 +31,7 @@ class CbmlOptions:
 class DinOptions:
     """Options of DIN."""
 
-    history: str = key(
-        "",
-        "din: the multi-id column of the behaviour history; "
-        "the target is the single-id column of the same table",
-    )
+    history: str = key("", "din: the multi-id column of the behaviour history")
     attention: tuple[int, ...] = key(
         (36,), "din: hidden widths of the MLP that weighs the history's entries", min=1
     )
