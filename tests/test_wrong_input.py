@@ -22,7 +22,7 @@ from aiohttp import ClientError
 from gmeta.cli.commands.error_messages import format_error, write_error
 from gmeta.cli.commands.evaluate import evaluate
 from gmeta.cli.commands.export import export, predict
-from gmeta.cli.commands.sim import simulate
+from gmeta.cli.commands.sim_run import simulate
 from gmeta.config.train_config import config_from_dict, load_config
 from gmeta.errors import UserError
 from gmeta.evaluation.evaluate import choose_splits
