@@ -184,13 +184,13 @@ FRESH_IMPORTS: dict[str, list[tuple[str, tuple[str, ...]]]] = {
         ("gmeta.cli.commands.serve", NO_DATA),
         ("gmeta.cli.commands.shard_service", NO_DATA),
         ("gmeta.cli.commands.shards", NO_DATA),
-        ("gmeta.cli.commands.sim_replay", NO_DATA),
+        ("gmeta.cli.commands.antdt_replay", NO_DATA),
         ("gmeta.cli.commands.tune", ("torch", "matplotlib", "duckdb", "optuna")),
         # They tell of a wrong option before they load more.
         ("gmeta.cli.commands.prepare", ("torch", "matplotlib")),
         ("gmeta.cli.commands.inspect", ("torch", "matplotlib")),
     ],
-    "sim": [("gmeta.cli.commands.sim", ("torch", "metaio", "duckdb"))],  # which draws
+    "antdt-sim": [("gmeta.cli.commands.antdt_sim", ("torch", "metaio", "duckdb"))],  # which draws
     "gmeta_models": [
         ("gmeta_models", ("gmeta", "metaio", "torch", "torchrec")),
         ("gmeta.runs.build", ("torchrec", "matplotlib", "duckdb")),

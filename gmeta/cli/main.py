@@ -18,75 +18,66 @@ from gmeta.cli.commands.verbosity_options import with_options
 from gmeta.errors import is_of_memory
 from gmeta_keys.translate_errors import translate_errors
 
-# By panel of `gmeta --help`, each with its help's first sentence. A command's module is imported
-# only when the command runs: the data-shard service must start without torch, and the help of
-# `prepare` must not take seconds.
-PANELS = {
-    "Prepare": {
-        "init": (
-            "Write a first schema and config, with comments, from looking at a log's first rows."
-        ),
-        "prepare": "Turn raw tables into a dataset of tasks, each with a support and a query set.",
-        "inspect": (
-            "Show what a dataset, stream, run, checkpoint, exported model or channel holds."
-        ),
-    },
-    "Train": {
-        "train": "Train a model; on several ranks with --nproc-per-node, or under torchrun.",
-        "evaluate": (
-            "Adapt to every unseen task's support set and score its query set, before and after."
-        ),
-        "tune": "Choose settings by short runs that are scored on the validation split.",
-        "runs": (
-            "List runs with how far they came and their best validation; compare some that are "
-            "named."
-        ),
-        "config": (
-            "Show a config with every key resolved, as TOML to copy; without one, list every key."
-        ),
-        "plan": (
-            "Show where training would put tables on GPUs that are not here, and what a step "
-            "would cost."
-        ),
-    },
-    "Serve": {
-        "export": "Make a trained run one folder that adapts and predicts alone: gmeta.load(OUT).",
-        "adapt": (
-            "Adapt to every task of SUPPORT, and write each task's state, which model.task(STATE)"
-            " reads."
-        ),
-        "predict": "Adapt to every task of QUERY by its rows in SUPPORT, and predict its rows.",
-        "score": "Score an exported model on a prepared dataset, as it would answer when served.",
-        "serve": (
-            "Answer the Open Inference Protocol with an exported model that adapts to each "
-            "request's task."
-        ),
-    },
-    "Deliver": {
-        "follow": (
-            "Turn closed partitions of a log into increments, train on each, judge it and "
-            "promote it."
-        ),
-        "channel": (
-            "Judge a candidate against what a channel serves, promote it, roll back, publish."
-        ),
-    },
-    "Operate": {
-        "shard-service": (
-            "Hand out the shards of a job's data to its workers, each exactly once an epoch."
-        ),
-        "shards": "Look into and operate a running data-shard service; audit checkpoints offline.",
-        "sim": "Simulate a job with stragglers, and replay the decisions of a policy.",
-    },
+# Each with its help's first sentence for `gmeta --help`. A command's module is imported only when
+# the command runs: the data-shard service must start without torch, and the help of `prepare` must
+# not take seconds.
+COMMANDS = {
+    "init": "Write a first schema and config, with comments, from looking at a log's first rows.",
+    "prepare": "Turn raw tables into a dataset of tasks, each with a support and a query set.",
+    "inspect": "Show what a dataset, stream, run, checkpoint, exported model or channel holds.",
+    "train": "Train a model; on several ranks with --nproc-per-node, or under torchrun.",
+    "plan": (
+        "Show where training would put tables on GPUs that are not here, and what a step "
+        "would cost."
+    ),
+    "tune": "Choose settings by short runs that are scored on the validation split.",
+    "config": (
+        "Show a config with every key resolved, as TOML to copy; without one, list every key."
+    ),
+    "runs": (
+        "List runs with how far they came and their best validation; compare some that are named."
+    ),
+    "evaluate": (
+        "Adapt to every unseen task's support set and score its query set, before and after."
+    ),
+    "export": "Make a trained run one folder that adapts and predicts alone: gmeta.load(OUT).",
+    "adapt": (
+        "Adapt to every task of SUPPORT, and write each task's state, which model.task(STATE)"
+        " reads."
+    ),
+    "predict": "Adapt to every task of QUERY by its rows in SUPPORT, and predict its rows.",
+    "judge": (
+        "Compare a run with the model that a channel serves, on tasks that neither was trained on."
+    ),
+    "score": "Score an exported model on a prepared dataset, as it would answer when served.",
+    "promote": "Make a run's model, or an export, the one that a channel serves.",
+    "rollback": "Let a channel serve an earlier version again.",
+    "publish": "Copy a channel, or a stream, to a URL, from where other machines follow it.",
+    "follow": (
+        "Turn closed partitions of a log into increments, train on each, judge it and promote it."
+    ),
+    "serve": (
+        "Answer the Open Inference Protocol with an exported model that adapts to each "
+        "request's task."
+    ),
+    "shard-service": (
+        "Hand out the shards of a job's data to its workers, each exactly once an epoch."
+    ),
+    "shards": "Look into and operate a running data-shard service; audit checkpoints offline.",
+    "antdt-sim": (
+        "Show how long a job takes with each way of dealing with stragglers, in simulated time."
+    ),
+    "antdt-replay": (
+        "Decide once more from the logged inputs, and say where it comes out differently."
+    ),
 }
-COMMANDS = {name: text for panel in PANELS.values() for name, text in panel.items()}
 # Commands whose module in gmeta.cli.commands has another name.
-MODULES = {"predict": "export"}
-# What other tools, and earlier versions, call these commands.
-ELSEWHERE = {
-    **{"sweep": "tune", "fit": "train", "antdt-sim": "sim run", "antdt-replay": "sim replay"},
-    **{name: f"channel {name}" for name in ("judge", "promote", "rollback", "publish")},
+MODULES = {
+    "predict": "export",
+    **dict.fromkeys(("judge", "promote", "rollback", "publish"), "delivery"),
 }
+# What other tools call these commands: the suggestion for a word that is unknown here.
+ELSEWHERE = {"sweep": "tune", "fit": "train", "publish": "promote"}
 
 
 # Any stands for click's types: some versions of typer bring a click of their own.
@@ -134,10 +125,7 @@ class _Subcommands(typer.core.TyperGroup):
             meant = ELSEWHERE.get(near[0], near[0]) if near else ""
             hint = f"did you mean {meant!r}?" if near else "`gmeta --help` lists all commands"
             ctx.fail(f"no such command {cmd_name!r}: {hint}")
-        panel = next(name for name, commands in PANELS.items() if cmd_name in commands)
-        return _LazyCommand(
-            cmd_name, help=COMMANDS[cmd_name], rich_markup_mode="rich", rich_help_panel=panel
-        )
+        return _LazyCommand(cmd_name, help=COMMANDS[cmd_name], rich_markup_mode="rich")
 
 
 app = typer.Typer(

@@ -472,8 +472,7 @@ class Pipeline:
         return GMetaError(
             f"increments {', '.join(map(str, refused))} are set aside: {len(refused)} candidates "
             f"were refused in a row, the last because {reasons}. {serves}. Raise "
-            "judge.max_refused, or promote by hand: "
-            f"gmeta channel promote {root / 'model'} {channel} "
+            f"judge.max_refused, or promote by hand: gmeta promote {root / 'model'} {channel} "
             f"--verdict {root / 'verdict.json'} --force"
         )
 

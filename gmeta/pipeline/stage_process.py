@@ -20,7 +20,7 @@ from gmeta_keys.stop_flag import StopFlag
 # what they import late. A name that a later release of a package lacks is passed over.
 _PRELOADED = [
     "gmeta.cli.main",
-    "gmeta.cli.commands.channel",
+    "gmeta.cli.commands.delivery",
     "gmeta.cli.commands.export",
     "gmeta.cli.commands.prepare",
     "gmeta.cli.commands.score",
@@ -47,8 +47,6 @@ _PRELOADED = [
     "zoneinfo",
     "gmeta.pipeline.preload_last",
 ]
-# Stages that are commands of `gmeta channel`.
-_OF_CHANNEL = ("judge", "promote", "publish")
 
 
 @dataclass(frozen=True)
@@ -149,8 +147,7 @@ def _wait_and_run(orders: Connection) -> None:
         for stream in (sys.stdout, sys.stderr):
             stream.flush()
             os.dup2(file.fileno(), stream.fileno())
-    group = ["channel"] if arguments[0] in _OF_CHANNEL else []
-    sys.argv = ["gmeta", *group, *arguments]
+    sys.argv = ["gmeta", *arguments]
     # As `python -m gmeta` does: the command line ends the process with its exit code.
     runpy.run_module("gmeta", run_name="__main__", alter_sys=True)
 

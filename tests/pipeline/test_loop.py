@@ -88,15 +88,10 @@ def test_runs_are_promoted_and_exported_as_what_changed(
     out = tmp_path / "out"
     told = ""
     for arguments in (
-        ["channel", "promote", runs / "000001" / "run", channel.root],
+        ["promote", runs / "000001" / "run", channel.root],
         ["export", runs / "000002" / "run", out, "--since", channel.root],
-        ["channel", "promote", out, channel.root],
-        [
-            "channel",
-            "promote",
-            runs / "000002" / "run",
-            channel.root,
-        ],  # of the same checkpoint: it serves
+        ["promote", out, channel.root],
+        ["promote", runs / "000002" / "run", channel.root],  # of the same checkpoint: it serves
     ):
         done = succeed(*arguments)
         told += done.stderr

@@ -1,4 +1,4 @@
-"""Every method on every scenario: the table behind `gmeta sim run`."""
+"""Every method on every scenario: the table behind `gmeta antdt-sim`."""
 
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial

@@ -10,16 +10,15 @@ from gmeta.platform import verbosity
 # Commands that print a result; `runs` and `shards` have a --json of their own.
 WITH_JSON = (
     *("prepare", "inspect", "train", "plan", "tune", "evaluate", "export", "adapt", "predict"),
-    *(f"channel {name}" for name in ("judge", "promote", "rollback", "publish")),
-    "sim run",
+    *("judge", "promote", "rollback", "publish", "antdt-sim"),
 )
 
 
 # Any stands for click's types, as in load_command.
 def with_options(command: Any, name: str) -> Any:
     """Return the command, and all below it, with -q, -v and, for one with a result, --json."""
-    for word, below in getattr(command, "commands", {}).items():
-        with_options(below, f"{name} {word}")
+    for below in getattr(command, "commands", {}).values():
+        with_options(below, name)
     if not hasattr(command, "commands"):
         alone = typer.Typer(add_completion=False)
         alone.command()(_declare_options)

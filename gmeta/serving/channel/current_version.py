@@ -36,9 +36,7 @@ def promotions_at(place: str) -> list[dict[str, Any]]:
     with translate_access_errors(place):
         log = parse_log(read_bounded(fs, f"{root.rstrip('/')}/{PROMOTIONS}"))
     if log.damage:
-        raise GMetaError(
-            f"{place}/{PROMOTIONS}: {log.damage}. Run: gmeta channel publish CHANNEL {place}"
-        )
+        raise GMetaError(f"{place}/{PROMOTIONS}: {log.damage}. Run: gmeta publish CHANNEL {place}")
     return log.entries
 
 
@@ -51,8 +49,8 @@ def read_current_file(url: str) -> tuple[bytes, CurrentVersion]:
             content = read_bounded(fs, f"{root.rstrip('/')}/{CURRENT_FILE}")
         except FileNotFoundError:
             raise UserError(
-                f"{url} holds no channel: there is no {CURRENT_FILE}. Run: "
-                f"gmeta channel publish CHANNEL {url}"
+                f"{url} holds no channel: there is no {CURRENT_FILE}. Run: gmeta publish CHANNEL "
+                f"{url}"
             ) from None
     return content, parse_current(content, name, "CHANNEL")
 

@@ -1,4 +1,4 @@
-"""`gmeta channel ...`: judge a candidate, promote it, roll back, publish."""
+"""`gmeta judge`, `gmeta promote`, `gmeta rollback` and `gmeta publish`."""
 
 from pathlib import Path
 from typing import Annotated
@@ -10,13 +10,6 @@ from gmeta.errors import UserError
 from gmeta.platform.files.local_paths import check_local
 from gmeta.serving.table_format import TableFormat
 
-channel = typer.Typer(
-    help="Judge a candidate against what a channel serves, promote it, roll back, publish.",
-    no_args_is_help=True,
-    rich_markup_mode="rich",
-    add_completion=False,
-)
-
 # The exit code of a refusal, which is no failure.
 REFUSED = 3
 
@@ -26,7 +19,6 @@ Candidate = Annotated[
 ]
 
 
-@channel.command()
 def promote(
     candidate: Candidate,
     channel: ChannelAt,
@@ -41,8 +33,7 @@ def promote(
         ),
     ] = None,
     verdict: Annotated[
-        Path | None,
-        typer.Option(help="verdict of `gmeta channel judge --out`, kept with the version"),
+        Path | None, typer.Option(help="verdict of `gmeta judge --out`, kept with the version")
     ] = None,
     force: Annotated[
         bool, typer.Option("--force", help="promote against a --verdict that refuses it")
@@ -58,7 +49,7 @@ def promote(
 ) -> None:
     """Make a run's model, or an export, the one that a channel serves.
 
-    gmeta channel promote runs/day-2 channels/clicks
+    gmeta promote runs/day-2 channels/clicks
 
     A run is exported first, as what changed since the version that is served. Servers of the
     channel (gmeta serve CHANNEL, gmeta.follow) take it up within seconds. Promoting what is served
@@ -70,7 +61,6 @@ def promote(
     promote_candidate(candidate, channel, tables, step, verdict, force, keep)
 
 
-@channel.command()
 def rollback(
     channel: ChannelAt,
     to: Annotated[
@@ -79,7 +69,7 @@ def rollback(
 ) -> None:
     """Let a channel serve an earlier version again.
 
-    gmeta channel rollback channels/clicks --to 7
+    gmeta rollback channels/clicks --to 7
 
     Only the pointer moves, and --to serves a later one again."""
     check_local("CHANNEL", channel)
@@ -88,7 +78,6 @@ def rollback(
     roll_back(channel, to)
 
 
-@channel.command()
 def publish(
     path: Annotated[
         Path, typer.Argument(metavar="CHANNEL|STREAM", help="folder of the versions or increments")
@@ -99,7 +88,7 @@ def publish(
 ) -> None:
     """Copy a channel, or a stream, to a URL, from where other machines follow it.
 
-    gmeta channel publish channels/clicks s3://bucket/clicks
+    gmeta publish channels/clicks s3://bucket/clicks
 
     Of a channel the versions go up whole that are not there yet, then the pointer: gmeta serve URL
     and gmeta.follow(URL) have the version before or the new one, wherever this is stopped. Run it
@@ -111,7 +100,6 @@ def publish(
     publish_to(path, url)
 
 
-@channel.command()
 def judge(
     candidate: Candidate,
     champion: Annotated[Path, typer.Option(metavar="CHANNEL", help="channel to compare with")],
@@ -137,12 +125,11 @@ def judge(
 ) -> None:
     """Compare a run with the model that a channel serves, on tasks that neither was trained on.
 
-    gmeta channel judge runs/day-2 --champion channels/clicks
+    gmeta judge runs/day-2 --champion channels/clicks
 
     Promotes (exit code 0) where all predictions are finite, their mean is within 0.9 to 1.1 of the
     labels', and the loss, paired task by task, is at most a margin worse at 95 %. Refuses with exit
-    code 3, and keeps the verdict in the channel. Nothing is promoted: `gmeta channel promote`
-    does."""
+    code 3, and keeps the verdict in the channel. Nothing is promoted: that is `gmeta promote`."""
     _check_places(candidate, champion)
     if out is not None:
         check_local("--out", out)
