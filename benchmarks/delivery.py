@@ -336,7 +336,7 @@ def swapped(root: Path, sizes: Sizes) -> dict[str, Any]:
 
 
 def point(channel: Path, number: int) -> None:
-    """Have a channel serve a version that it has, as `gmeta rollback` does."""
+    """Have a channel serve a version that it has, as `gmeta channel rollback` does."""
     Channel(channel).rollback(number)
 
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from gmeta.cli.main import COMMANDS, load_command
+from gmeta.cli.main import COMMANDS, RENAMED, load_command
 from gmeta.config.train_config import describe_config
 from gmeta.pipeline.follow_config import FollowConfig
 from metaio.prepare.schema.rules import StreamRule
@@ -40,11 +40,11 @@ def options_of(name: str) -> frozenset[str]:
 
 @each_page
 def test_options_of_commands_that_a_page_names_exist(page: Path) -> None:
-    commands = re.findall(r"\bgmeta ([a-z-]+)([^\n|#;>]*)", code_of(page))
+    names = "|".join([*COMMANDS, *RENAMED])
+    commands = re.findall(rf"\bgmeta ({names})\b(?!-)([^\n|#;>]*)", code_of(page))
     unknown = {
         f"gmeta {name} {option}"
         for name, rest in commands
-        if name in COMMANDS
         for option in re.findall(r"(?<!\S)(--?[a-z][\w-]*)", rest)
         if option not in options_of(name)
     }

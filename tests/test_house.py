@@ -16,7 +16,7 @@ import grimp
 import pytest
 from rich.text import Text
 
-from gmeta.cli.main import COMMANDS, load_command
+from gmeta.cli.main import COMMANDS, GROUPS, load_command
 from metaio.prepare.schema.schema_file import parse_schema
 from tests.antdt.faults.mutants import MUTANTS, mutated
 from tests.support.config_page import config_page
@@ -184,13 +184,13 @@ FRESH_IMPORTS: dict[str, list[tuple[str, tuple[str, ...]]]] = {
         ("gmeta.cli.commands.serve", NO_DATA),
         ("gmeta.cli.commands.shard_service", NO_DATA),
         ("gmeta.cli.commands.shards", NO_DATA),
-        ("gmeta.cli.commands.antdt_replay", NO_DATA),
+        ("gmeta.cli.commands.sim_replay", NO_DATA),
         ("gmeta.cli.commands.tune", ("torch", "matplotlib", "duckdb", "optuna")),
         # They tell of a wrong option before they load more.
         ("gmeta.cli.commands.prepare", ("torch", "matplotlib")),
         ("gmeta.cli.commands.inspect", ("torch", "matplotlib")),
     ],
-    "antdt-sim": [("gmeta.cli.commands.antdt_sim", ("torch", "metaio", "duckdb"))],  # which draws
+    "sim run": [("gmeta.cli.commands.sim_run", ("torch", "metaio", "duckdb"))],  # which draws
     "gmeta_models": [
         ("gmeta_models", ("gmeta", "metaio", "torch", "torchrec")),
         ("gmeta.runs.build", ("torchrec", "matplotlib", "duckdb")),
@@ -378,5 +378,6 @@ def test_help_shows_brackets_and_takes_them_for_no_markup(name: str) -> None:
 @pytest.mark.parametrize("page", MARKDOWN, ids=lambda page: str(page.relative_to(ROOT)))
 def test_commands_in_the_docs_exist(page: Path) -> None:
     blocks = re.findall(r"```(?:bash|console|sh)\n(.*?)```", page.read_text(), flags=re.DOTALL)
-    known = set(re.findall(r"^(?:\$ )?gmeta ([a-z][a-z-]*)", "\n".join(blocks), flags=re.MULTILINE))
+    begins = rf"^(?:\$ )?gmeta ((?:{'|'.join(GROUPS)}) [a-z-]+|[a-z][a-z-]*)"
+    known = set(re.findall(begins, "\n".join(blocks), flags=re.MULTILINE))
     assert known - set(COMMANDS) == set()

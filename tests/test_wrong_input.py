@@ -19,7 +19,7 @@ import pytest
 import torch
 from aiohttp import ClientError
 
-from gmeta.cli.commands.antdt_sim import antdt_sim
+from gmeta.cli.commands import sim_run
 from gmeta.cli.commands.error_messages import format_error, write_error
 from gmeta.cli.commands.evaluate import evaluate
 from gmeta.cli.commands.export import export, predict
@@ -283,7 +283,7 @@ IS_URL = (
             partial(predict, Path("model"), "s.parquet", "q.parquet", Path(URL)),
             f"--out = 's3://bucket/x' {IS_URL}",
         ),
-        (partial(antdt_sim, out=Path(URL)), f"--out = 's3://bucket/x' {IS_URL}"),
+        (partial(sim_run.run, out=Path(URL)), f"--out = 's3://bucket/x' {IS_URL}"),
         (
             partial(predict, Path("model"), "s.parquet", "q.parquet", Path("/")),
             "--out = '/' is a folder: a file is needed. Name one in it",
@@ -316,7 +316,7 @@ def test_what_cannot_be_compared_is_told_before_anything_is_evaluated(tmp_path: 
 
 
 def test_a_path_that_is_not_there_is_the_users_to_mend() -> None:
-    assert refused(2, "antdt-replay", "nowhere") == "error: No such file or directory: nowhere"
+    assert refused(2, "sim", "replay", "nowhere") == "error: No such file or directory: nowhere"
 
 
 class Failing(BaseHTTPRequestHandler):

@@ -33,7 +33,7 @@ class JsonFormatter(logging.Formatter):
 
 @final
 class DecisionLog:
-    """The controller's evaluations, one line of JSON each, for `gmeta antdt-replay`."""
+    """The controller's evaluations, one line of JSON each, for `gmeta sim replay`."""
 
     def __init__(self, path: Path) -> None:
         """Open the file to append to it. Raise OSError when it cannot be written."""

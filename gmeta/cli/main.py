@@ -15,92 +15,125 @@ import typer
 from gmeta import __version__
 from gmeta.cli.commands import error_messages
 from gmeta.cli.commands.verbosity_options import with_options
-from gmeta.errors import is_of_memory
+from gmeta.errors import UserError, is_of_memory
 from gmeta_keys.translate_errors import translate_errors
 
-# Each with its help's first sentence for `gmeta --help`. A command's module is imported only when
-# the command runs: the data-shard service must start without torch, and the help of `prepare` must
-# not take seconds.
-COMMANDS = {
-    "init": "Write a first schema and config, with comments, from looking at a log's first rows.",
-    "prepare": "Turn raw tables into a dataset of tasks, each with a support and a query set.",
-    "inspect": "Show what a dataset, stream, run, checkpoint, exported model or channel holds.",
-    "train": "Train a model; on several ranks with --nproc-per-node, or under torchrun.",
-    "plan": (
-        "Show where training would put tables on GPUs that are not here, and what a step "
-        "would cost."
-    ),
-    "tune": "Choose settings by short runs that are scored on the validation split.",
-    "config": (
-        "Show a config with every key resolved, as TOML to copy; without one, list every key."
-    ),
-    "runs": (
-        "List runs with how far they came and their best validation; compare some that are named."
-    ),
-    "evaluate": (
-        "Adapt to every unseen task's support set and score its query set, before and after."
-    ),
-    "export": "Make a trained run one folder that adapts and predicts alone: gmeta.load(OUT).",
-    "adapt": (
-        "Adapt to every task of SUPPORT, and write each task's state, which model.task(STATE)"
-        " reads."
-    ),
-    "predict": "Adapt to every task of QUERY by its rows in SUPPORT, and predict its rows.",
-    "judge": (
-        "Compare a run with the model that a channel serves, on tasks that neither was trained on."
-    ),
-    "score": "Score an exported model on a prepared dataset, as it would answer when served.",
-    "promote": "Make a run's model, or an export, the one that a channel serves.",
-    "rollback": "Let a channel serve an earlier version again.",
-    "publish": "Copy a channel, or a stream, to a URL, from where other machines follow it.",
-    "follow": (
-        "Turn closed partitions of a log into increments, train on each, judge it and promote it."
-    ),
-    "serve": (
-        "Answer the Open Inference Protocol with an exported model that adapts to each "
-        "request's task."
-    ),
-    "shard-service": (
-        "Hand out the shards of a job's data to its workers, each exactly once an epoch."
-    ),
-    "shards": "Look into and operate a running data-shard service; audit checkpoints offline.",
-    "antdt-sim": (
-        "Show how long a job takes with each way of dealing with stragglers, in simulated time."
-    ),
-    "antdt-replay": (
-        "Decide once more from the logged inputs, and say where it comes out differently."
-    ),
+# Each with its help's first sentence for `gmeta --help`, by panel. A command's module is imported
+# only when the command runs: the data-shard service must start without torch, and the help of
+# `prepare` must not take seconds.
+PANELS = {
+    "Prepare": {
+        "init": (
+            "Write a first schema and config, with comments, from looking at a log's first rows."
+        ),
+        "prepare": "Turn raw tables into a dataset of tasks, each with a support and a query set.",
+        "inspect": "Show what a dataset, stream, run, checkpoint, exported model or channel holds.",
+    },
+    "Train": {
+        "train": "Train a model; on several ranks with --nproc-per-node, or under torchrun.",
+        "plan": (
+            "Show where training would put tables on GPUs that are not here, and what a step "
+            "would cost."
+        ),
+        "tune": "Choose settings by short runs that are scored on the validation split.",
+        "config": (
+            "Show a config with every key resolved, as TOML to copy; without one, list every key."
+        ),
+        "runs": (
+            "List runs with how far they came and their best validation; compare some that are "
+            "named."
+        ),
+        "evaluate": (
+            "Adapt to every unseen task's support set and score its query set, before and after."
+        ),
+    },
+    "Serve": {
+        "export": (
+            "Make a trained run one folder that adapts and predicts alone: gmeta.load(OUT)."
+        ),
+        "adapt": (
+            "Adapt to every task of SUPPORT, and write each task's state, which model.task(STATE)"
+            " reads."
+        ),
+        "predict": "Adapt to every task of QUERY by its rows in SUPPORT, and predict its rows.",
+        "score": "Score an exported model on a prepared dataset, as it would answer when served.",
+        "serve": (
+            "Answer the Open Inference Protocol with an exported model that adapts to each "
+            "request's task."
+        ),
+    },
+    "Deliver": {
+        "channel judge": (
+            "Compare a run with the model that a channel serves, on tasks that neither was trained "
+            "on."
+        ),
+        "channel promote": "Make a run's model, or an export, the one that a channel serves.",
+        "channel rollback": "Let a channel serve an earlier version again.",
+        "channel publish": (
+            "Copy a channel, or a stream, to a URL, from where other machines follow it."
+        ),
+        "follow": (
+            "Turn closed partitions of a log into increments, train on each, judge it and promote "
+            "it."
+        ),
+    },
+    "Operate": {
+        "shard-service": (
+            "Hand out the shards of a job's data to its workers, each exactly once an epoch."
+        ),
+        "shards": "Look into and operate a running data-shard service; audit checkpoints offline.",
+        "sim run": (
+            "Show how long a job takes with each way of dealing with stragglers, in simulated time."
+        ),
+        "sim replay": (
+            "Decide once more from the logged inputs, and say where it comes out differently."
+        ),
+    },
 }
+COMMANDS = {name: text for panel in PANELS.values() for name, text in panel.items()}
+# The first words of commands with two.
+GROUPS = {
+    "channel": "Judge, promote, roll back and publish the versions that servers follow.",
+    "sim": "Simulate a job's stragglers; replay what the data-shard service decided about them.",
+}
+_PANEL_OF = {name.split()[0]: panel for panel, names in PANELS.items() for name in names}
 # Commands whose module in gmeta.cli.commands has another name.
 MODULES = {
     "predict": "export",
-    **dict.fromkeys(("judge", "promote", "rollback", "publish"), "delivery"),
+    **{name: "delivery" for name in COMMANDS if name.startswith("channel ")},
+}
+RENAMED = {
+    **{name: f"channel {name}" for name in ("judge", "promote", "rollback", "publish")},
+    **{"antdt-sim": "sim run", "antdt-replay": "sim replay"},
 }
 # What other tools call these commands: the suggestion for a word that is unknown here.
-ELSEWHERE = {"sweep": "tune", "fit": "train", "publish": "promote"}
+ELSEWHERE = {"sweep": "tune", "fit": "train"}
 
 
 # Any stands for click's types: some versions of typer bring a click of their own.
 def load_command(name: str) -> Any:
     """Import a subcommand's module and return the command with its options."""
-    attribute = name.replace("-", "_")
-    module = importlib.import_module(f"gmeta.cli.commands.{MODULES.get(name, attribute)}")
-    imported: Any = getattr(module, attribute)
+    own_name = MODULES.get(name, name.replace("-", "_").replace(" ", "_"))
+    module = importlib.import_module(f"gmeta.cli.commands.{own_name}")
+    word = name.split()[-1]
+    imported: Any = getattr(module, word.replace("-", "_"))
     if isinstance(imported, typer.Typer):
         command = typer.main.get_command(imported)
         command.name = name
         return with_options(command, name)
     alone = typer.Typer(rich_markup_mode="rich", add_completion=False)
-    alone.command(name)(imported)
+    alone.command(word)(imported)
     return with_options(typer.main.get_command(alone), name)
 
 
 class _LazyCommand(typer.core.TyperCommand):
+    full_name: str
+
     def make_context(
         self, info_name: str | None, args: list[str], parent: Any = None, **extra: Any
     ) -> Any:
         # Click makes the context of the command that runs alone, so only its module is imported.
-        return load_command(str(self.name)).make_context(info_name, args, parent, **extra)
+        return load_command(self.full_name).make_context(info_name, args, parent, **extra)
 
 
 class _InterruptedError(Exception):
@@ -108,6 +141,9 @@ class _InterruptedError(Exception):
 
 
 class _Subcommands(typer.core.TyperGroup):
+    # The group's own name and a space; nothing for `gmeta` itself.
+    prefix = ""
+
     def invoke(self, ctx: Any) -> Any:
         try:
             return super().invoke(ctx)
@@ -117,15 +153,33 @@ class _Subcommands(typer.core.TyperGroup):
             raise _InterruptedError from error
 
     def list_commands(self, ctx: Any) -> list[str]:
-        return list(COMMANDS)
+        own = [name.removeprefix(self.prefix) for name in COMMANDS if name.startswith(self.prefix)]
+        return list(dict.fromkeys(name.split()[0] for name in own))
 
     def get_command(self, ctx: Any, cmd_name: str) -> Any:
-        if cmd_name not in COMMANDS:
-            near = difflib.get_close_matches(cmd_name, [*COMMANDS, *ELSEWHERE], n=1)
-            meant = ELSEWHERE.get(near[0], near[0]) if near else ""
-            hint = f"did you mean {meant!r}?" if near else "`gmeta --help` lists all commands"
-            ctx.fail(f"no such command {cmd_name!r}: {hint}")
-        return _LazyCommand(cmd_name, help=COMMANDS[cmd_name], rich_markup_mode="rich")
+        name = self.prefix + cmd_name
+        shown: Any = {"rich_markup_mode": "rich", "rich_help_panel": _PANEL_OF.get(name)}
+        if name in GROUPS:
+            group = _Subcommands(name=name, help=GROUPS[name], no_args_is_help=True, **shown)
+            group.prefix = f"{name} "
+            return group
+        if name in COMMANDS:
+            command = _LazyCommand(cmd_name, help=COMMANDS[name], **shown)
+            command.full_name = name
+            return command
+        # A shell that completes the line is told nothing of it.
+        if ctx.resilient_parsing:
+            return None
+        if name in RENAMED:
+            raise UserError(f"gmeta {name} is gmeta {RENAMED[name]} now")
+        meant = {**{word: self.prefix + word for word in self.list_commands(ctx)}, **ELSEWHERE}
+        near = difflib.get_close_matches(cmd_name, [*meant, *RENAMED], n=1)
+        hint = (
+            f"did you mean {({**RENAMED, **meant})[near[0]]!r}?"
+            if near
+            else f"`gmeta {self.prefix}--help` lists all commands"
+        )
+        return ctx.fail(f"no such command {cmd_name!r}: {hint}")
 
 
 app = typer.Typer(

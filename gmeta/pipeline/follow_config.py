@@ -55,7 +55,7 @@ class FollowSection:
 
 @dataclass(frozen=True)
 class JudgeSection:
-    """When a candidate is promoted; `gmeta judge --help` explains each."""
+    """When a candidate is promoted; `gmeta channel judge --help` explains each."""
 
     split: str = key("gate", "split of the tasks that no increment trains")
     margin: float = key(0.0, "loss that may be worse by chance; 0: 1 % of the champion's", min=0)

@@ -472,8 +472,8 @@ class Pipeline:
         return GMetaError(
             f"increments {', '.join(map(str, refused))} are set aside: {len(refused)} candidates "
             f"were refused in a row, the last because {reasons}. {serves}. Raise "
-            f"judge.max_refused, or promote by hand: gmeta promote {root / 'model'} {channel} "
-            f"--verdict {root / 'verdict.json'} --force"
+            f"judge.max_refused, or promote by hand: gmeta channel promote {root / 'model'} "
+            f"{channel} --verdict {root / 'verdict.json'} --force"
         )
 
     def folder(self, number: int) -> Path:

@@ -13,6 +13,7 @@ from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 
+from gmeta.pipeline.stage_outcome import CHANNEL_STAGES
 from gmeta.platform.forking import forking_context, start
 from gmeta_keys.stop_flag import StopFlag
 
@@ -78,8 +79,13 @@ _under_way: list[BaseProcess] = []
 _ending = StopFlag()
 
 
+def find_command(arguments: Sequence[str]) -> list[str]:
+    """Return the words behind `gmeta` that run a stage: some are commands of `gmeta channel`."""
+    return [*(["channel"] if arguments[0] in CHANNEL_STAGES else []), *arguments]
+
+
 def run_stage(arguments: Sequence[str], log: Path) -> int:
-    """Run `gmeta ARGUMENTS` with its output in the file `log`, and return its exit code."""
+    """Run a stage, ARGUMENTS[0], with its output in the file `log`, and return its exit code."""
     log.parent.mkdir(parents=True, exist_ok=True)
     # A log that cannot be written fails here: the stage could not say why.
     log.open("ab").close()
@@ -147,7 +153,7 @@ def _wait_and_run(orders: Connection) -> None:
         for stream in (sys.stdout, sys.stderr):
             stream.flush()
             os.dup2(file.fileno(), stream.fileno())
-    sys.argv = ["gmeta", *arguments]
+    sys.argv = ["gmeta", *find_command(arguments)]
     # As `python -m gmeta` does: the command line ends the process with its exit code.
     runpy.run_module("gmeta", run_name="__main__", alter_sys=True)
 

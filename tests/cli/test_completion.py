@@ -46,10 +46,15 @@ def completed(script: str, environment: dict[str, str], *words: str) -> list[str
 
 
 def test_commands_and_their_flags(script: str, environment: dict[str, str]) -> None:
-    assert set(completed(script, environment, "gmeta", "")) == set(COMMANDS)
+    assert set(completed(script, environment, "gmeta", "")) == {
+        name.split()[0] for name in COMMANDS
+    }
     flags = completed(script, environment, "gmeta", "train", "x.toml", "--")
     assert {"--resume", "--nproc-per-node", "--quiet", "--verbose", "--json"} <= set(flags)
     assert "status" in completed(script, environment, "gmeta", "shards", "")
+    channel = ["judge", "promote", "rollback", "publish"]
+    assert completed(script, environment, "gmeta", "channel", "") == channel
+    assert "--champion" in completed(script, environment, "gmeta", "channel", "judge", "m", "--")
 
 
 @pytest.mark.parametrize("command", ["train", "tune", "plan", "config", "evaluate"])

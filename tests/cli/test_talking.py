@@ -3,6 +3,7 @@
 import io
 import json
 import os
+import re
 import sys
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,7 @@ import pytest
 
 from gmeta.cli import main as cli
 from gmeta.cli.commands.verbosity_options import WITH_JSON
-from gmeta.cli.main import COMMANDS, load_command
+from gmeta.cli.main import COMMANDS, PANELS, RENAMED, load_command
 from tests.support.commands import SMALL_MODEL, evaluate, gmeta, write_config
 
 
@@ -27,6 +28,34 @@ def test_every_command_can_be_quiet_and_verbose(name: str) -> None:
         assert {"-q", "--quiet", "-v", "--verbose"} <= set(words)
         assert len(words) == len(set(words)), words
         assert ("--json" in words) or name not in WITH_JSON
+
+
+def test_help_groups_the_commands() -> None:
+    lines = gmeta("--help").stdout.splitlines()
+    words = [re.sub(r"[│╭─╮]", " ", line).split() for line in lines]
+    first = [
+        one[0] for one in words if one and one[0] in (*PANELS, *(n.split()[0] for n in COMMANDS))
+    ]
+    expected = [
+        word for panel, names in PANELS.items() for word in (panel, *(n.split()[0] for n in names))
+    ]
+    assert first == list(dict.fromkeys(expected))
+
+
+def test_a_group_lists_its_commands_and_suggests_them() -> None:
+    listed = gmeta("channel", "--help").stdout
+    assert all(COMMANDS[f"channel {name}"][:40] in listed for name in ("judge", "promote"))
+    refused = gmeta("channel", "juge")
+    assert refused.returncode == 2
+    assert "no such command 'juge': did you mean 'channel judge'?" in refused.stderr
+
+
+@pytest.mark.parametrize("name", RENAMED)
+def test_an_old_name_answers_with_the_new_one(name: str) -> None:
+    assert RENAMED[name] in COMMANDS
+    done = gmeta(name, "runs/1")
+    expected = f"error: gmeta {name} is gmeta {RENAMED[name]} now\n"
+    assert (done.returncode, done.stdout, done.stderr) == (2, "", expected)
 
 
 def found(*arguments: str | Path, code: int = 0) -> dict[str, Any]:

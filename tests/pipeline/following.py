@@ -5,13 +5,13 @@ from pathlib import Path
 
 from gmeta.pipeline.follow_config import load_follow_config
 from gmeta.pipeline.pipeline import Pipeline
-from gmeta.pipeline.stage_process import last_line
+from gmeta.pipeline.stage_process import find_command, last_line
 from tests.support.commands import gmeta
 
 
 def run_stage(arguments: list[str], log: Path) -> int:
     """A command of gmeta as the loop runs it, but forked from the server of the tests."""
-    done = gmeta(*arguments)
+    done = gmeta(*find_command(arguments))
     log.parent.mkdir(parents=True, exist_ok=True)
     log.write_text(done.stdout + done.stderr)
     return done.returncode

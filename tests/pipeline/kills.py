@@ -22,6 +22,7 @@ from typing import Any
 import typer
 
 from gmeta.cli.main import app
+from gmeta.pipeline.stage_process import find_command
 from tests.support.commands import environment, gmeta
 from tests.support.processes import with_imports_ready
 from tests.support.waiting import PATIENCE_S, wait_until
@@ -98,7 +99,7 @@ def taken_up(arguments: list[str], log: Path) -> int:
         log.write_text(done.stdout + done.stderr)
         return done.returncode
     try:
-        code = app(arguments, standalone_mode=False)
+        code = app(find_command(arguments), standalone_mode=False)
     except typer.Exit as ended:
         code = ended.exit_code
     return int(code or 0)
@@ -161,6 +162,6 @@ def _become(
         leave(code)
 
     os._exit = told  # type: ignore[assignment]
-    sys.argv = ["gmeta", *arguments]
+    sys.argv = ["gmeta", *find_command(arguments)]
     sys.addaudithook(watch)
     runpy.run_module("gmeta", run_name="__main__", alter_sys=True)

@@ -88,10 +88,11 @@ def test_runs_are_promoted_and_exported_as_what_changed(
     out = tmp_path / "out"
     told = ""
     for arguments in (
-        ["promote", runs / "000001" / "run", channel.root],
+        ["channel", "promote", runs / "000001" / "run", channel.root],
         ["export", runs / "000002" / "run", out, "--since", channel.root],
-        ["promote", out, channel.root],
-        ["promote", runs / "000002" / "run", channel.root],  # of the same checkpoint: it serves
+        ["channel", "promote", out, channel.root],
+        # Of the same checkpoint: it serves.
+        ["channel", "promote", runs / "000002" / "run", channel.root],
     ):
         done = succeed(*arguments)
         told += done.stderr

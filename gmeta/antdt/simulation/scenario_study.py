@@ -1,4 +1,4 @@
-"""Every method on every scenario: the table behind `gmeta antdt-sim`."""
+"""Every method on every scenario: the table behind `gmeta sim run`."""
 
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial

@@ -1,5 +1,5 @@
 """From verdicts to actions: runs a policy on a snapshot, applies budgets, logs its decisions.
-`rule` is pure, so a logged snapshot gives the same rulings again: `gmeta antdt-replay`."""
+`rule` is pure, so a logged snapshot gives the same rulings again: `gmeta sim replay`."""
 
 import json
 import math

@@ -1,4 +1,4 @@
-"""`gmeta judge`, `gmeta promote`, `gmeta rollback` and `gmeta publish`."""
+"""`gmeta channel judge`, `promote`, `rollback` and `publish`."""
 
 from pathlib import Path
 from typing import Annotated
@@ -33,7 +33,8 @@ def promote(
         ),
     ] = None,
     verdict: Annotated[
-        Path | None, typer.Option(help="verdict of `gmeta judge --out`, kept with the version")
+        Path | None,
+        typer.Option(help="verdict of `gmeta channel judge --out`, kept with the version"),
     ] = None,
     force: Annotated[
         bool, typer.Option("--force", help="promote against a --verdict that refuses it")
@@ -49,7 +50,7 @@ def promote(
 ) -> None:
     """Make a run's model, or an export, the one that a channel serves.
 
-    gmeta promote runs/day-2 channels/clicks
+    gmeta channel promote runs/day-2 channels/clicks
 
     A run is exported first, as what changed since the version that is served. Servers of the
     channel (gmeta serve CHANNEL, gmeta.follow) take it up within seconds. Promoting what is served
@@ -69,7 +70,7 @@ def rollback(
 ) -> None:
     """Let a channel serve an earlier version again.
 
-    gmeta rollback channels/clicks --to 7
+    gmeta channel rollback channels/clicks --to 7
 
     Only the pointer moves, and --to serves a later one again."""
     check_local("CHANNEL", channel)
@@ -88,7 +89,7 @@ def publish(
 ) -> None:
     """Copy a channel, or a stream, to a URL, from where other machines follow it.
 
-    gmeta publish channels/clicks s3://bucket/clicks
+    gmeta channel publish channels/clicks s3://bucket/clicks
 
     Of a channel the versions go up whole that are not there yet, then the pointer: gmeta serve URL
     and gmeta.follow(URL) have the version before or the new one, wherever this is stopped. Run it
@@ -125,11 +126,12 @@ def judge(
 ) -> None:
     """Compare a run with the model that a channel serves, on tasks that neither was trained on.
 
-    gmeta judge runs/day-2 --champion channels/clicks
+    gmeta channel judge runs/day-2 --champion channels/clicks
 
     Promotes (exit code 0) where all predictions are finite, their mean is within 0.9 to 1.1 of the
     labels', and the loss, paired task by task, is at most a margin worse at 95 %. Refuses with exit
-    code 3, and keeps the verdict in the channel. Nothing is promoted: that is `gmeta promote`."""
+    code 3, and keeps the verdict in the channel. Nothing is promoted: that is `gmeta channel
+    promote`."""
     _check_places(candidate, champion)
     if out is not None:
         check_local("--out", out)

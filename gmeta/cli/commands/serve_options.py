@@ -7,8 +7,8 @@ import typer
 Model: TypeAlias = Annotated[
     str,
     typer.Argument(
-        help="folder that `gmeta export` wrote, a channel, or the URL of one that `gmeta publish` "
-        "wrote"
+        help="folder that `gmeta export` wrote, a channel, or the URL of one that `gmeta channel "
+        "publish` wrote"
     ),
 ]
 Listen: TypeAlias = Annotated[str, typer.Option(help="HOST:PORT for HTTP; port 0 takes a free one")]

@@ -10,7 +10,7 @@ from gmeta.platform import verbosity
 # Commands that print a result; `runs` and `shards` have a --json of their own.
 WITH_JSON = (
     *("prepare", "inspect", "train", "plan", "tune", "evaluate", "export", "adapt", "predict"),
-    *("judge", "promote", "rollback", "publish", "antdt-sim"),
+    *("channel judge", "channel promote", "channel rollback", "channel publish", "sim run"),
 )
 
 

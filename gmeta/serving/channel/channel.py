@@ -70,7 +70,7 @@ class CurrentVersion:
 
 def parse_current(content: bytes, name: str, channel: str) -> CurrentVersion:
     """Return what current.json says; `name` and `channel` are for messages."""
-    remedy = f"Run: gmeta rollback {channel} --to N"
+    remedy = f"Run: gmeta channel rollback {channel} --to N"
     body = parse_checked(content, name, CURRENT_FORMAT, remedy)
     try:
         at, action, verdict = str(body["at"]), str(body["action"]), body["verdict"]
@@ -112,7 +112,7 @@ class Channel:
             return current
         raise UserError(
             f"{self.root} is a channel without a version, or none at all. "
-            f"Run: gmeta promote RUN {self.root}"
+            f"Run: gmeta channel promote RUN {self.root}"
         )
 
     def numbers(self) -> list[int]:
@@ -174,7 +174,7 @@ class Channel:
         if damage := (log := self._read_log()).damage:
             raise GMetaError(
                 f"{self.root / PROMOTIONS}: {damage}. Put the file back from a copy, or run: "
-                f"gmeta rollback {self.root} --to N, which keeps what is sound of it"
+                f"gmeta channel rollback {self.root} --to N, which keeps what is sound of it"
             )
         return log.entries
 
@@ -348,8 +348,8 @@ class Channel:
                     continue
                 raise UserError(
                     f"{named_in_messages} is version {number} of {self.root} already, and a "
-                    "version "
-                    f"is promoted once. To serve it again: gmeta rollback {self.root} --to {number}"
+                    "version is promoted once. To serve it again: "
+                    f"gmeta channel rollback {self.root} --to {number}"
                 )
         if offered.delta is not None:
             parent = offered.delta.parent

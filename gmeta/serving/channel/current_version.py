@@ -36,7 +36,9 @@ def promotions_at(place: str) -> list[dict[str, Any]]:
     with translate_access_errors(place):
         log = parse_log(read_bounded(fs, f"{root.rstrip('/')}/{PROMOTIONS}"))
     if log.damage:
-        raise GMetaError(f"{place}/{PROMOTIONS}: {log.damage}. Run: gmeta publish CHANNEL {place}")
+        raise GMetaError(
+            f"{place}/{PROMOTIONS}: {log.damage}. Run: gmeta channel publish CHANNEL {place}"
+        )
     return log.entries
 
 
@@ -49,8 +51,8 @@ def read_current_file(url: str) -> tuple[bytes, CurrentVersion]:
             content = read_bounded(fs, f"{root.rstrip('/')}/{CURRENT_FILE}")
         except FileNotFoundError:
             raise UserError(
-                f"{url} holds no channel: there is no {CURRENT_FILE}. Run: gmeta publish CHANNEL "
-                f"{url}"
+                f"{url} holds no channel: there is no {CURRENT_FILE}. Run: gmeta channel "
+                f"publish CHANNEL {url}"
             ) from None
     return content, parse_current(content, name, "CHANNEL")
 

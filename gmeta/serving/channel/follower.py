@@ -55,8 +55,8 @@ def load_current(
 class Follower:
     """The model that a channel serves, kept new by a thread; `close` ends the thread.
 
-    The channel is a path, or a URL that `gmeta publish` writes; versions of a URL are held, and
-    deltas made full, in `cache` (default: GMETA_CACHE, or gmeta's folder in the user's cache).
+    The channel is a path, or a URL that `gmeta channel publish` writes; versions of a URL are held,
+    and deltas made full, in `cache` (default: GMETA_CACHE, or gmeta's folder in the user's cache).
 
     Take `model` once for each request: it stays the same while newer versions come. In place of one
     that does not load, the last stays: `refused`, `age_s` and the log say so; it is tried again."""

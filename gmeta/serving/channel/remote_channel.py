@@ -70,7 +70,7 @@ def publish(channel: Channel, url: str) -> list[int]:
         if current is None:
             raise UserError(
                 f"{channel.root} has no version yet: there is nothing to publish. "
-                f"Run: gmeta promote RUN {channel.root}"
+                f"Run: gmeta channel promote RUN {channel.root}"
             )
 
         def remove(name: str) -> None:
@@ -138,7 +138,7 @@ def _remote_chain(url: str, current: CurrentVersion) -> list[tuple[ParentVersion
             raise GMetaError(
                 f"{where} is of version {ParentVersion(next_parent.number, checksum).name}, but "
                 f"{next_parent.name} is served or built on: it was replaced. "
-                f"Run: gmeta publish CHANNEL {url}"
+                f"Run: gmeta channel publish CHANNEL {url}"
             )
         if parent is None:
             return versions
@@ -181,7 +181,8 @@ def _download_version(
         except (GMetaError, MetaIOError) as error:
             raise GMetaError(
                 f"version {version.name} did not come whole from {url}: {error}. If it is damaged "
-                f"there, remove {VERSIONS}/{target.name} there and run: gmeta publish CHANNEL {url}"
+                f"there, remove {VERSIONS}/{target.name} there and run: gmeta channel "
+                f"publish CHANNEL {url}"
             ) from error
 
 

@@ -242,7 +242,7 @@ def test_an_unknown_method_or_scenario_is_named() -> None:
 
 def test_the_command_writes_its_table_and_picture(tmp_path: Path) -> None:
     result = gmeta(
-        "antdt-sim", "--workers", 20, "--steps", 60, "--scenario", "persistent",
+        "sim", "run", "--workers", 20, "--steps", 60, "--scenario", "persistent",
         "--method", "BSP", "--method", "AntDT-ND", "--out", tmp_path / "out",
     )  # fmt: skip
     assert result.returncode == 0, result.stderr
@@ -259,7 +259,7 @@ def test_the_simulated_controller_keeps_to_the_config_of_the_service(tmp_path: P
     for name, given in (("default", ()), ("config", ("--config", settings))):
         out = tmp_path / name
         result = gmeta(
-            "antdt-sim", "--workers", 8, "--steps", 60, "--scenario", "deterministic",
+            "sim", "run", "--workers", 8, "--steps", 60, "--scenario", "deterministic",
             "--method", "AntDT-ND", "--out", out, *given,
         )  # fmt: skip
         assert result.returncode == 0, result.stderr
@@ -277,11 +277,11 @@ def test_a_replay_tells_where_another_policy_decides_otherwise(tmp_path: Path) -
     with log.open("w") as file:
         config = replace(EXACT, num_steps=40, restart_cost_s=90.0)
         run_antdt("nd", config, slow_from(0.0), lambda line: file.write(line + "\n"))
-    same = gmeta("antdt-replay", log, "--config", settings)
+    same = gmeta("sim", "replay", log, "--config", settings)
     assert (same.returncode, same.stdout.splitlines()[-1]) == (
         0,
         f"{len(log.read_text().splitlines())} evaluations replayed, 0 different",
     )
-    other = gmeta("antdt-replay", log, "--config", settings, "--policy", "none")
+    other = gmeta("sim", "replay", log, "--config", settings, "--policy", "none")
     assert other.returncode == 1
     assert "  logged: ADJUST_BS\n  now:    nothing" in other.stdout

@@ -91,7 +91,7 @@ def test_another_stream_is_refused(tmp_path: Path, url: str) -> None:
 def test_the_command_copies_a_stream_to_a_disk_too(tmp_path: Path) -> None:
     stream, url = tmp_path / "s", f"file://{tmp_path}/copy"
     append(stream, log(0, rows=150), schema=schema())
-    done = succeed("publish", stream, url)
+    done = succeed("channel", "publish", stream, url)
     assert done.stderr == f"published: increment 1 of {stream} at {url}  (1 increment copied)\n"
     assert open_stream(url).records == open_stream(str(stream)).records
     succeed("inspect", url)

@@ -66,7 +66,7 @@ def test_a_delta_that_does_not_follow_is_refused_by_name(tmp_path: Path) -> None
     first, second = channel.version(1), channel.version(2)
     assert catch_message(UserError, channel.promote, packed[2]) == (
         f"{packed[2]} is version 2 of {channel.root} already, and a version is promoted once. To "
-        f"serve it again: gmeta rollback {channel.root} --to 2"
+        f"serve it again: gmeta channel rollback {channel.root} --to 2"
     )
     with pytest.raises(UserError, match=r"^runs/7/model is version 2 of "):
         channel.promote(packed[2], named_in_messages=Path("runs/7/model"))
@@ -199,7 +199,7 @@ def test_a_damaged_pointer_is_named(tmp_path: Path) -> None:
     body = json.loads(path.read_text())
     path.write_text(json.dumps({**body, "number": 7}))
     assert catch_message(GMetaError, channel.current) == (
-        f"{path} does not match its own checksum: it was edited. Run: gmeta rollback "
+        f"{path} does not match its own checksum: it was edited. Run: gmeta channel rollback "
         f"{channel.root} --to N"
     )
 
@@ -228,14 +228,14 @@ def test_a_full_export_mends_a_channel_that_lost_a_version(
         f"version {number} of {channel.root} is missing: there is no {lacking}. Bring it back from "
         "a copy, or promote a full export"
     )
-    done = succeed("promote", model, channel.root, "--keep", "2")
+    done = succeed("channel", "promote", model, channel.root, "--keep", "2")
     assert f"the next version of {channel.root} is whole: version 3, which is se" in done.stderr
     # Its own number is used once, also where a copy of the channel has that version still.
     assert channel.require_current().number == 4
     assert content(materialize_version(channel, 4)) == content(model)
     # What lost its parent stays until it is none of the newest.
     assert ("nothing is removed: " in done.stderr) == (number < 3 or damage != "removed")
-    succeed("promote", Model.of(SIZES, seed=5).write(tmp_path / "next"), channel.root)
+    succeed("channel", "promote", Model.of(SIZES, seed=5).write(tmp_path / "next"), channel.root)
     assert channel.require_current().number == 5
 
 
@@ -244,11 +244,12 @@ def test_a_rollback_mends_a_pointer(tmp_path: Path) -> None:
     channel.rollback(1)
     pointer = channel.root / "current.json"
     pointer.write_bytes(pointer.read_bytes()[:-9])
-    told = f"{pointer} is not JSON: it was cut short or edited. Run: gmeta rollback {channel.root} "
+    told = f"{pointer} is not JSON: it was cut short or edited. Run: gmeta channel "
+    told += f"rollback {channel.root} "
     for arguments in (("promote", packed[2], channel.root), ("rollback", channel.root)):
-        done = gmeta(*arguments)
+        done = gmeta("channel", *arguments)
         assert (done.returncode, done.stderr) == (1, f"error: {told}--to N\n")
-    succeed("rollback", channel.root, "--to", "2")
+    succeed("channel", "rollback", channel.root, "--to", "2")
     assert channel.require_current().number == 2
 
 
@@ -327,10 +328,10 @@ def test_what_is_no_channel_is_left_as_it_is(tmp_path: Path) -> None:
         (
             ("rollback", none),
             f"error: {none} is no channel: there is no current.json. Give a folder that `gmeta "
-            "promote` wrote\n",
+            "channel promote` wrote\n",
         ),
     ):
-        done = gmeta(*arguments)
+        done = gmeta("channel", *arguments)
         assert (done.returncode, done.stderr) == (2, expected)
     assert [path.name for path in other.iterdir()] == ["increments"]
     assert not none.exists()
@@ -492,8 +493,8 @@ def test_a_log_that_was_edited_or_cut_is_refused_and_a_rollback_mends_it(
         message = catch_message(GMetaError, channel.promotions)
         assert message.startswith(f"{log}: {damage}")
         assert message.endswith(
-            f". Put the file back from a copy, or run: gmeta rollback {channel.root} --to N, which "
-            "keeps what is sound of it"
+            f". Put the file back from a copy, or run: gmeta channel rollback {channel.root} --to "
+            "N, which keeps what is sound of it"
         )
         assert catch_message(GMetaError, channel.record, {}) == message
         assert channel.rollback(2).number == 2
@@ -502,7 +503,7 @@ def test_a_log_that_was_edited_or_cut_is_refused_and_a_rollback_mends_it(
         assert (sorted(promoted), channel.version_before(channel.current())) == ([1, 2, 3], 1)
         assert log.with_name("promotions.jsonl.damaged").read_bytes() == damaged_log
     log.unlink()
-    succeed("rollback", channel.root, "--to", "3")
+    succeed("channel", "rollback", channel.root, "--to", "3")
     assert [one["number"] for one in channel.promotions()][-1] == 3
 
 

@@ -25,7 +25,7 @@ SIZES = {"item": 9_000, "city": 40}
 
 
 def deliver(channel: Channel, model: Model, folder: Path, form: TableFormat = "float32") -> Version:
-    """Promote a model as `gmeta promote RUN` does, and leave its full export at `folder`."""
+    """Promote a model as `gmeta channel promote RUN` does; leave its full export at `folder`."""
     model.write(folder, form)
     copy, packed = folder.with_suffix(".copy"), folder.with_suffix(".packed")
     shutil.copytree(folder, copy)

@@ -142,7 +142,7 @@ def test_a_damaged_delta_leaves_the_old_version_which_says_how_old_it_is(
 def test_a_channel_without_a_version_is_refused(tmp_path: Path) -> None:
     assert catch_message(UserError, gmeta.follow, tmp_path) == (
         f"{tmp_path} is a channel without a version, or none at all. "
-        f"Run: gmeta promote RUN {tmp_path}"
+        f"Run: gmeta channel promote RUN {tmp_path}"
     )
 
 

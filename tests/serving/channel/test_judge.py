@@ -148,7 +148,7 @@ def test_the_command_says_and_keeps_why_it_refuses(tmp_path: Path) -> None:
     bad.tables = {name: -9 * table for name, table in bad.tables.items()}
     bad.write(tmp_path / "bad", stream="shop")
     arguments = ["--champion", channel.root, "--on", paths[0], "--out", tmp_path / "verdict.json"]
-    done = gmeta("judge", tmp_path / "bad", *arguments)
+    done = gmeta("channel", "judge", tmp_path / "bad", *arguments)
     assert done.returncode == 3, done.stderr
     assert "refuse: " in done.stdout
     kept = channel.promotions()[-1]
@@ -161,9 +161,11 @@ def test_the_command_says_and_keeps_why_it_refuses(tmp_path: Path) -> None:
         "Pass --force to promote it all the same"
     )
     assert channel.require_current().number == 1
-    done = succeed("promote", tmp_path / "bad", channel.root, "--verdict", verdict, "--force")
+    done = succeed(
+        "channel", "promote", tmp_path / "bad", channel.root, "--verdict", verdict, "--force"
+    )
     assert channel.promotions()[-1]["verdict"]["verdict"] == "refuse"
     assert f"against its verdict: {kept['verdict']['reasons'][0]}" in done.stderr
     assert "refused, promoted by hand: auc " in gmeta("inspect", channel.root).stdout
-    succeed("rollback", channel.root)
+    succeed("channel", "rollback", channel.root)
     assert channel.require_current().number == 1

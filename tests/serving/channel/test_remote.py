@@ -322,7 +322,7 @@ def test_a_channel_is_published_to_its_place(channel: Channel, url: str, tmp_pat
     )
     assert catch_message(UserError, channel_at, f"{url}/none", tmp_path / "own") == (
         f"{url}/none holds no channel: there is no current.json. "
-        f"Run: gmeta publish CHANNEL {url}/none"
+        f"Run: gmeta channel publish CHANNEL {url}/none"
     )
 
 
@@ -372,7 +372,7 @@ def test_a_version_is_removed_before_the_new_one_only_where_files_would_stay(
 
 def test_the_command_publishes_and_refuses_no_channel(channel: Channel, tmp_path: Path) -> None:
     url = f"file://{tmp_path}/store"
-    done = succeed("publish", channel.root, url, "--json")
+    done = succeed("channel", "publish", channel.root, url, "--json")
     assert json.loads(done.stdout)["copied"] == [1, 2, 3]
     name = f"3-{channel.require_current().checksum[:12]}"
     wanted = f"published: version {name} of {channel.root} at {url}  (3 versions copied)\n"
@@ -384,11 +384,12 @@ def test_the_command_publishes_and_refuses_no_channel(channel: Channel, tmp_path
     assert (found["kind"], found["path"], found["serves"]) == ("channel", url, 2)
     assert (found["versions"], found["decisions"]) == ([1, 2], channel.promotions())
     empty = tmp_path / "empty"
-    done = gmeta_command("publish", empty, url)
+    done = gmeta_command("channel", "publish", empty, url)
     assert done.returncode == 2
     assert done.stderr == (
         f"error: {empty} is no channel and no stream: there is neither current.json nor "
-        "stream.json. Give a folder that `gmeta promote` or `gmeta prepare --extend` wrote\n"
+        "stream.json. Give a folder that `gmeta channel promote` or `gmeta prepare --extend` "
+        "wrote\n"
     )
     assert not empty.exists()
 

@@ -111,7 +111,7 @@ def test_nothing_goes_while_a_version_that_stays_is_damaged(tmp_path: Path) -> N
 def test_the_command_promotes_and_removes_older_versions(tmp_path: Path) -> None:
     channel = channel_of(tmp_path, "fff")
     model = Model.of(SIZES, seed=9).write(tmp_path / "m")
-    done = succeed("promote", model, channel.root, "--keep", "1")
+    done = succeed("channel", "promote", model, channel.root, "--keep", "1")
     assert "removed: version 1, 2\n" in done.stderr
     assert channel.numbers() == [3, 4]
 

@@ -1,4 +1,4 @@
-"""The work of `gmeta judge`, `promote`, `rollback` and `publish`."""
+"""The work of `gmeta channel judge`, `promote`, `rollback` and `publish`."""
 
 import shutil
 from collections.abc import Callable
@@ -54,8 +54,8 @@ def promote_candidate(
         kept = None if verdict is None else read_verdict(verdict)
     except (OSError, ValueError) as error:
         raise UserError(
-            f"--verdict = {str(verdict)!r} is no verdict: {error}. Give what `gmeta judge --out` "
-            "wrote"
+            f"--verdict = {str(verdict)!r} is no verdict: {error}. Give what `gmeta channel "
+            "judge --out` wrote"
         ) from error
     is_refused = kept is not None and kept.get("verdict") == "refuse"
     reasons = "; ".join(kept.get("reasons", [])) if kept is not None else ""
@@ -199,7 +199,7 @@ def roll_back(root: Path, to: int | None) -> None:
     if not is_channel(root):
         raise UserError(
             f"{root} is no channel: there is no {CURRENT_FILE}. Give a folder that `gmeta "
-            "promote` wrote"
+            "channel promote` wrote"
         )
     current = Channel(root).rollback(to)
     print_result(channel=root, serves=current.number, checksum=current.checksum)
@@ -220,7 +220,8 @@ def publish_to(root: Path, url: str) -> None:
     else:
         raise UserError(
             f"{root} is no channel and no stream: there is neither {CURRENT_FILE} nor "
-            f"{STREAM_FILE}. Give a folder that `gmeta promote` or `gmeta prepare --extend` wrote"
+            f"{STREAM_FILE}. Give a folder that `gmeta channel promote` or `gmeta prepare "
+            "--extend` wrote"
         )
     print_result(path=root, url=url, copied=copied)
     make_console(stderr=True).print(

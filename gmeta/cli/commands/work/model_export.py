@@ -80,5 +80,5 @@ def export_changes(
     print_result(model=out, kind=version.kind, bytes=version.num_bytes, whole=why)
     make_console(stderr=True).print(
         f"exported: {out}  ({describe_version(version)}{f'; whole, since {why}' if why else ''})\n"
-        f"serve it: gmeta promote {out} {since}"
+        f"serve it: gmeta channel promote {out} {since}"
     )

@@ -1,4 +1,4 @@
-"""A run as the next version of a channel, for `gmeta export --since` and `gmeta promote`."""
+"""A run as a channel's next version, for `gmeta export --since` and `gmeta channel promote`."""
 
 import shutil
 from collections.abc import Iterator

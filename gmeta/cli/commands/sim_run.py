@@ -1,4 +1,4 @@
-"""`gmeta antdt-sim`: the job's time under each way of dealing with stragglers."""
+"""`gmeta sim run`: the job's time under each way of dealing with stragglers."""
 
 import json
 from dataclasses import asdict
@@ -21,7 +21,7 @@ from gmeta.platform.files.local_paths import check_local
 MAX_WORKERS = 4096
 
 
-def antdt_sim(
+def run(
     workers: Annotated[
         int, typer.Option(min=2, max=MAX_WORKERS, help="workers of the cluster")
     ] = 1000,
@@ -51,7 +51,7 @@ def antdt_sim(
 ) -> None:
     """Show how long a job takes with each way of dealing with stragglers, in simulated time.
 
-    gmeta antdt-sim --workers 200 --steps 900 --scenario mixed"""
+    gmeta sim run --workers 200 --steps 900 --scenario mixed"""
     if out is not None:
         check_local("--out", out)
         # Made first: at the end a wrong place would cost minutes.

@@ -1,4 +1,4 @@
-"""`gmeta antdt-replay`: repeats a policy's decisions from their log."""
+"""`gmeta sim replay`: repeats a policy's decisions from their log."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -12,7 +12,7 @@ from gmeta.antdt.stragglers.straggler_config import load_straggler_config
 from gmeta.errors import UserError
 
 
-def antdt_replay(
+def replay(
     log: Annotated[Path, typer.Argument(help="decision log of gmeta shard-service --decisions")],
     config: Annotated[
         Path | None, typer.Option(help="TOML with \\[monitor] and \\[controller]")
