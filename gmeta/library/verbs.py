@@ -138,7 +138,7 @@ def judge(
 ) -> Judgement:  # fmt: skip
     """Compare a run or export with what a channel serves, on tasks that neither was trained on."""
     words = write_options(champion=channel, on=on, split=split, margin=margin, pool=pool, out=out)
-    verdict = run_command("judge", _path(candidate), *words, show=show)
+    verdict = run_command("channel", "judge", _path(candidate), *words, show=show)
     return Judgement(verdict["verdict"] == "promote", list(verdict["reasons"]), verdict)
 
 
@@ -149,7 +149,7 @@ def promote(
 ) -> int:  # fmt: skip
     """Make a run's model, or an export, the one that a channel serves; return its version."""
     words = write_options(verdict=verdict, force=force, tables=tables, step=step, keep=keep)
-    result = run_command("promote", _path(candidate), str(channel), *words, show=show)
+    result = run_command("channel", "promote", _path(candidate), str(channel), *words, show=show)
     return int(result["serves"])
 
 

@@ -1,6 +1,7 @@
 """A split as torch's IterableDataset of whole tasks, for training loops of one's own.
 
-Shape suffixes: T tasks, N rows, V values"""
+Shape suffixes: T tasks, N rows, F single-id or pooled features, M multi-id features, V values, U
+unique ids, K dense columns"""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
