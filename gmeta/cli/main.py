@@ -78,6 +78,9 @@ PANELS = {
         ),
     },
     "Operate": {
+        "install-torchrec": (
+            "Install torchrec and fbgemm into this environment, in the versions that fit its torch."
+        ),
         "shard-service": (
             "Hand out the shards of a job's data to its workers, each exactly once an epoch."
         ),
