@@ -8,12 +8,12 @@ BIN := $(VENV)/bin
 VARIANT ?= $(shell $(PYTHON) -c 'import ctypes; ctypes.CDLL("libnvidia-ml.so.1")' 2>/dev/null && echo cuda || echo cpu)
 
 .PHONY: setup format check test bench demo demo-stream clean protos protos-lint mutants antdt-faults deploy-check deploy-tools deploy-pin \
-	deploy-cluster config-page benchmarks-page kills fuzz docs docs-serve docs-release demo-picture
+	deploy-cluster config-page benchmarks-page kills fuzz docs docs-serve docs-release demo-picture dist install-check
 setup: $(VENV)/.developer
 
 # What gmeta runs with, then the tools of a contributor: the demo does not wait for these.
 REQUIREMENTS := deploy/requirements/$(VARIANT).txt
-PIP = $(BIN)/python -m pip install --quiet --disable-pip-version-check
+PIP = $(BIN)/python -m pip install --disable-pip-version-check
 $(VENV)/.installed: pyproject.toml $(REQUIREMENTS)
 	@$(PYTHON) -c 'import ensurepip, sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null || { echo \
 		'make needs Python 3.11, 3.12 or 3.13 with venv (on Debian and Ubuntu: apt-get install python3-venv), or PYTHON=its path' >&2; exit 1; }
@@ -125,5 +125,16 @@ deploy-pin:
 deploy-tools: setup
 	$(BIN)/python -m tests.deploy.tools
 
+# sdist and wheel, as they are uploaded.
+dist: setup
+	rm -rf dist
+	$(PIP) --quiet build twine
+	$(BIN)/python -m build
+	$(BIN)/twine check dist/*
+
+# The wheel in an environment of its own: to serve without torchrec, then to train. Minutes, and 2 GB.
+install-check: dist
+	$(BIN)/python -m tests.support.install_check dist
+
 clean:
-	rm -rf $(VENV) runs .mypy_cache .ruff_cache .pytest_cache
+	rm -rf $(VENV) dist runs .mypy_cache .ruff_cache .pytest_cache
