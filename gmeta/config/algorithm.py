@@ -21,8 +21,7 @@ class AlgorithmConfig:
     name: str = key(
         "maml",
         "maml, fomaml, anil, reptile, metasgd, ridge, encoder, encoder_maml, metaemb or none "
-        "(plain training): docs/algorithms.md; or one of your own, by an entry point of "
-        "gmeta.algorithms or as package.module:NAME",
+        "(docs/algorithms.md); or one of your own (docs/extending.md)",
     )
     inner_steps: int = key(1, "k: gradient steps on the support set", min=1)
     inner_lr: float = key(
@@ -38,26 +37,20 @@ class AlgorithmConfig:
         min=0.0,
     )
     adapt_layers: tuple[str, ...] = key(
-        ("*",),
-        "glob patterns over the model's linear layers; [] adapts none; anil: the head alone; "
-        "encoder: those with gates",
+        ("*",), "glob patterns over the model's linear layers; [] adapts none"
     )
     adapt_embeddings: bool | tuple[str, ...] = key(
         True,
         "whether a task also adapts its own copy of the embedding rows it uses; a list: of "
-        "these tables; anil: never",
+        "these tables",
     )
     layer_paths: tuple[str, ...] = key(
         (),
-        "how layers' adaptation is held, as factors (low_rank) or as a matrix a task "
-        '(materialised), e.g. ["*=low_rank", "top.0=materialised"]; the later counts',
+        'how layers\' adaptation is held: low_rank or materialised, e.g. ["*=low_rank", '
+        '"top.0=materialised"]',
     )
     plain_epochs: int = key(0, "first epochs of a run that are plain training", min=0)
-    options: dict[str, Any] = key(
-        dict,
-        "keys of one algorithm alone, as [algorithm.options]; those of another one have no effect, "
-        "those of your own are its `options` (docs/extending.md)",
-    )
+    options: dict[str, Any] = key(dict, "keys of one algorithm alone, as [algorithm.options]")
 
     @property
     def train_base(self) -> bool:
@@ -101,11 +94,7 @@ class LearnedPartOptions:
         min=0.0,
         max=1.0,
     )
-    train_base: bool = key(
-        True,
-        "encoder, metaemb: whether model and tables learn too; false: they stay as run.start_from "
-        "gives them",
-    )
+    train_base: bool = key(True, "encoder, metaemb: whether model and tables learn too")
 
 
 @dataclass(frozen=True)
@@ -113,9 +102,7 @@ class EncoderOptions(LearnedPartOptions):
     """Those of the encoder."""
 
     encoder_hidden: tuple[int, ...] = key(
-        (64, 32),
-        "encoder: widths of what reads a support row; the last is the task vector's",
-        min=1,
+        (64, 32), "encoder: widths of what reads a support row", min=1
     )
     encoder_pooling: Literal["mean", "attention"] = key(
         "mean", "encoder: how a task's support rows become one vector"
@@ -130,7 +117,7 @@ class MetaEmbOptions(LearnedPartOptions):
     """Those of Meta-Embedding."""
 
     content: tuple[str, ...] = key(
-        (), "metaemb: columns that describe an id, such as an item's genre; never its own column"
+        (), "metaemb: columns that describe an id, such as an item's genre"
     )
 
 

@@ -37,8 +37,7 @@ class AugmentConfig:
 
 @dataclass(frozen=True)
 class SupportFeaturesConfig:
-    """What a task's support rows say, as dense inputs of the model; a support row without its own
-    label, nor those of its group: a positive and the negatives drawn for it."""
+    """What a task's support rows say, as dense inputs of the model; docs/training.md."""
 
     task: bool = key(False, "mean label, spread and number of the task's support rows")
     columns: tuple[str, ...] = key(
@@ -50,12 +49,10 @@ class SupportFeaturesConfig:
     residual_of: str = key(
         "",
         "one of item_features' columns, such as the item: labels count from what training "
-        'rows say of it; "": from the mean of all labels',
+        "rows say of it",
     )
     label_prior: tuple[float, ...] = key(
-        (),
-        "mean and standard deviation of the labels; []: those of the first block of the training "
-        "split",
+        (), "mean and standard deviation of the labels; []: those of the data"
     )
 
     @property
@@ -66,13 +63,12 @@ class SupportFeaturesConfig:
 
 @dataclass(frozen=True)
 class ItemFeaturesConfig:
-    """What the rows of the training split say of a row's values, as dense inputs of the model; of
-    a training row those of other tasks."""
+    """What the training rows say of a row's values, as dense inputs of the model."""
 
     columns: tuple[str, ...] = key(
         (),
         "glob patterns over the sparse columns: mean label and number of the training rows "
-        "with the row's value; of a training row those of other folds of tasks",
+        "with the row's value",
     )
     shrinkage: float = key(
         5.0, "rows that the prior of these means counts as",
@@ -86,8 +82,7 @@ class ItemFeaturesConfig:
 
 @dataclass(frozen=True)
 class NeighboursConfig:
-    """What a task's support rows say of items near a row's own, as dense inputs of the model; near
-    are items that the tasks of the training split have together, or judge alike."""
+    """What a task's support rows say of items near a row's own, as dense inputs of the model."""
 
     column: str = key("", "the single-id column whose values have neighbours, such as the item")
     count: int = key(50, "neighbours of each value that are kept, 8 bytes each", min=1, max=10_000)

@@ -34,9 +34,7 @@ class LabelsConfig:
         "and metrics keep their units",
     )
     moments: tuple[float, ...] = key(
-        (),
-        "standardise: mean and deviation of each label; []: of the run before, or of the "
-        "training split's first block",
+        (), "standardise: mean and deviation of each label; []: of the run before, or of the data"
     )
 
     def check(self, names: tuple[str, ...]) -> None:

@@ -65,11 +65,7 @@ class DataConfig:
     shuffle: bool = key(True, "shuffle episodes anew every epoch, from the seed")
     blocks_per_step: int = key(0, "above 0: a step is so many stored blocks, shuffled whole", min=0)
     threads: int = key(
-        1,
-        "threads per rank that decode, and as many that arrange for a GPU; with "
-        "data.processes threads of each",
-        min=1,
-        max=1024,
+        1, "threads per rank that decode, and as many that arrange for a GPU", min=1, max=1024
     )
     processes: int = key(
         -1,
@@ -116,8 +112,7 @@ class OuterConfig:
     weight_decay: float = key(0.0, "L2 penalty on the layers; adamw: decoupled decay", min=0.0)
     momentum: float = key(0.0, "momentum of the layers' sgd", min=0.0, max=1.0)
     lr_schedule: Literal["constant", "linear", "cosine"] = key(
-        "constant",
-        "learning rates of layers and tables; linear, cosine: fall towards 0 over the run",
+        "constant", "linear, cosine: learning rates fall towards 0 over the run"
     )
     warmup_steps: int = key(
         0, "steps over which the learning rates rise; the schedule follows", min=0
@@ -126,10 +121,7 @@ class OuterConfig:
         0.0, "largest norm of a step's gradient, layers and tables together; 0: no limit", min=0.0
     )
     accumulate_steps: int = key(
-        1,
-        "micro-batches that a step's tasks are split into, to save memory; the same step",
-        min=1,
-        max=2**16,
+        1, "micro-batches that a step's tasks are split into", min=1, max=2**16
     )
     sparse_optimizer: Literal[
         "rowwise_adagrad", "adagrad", "sgd", "adam", "partial_rowwise_adam"
@@ -157,9 +149,7 @@ class RunConfig:
         "", "run, or checkpoint of one, that goes on with the next increment of its stream"
     )
     skip_increments: tuple[int, ...] = key(
-        (),
-        "continue_from: increments before data.increment that the model is never trained on",
-        min=1,
+        (), "continue_from: increments that the model is never trained on", min=1
     )
     prequential: bool = key(
         True, "continue_from: score the increment before the first step on it: a forecast"
@@ -172,9 +162,7 @@ class RunConfig:
         "auto", "auto: cuda with NCCL where a GPU is visible, else cpu with gloo"
     )
     precision: Literal["float32", "tf32", "bf16"] = key(
-        "float32",
-        "of training's matrix products; all else is in float32. tf32: inputs of 11 bits, on CUDA; "
-        "bf16: bfloat16",
+        "float32", "of training's matrix products. tf32: on CUDA; bf16: bfloat16"
     )
     shape_buckets: Literal["auto", "on", "off"] = key(
         "auto",
@@ -186,9 +174,7 @@ class RunConfig:
         "one CUDA graph a shape, where that is safe; needs shape_buckets. on: say where it is "
         "not (docs/gpu.md)",
     )
-    deterministic: bool = key(
-        False, "use deterministic torch kernels only; an operation that has none is refused"
-    )
+    deterministic: bool = key(False, "use deterministic torch kernels only")
     log_every_steps: int = key(10, "steps between two lines of metrics", min=1)
     loggers: tuple[str, ...] = key(
         ("tensorboard",),
@@ -198,11 +184,9 @@ class RunConfig:
     callbacks: tuple[str, ...] = key(
         (), "callbacks of your own, by entry point or package.module:Name (docs/extending.md)"
     )
-    profile_steps: int = key(
-        0, "write a trace and a summary of so many steps of rank 0 to profile/; 0: none", min=0
-    )
+    profile_steps: int = key(0, "steps of rank 0 to write a trace of to profile/", min=0)
     checkpoint_every_steps: int = key(
-        0, "steps between two checkpoints; 0: one after every epoch", min=0
+        0, "steps between two checkpoints; 0: after every epoch", min=0
     )
     checkpoint_in_background: bool = key(
         True, "write while training goes on, from a copy in host memory"

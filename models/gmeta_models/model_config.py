@@ -19,23 +19,20 @@ class ModelConfig:
 
     name: str = key(
         "dlrm",
-        "dlrm, melu, cbml, din, deepfm, dcnv2, mmoe or ple; or one of your own, by an entry "
-        "point of gmeta.models or as package.module:Class",
+        "dlrm, melu, cbml, din, deepfm, dcnv2, mmoe or ple; or one of your own (docs/extending.md)",
     )
     # fbgemm's kernels read a row four values at a time.
     embedding_dim: int = key(
         16, "width of every embedding table; a multiple of 4", min=4, multiple=4
     )
-    hidden: tuple[int, ...] = key(
-        (256, 128), "widths of the layers between the interaction and the output", min=1
-    )
+    hidden: tuple[int, ...] = key((256, 128), "widths of the hidden layers", min=1)
     output_bias: float = key(
         0.0, "added to the last layer's initial bias: the mean label, or its logit"
     )
     linear_start: bool = key(
         False,
         "melu, din: a fresh model starts as the linear (bce: logistic) regression of the "
-        "label on all dense inputs; in place of output_bias",
+        "label on all dense inputs",
     )
     pooling: Pooling = key("mean", "how the ids of a multi-id feature become one vector")
     width: Literal["equal", "auto"] = key(
@@ -48,8 +45,7 @@ class ModelConfig:
     )
     dropout: float = key(
         0.0,
-        "share of the units behind each hidden layer that a training step leaves out of the "
-        "outer loss",
+        "share of the units behind each hidden layer that a training step leaves out",
         min=0.0,
         max=0.9,
     )
@@ -57,11 +53,7 @@ class ModelConfig:
         (),
         'tables whose ids the model does not see, e.g. ["item"]; statistics of items stay inputs',
     )
-    options: dict[str, Any] = key(
-        dict,
-        "keys of one model alone, as [model.options]; those of another model have no effect, those "
-        "of your own are its `Options` (docs/extending.md)",
-    )
+    options: dict[str, Any] = key(dict, "keys of one model alone, as [model.options]")
 
 
 @dataclass(frozen=True)
