@@ -62,7 +62,7 @@ def _print_list(console: Console, summaries: list[CheckpointSummary], digest: st
             "same" if written_with == digest else written_with,
             size_text(summary.disk_bytes),
             "damaged" if summary.problems else "complete",
-            "best" if best_step == about["step"] > 0 else "",
+            "best" if best_step == about["step"] else "",
         )
     show_table(console, table)
 
