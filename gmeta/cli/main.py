@@ -197,9 +197,8 @@ app = typer.Typer(
 
 def _show_version(wanted: bool) -> None:
     if wanted and "--json" in sys.argv:
-        from gmeta.cli.commands.versions import describe_versions
-
-        typer.echo(json.dumps(describe_versions()))
+        described = importlib.import_module("gmeta.cli.commands.versions").describe_versions()
+        typer.echo(json.dumps(described))
         raise typer.Exit
     if wanted:
         typer.echo(f"gmeta {__version__}")
