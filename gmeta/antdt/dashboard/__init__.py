@@ -88,12 +88,17 @@ class Dashboard:
         health = governor.health
         slow = {name for name, found in health.items() if found.verdict in STRAGGLERS}
         try:
-            status, num_workers, newest, curves = self._ask(
+            status, num_workers, newest, curves, elapsed_s = self._ask(
                 LedgerView(partial(_read_ledger, slow | governor.silent))
             )
         except RefusedError as error:
             return {"trouble": str(error)}
         left = sum(d.spec.units_per_shard * (d.todo + d.doing) for d in status.datasets)
+        later = sum(
+            d.spec.units_per_shard * d.num_shards * max(0, d.spec.num_epochs - d.epoch - 1)
+            for d in status.datasets
+        )
+        monitor = governor.config.monitor
         return {
             "time_s": time.time(),
             "job": status.job,
@@ -104,7 +109,11 @@ class Dashboard:
             "dry_run": governor.config.controller.dry_run,
             "step": governor.step,
             "tasks_per_s": governor.tasks_per_s,
+            "elapsed_s": elapsed_s,
             "left_s": left / governor.tasks_per_s if governor.tasks_per_s else None,
+            "job_left_s": (left + later) / governor.tasks_per_s if governor.tasks_per_s else None,
+            "slow_ratio": monitor.slow_ratio,
+            "recovered_ratio": monitor.recovered_ratio,
             "phase": governor.phase,
             "num_workers": num_workers,
             "num_silent": len(governor.silent),
@@ -172,11 +181,12 @@ class Dashboard:
 
 def _read_ledger(
     slow: Set[str], ledger: Ledger, now_s: float
-) -> tuple[Any, int, Checkpoint | None, Curves]:
+) -> tuple[Any, int, Checkpoint | None, Curves, float]:
     newest = next(reversed(ledger.state.checkpoints.values()), None)
     # Sorted before they are cut: of thousands, the page is for the slow and the silent.
     names = sorted(present_workers(ledger), key=lambda name: (name not in slow, name))
-    return views.status(ledger, now_s, names), len(names), newest, ledger.readings.curves()
+    status, elapsed_s = views.status(ledger, now_s, names), now_s - ledger.started_s
+    return status, len(names), newest, ledger.readings.curves(), elapsed_s
 
 
 def _newest_decisions(spoken: Iterable[RulingRecord]) -> list[dict[str, Any]]:

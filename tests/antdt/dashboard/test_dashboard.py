@@ -189,7 +189,7 @@ def test_a_browser_draws_the_page(server: ShardServer, width: int, height: int) 
         assert browser.text("#job") == "Job ctr-model"
         assert "transient: compute" in browser.text("#workers tbody")
         assert "every unit accounted for" in browser.text("#audit")
-        assert "ADJUST_BS" in browser.text("#decisions")
+        assert "shared the tasks of a step anew" in browser.text("#decisions")
         assert browser.text("#trouble") == ""
         assert browser.overflow() == 0
         assert browser.faults() == []
@@ -199,7 +199,7 @@ def test_a_browser_draws_the_page(server: ShardServer, width: int, height: int) 
 @pytest.mark.parametrize(
     ("changed", "shown"),
     [
-        ({}, ["1 silent", "workers heard of 3 of 4", "silent for 7 min", "2 older", "ADJUST_BS"]),
+        ({}, ["1 silent", "workers heard of 3 of 4", "silent for 7 min", "2 older", "shared the tasks of a step anew"]),
         ({"num_silent": 0}, ["1 slow"]),
         ({"num_silent": 0, "num_stragglers": 0}, ["running"]),
         (

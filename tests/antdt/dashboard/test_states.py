@@ -125,8 +125,8 @@ def empty(browser: Browser) -> None:
     assert browser.text("#job") == "Job ctr-model"
     assert browser.text("#phase") == "waiting for workers"
     assert browser.text("#told").startswith("No worker has come yet, and no data set: both come")
-    values = browser.texts("#tiles b")
-    assert values == ["\u2013", "\u2013", "\u2013", "0", "\u2013"]
+    values = browser.texts("#tiles dd")
+    assert values[:5] == ["\u2013", "\u2013", "\u2013", "0", "\u2013"]
     assert browser.text("#workers tbody").startswith("none has registered yet")
     assert browser.text("#curves").startswith("loss and validation come with the trainer")
     assert fits(browser)
@@ -150,15 +150,15 @@ def slow(browser: Browser) -> None:
     browser.wait_for("#workers tbody", "transient: compute")
     assert "rank3" in browser.texts("#workers tbody tr")[0]  # the slowest first
     assert "times the others' time per task" in browser.texts("#workers tbody tr")[1]
-    browser.wait_for("#decisions", "ADJUST_BS")
+    browser.wait_for("#decisions", "shared the tasks")
     assert fits(browser)
 
 
 def killed(browser: Browser, service: ServiceProcess) -> None:
     browser.wait_for("#phase", "no worker is heard of")
     assert browser.text("#told").startswith("Shards are left, and all workers are silent.")
-    assert browser.texts("#tiles b")[0] == "0.0"
-    assert browser.texts("#tiles b")[3] == "0 of 4"
+    assert browser.texts("#tiles dd")[0] == "0.0"
+    assert browser.texts("#tiles dd")[3] == "0 of 4"
     assert browser.text("#workers tbody").count("silent for ") == 4
     read = metrics_of(service)
     assert 'antdt_phase{phase="gone"} 1.0' in read
@@ -172,7 +172,7 @@ def ended(browser: Browser, service: ServiceProcess) -> None:
     browser.wait_for("#phase", "ended")
     assert browser.text("#told").startswith("Everything is trained, and no worker has been heard")
     assert "epoch 1: 100.0 % of 600 shards trained" in browser.text("#data h2")
-    assert browser.texts("#tiles b")[0] == "0.0"
+    assert browser.texts("#tiles dd")[0] == "0.0"
     read = metrics_of(service)
     assert 'antdt_phase{phase="ended"} 1.0' in read
     assert "antdt_job_tasks_per_s 0.0" in read
