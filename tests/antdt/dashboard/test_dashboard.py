@@ -199,7 +199,13 @@ def test_a_browser_draws_the_page(server: ShardServer, width: int, height: int) 
 @pytest.mark.parametrize(
     ("changed", "shown"),
     [
-        ({}, ["1 silent", "workers heard of 3 of 4", "silent for 7 min", "2 older", "shared the tasks of a step anew"]),
+        (
+            {},
+            [
+                "1 silent", "workers heard of 3 of 4", "silent for 7 min", "2 older",
+                "shared the tasks of a step anew",
+            ],
+        ),
         ({"num_silent": 0}, ["1 slow"]),
         ({"num_silent": 0, "num_stragglers": 0}, ["running"]),
         (
