@@ -130,7 +130,7 @@ def test_a_name_is_imported_from_the_module_that_defines_it() -> None:
 
 def test_own_modules_are_imported_late_only_to_start_without_torch() -> None:
     late = {str(path.relative_to(ROOT)) for path in MODULES.values() if late_imports(path)}
-    own = "adapt config delivery evaluate export follow inspect plan score serve train tune"
+    own = "adapt config delivery evaluate export follow inspect plan runs score serve train tune"
     library = {"gmeta/library/results.py", "gmeta/library/verbs.py"}
     assert late == {*library, *(f"gmeta/cli/commands/{name}.py" for name in own.split())}
 

@@ -88,6 +88,25 @@ def test_the_command_lists_and_compares(tmp_path: Path) -> None:
     assert (nothing.returncode, nothing.stderr) == expected
 
 
+@pytest.mark.parametrize("metric", ["auc", "logloss"])
+def test_a_page_shows_which_run_is_ahead_by_the_metric_that_kept_its_best(
+    tmp_path: Path, metric: str
+) -> None:
+    worse = [
+        {**line, "valid": {"auc": 0.55, "logloss": 0.68}} if "valid" in line else line
+        for line in LOGGED
+    ]
+    for name, logged in (("a", LOGGED), ("b", worse)):
+        make_run(tmp_path / name, logged, run={"early_stop_metric": metric})
+    succeed("runs", "a", "b", "--page", "runs.html", cwd=tmp_path)
+    page = (tmp_path / "runs.html").read_text()
+    assert re.search(rf">a is ahead on validation, by 0\.0[45]00 {metric}\.", page)
+    assert page.count("<svg role") == 2
+    refused = gmeta("runs", ".", "--page", "x.html", cwd=tmp_path)
+    assert refused.returncode == 2
+    assert "--page draws 2 to 4 runs that can be read and are named one by one" in refused.stderr
+
+
 def test_a_resolved_config_can_be_copied(tmp_path: Path) -> None:
     path = tmp_path / "mine.toml"
     path.write_text('[data]\npath = "d"\n[run]\ndir = "r"\n[model]\nhidden = [8, 4]\n')

@@ -11,6 +11,7 @@ import typer
 
 from gmeta.cli.commands.console import make_console, make_table, show_table
 from gmeta.errors import GMetaError, UserError
+from gmeta.platform.files.atomic_write import write_atomically
 from gmeta.runs.listing import RunSummary, find_differing_keys, find_runs, summarise_run
 from gmeta.runs.run_folder import RunFolder
 from gmeta.tuning.config_toml import format_toml_value
@@ -26,6 +27,9 @@ def runs(
         ),
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="print JSON, for scripts")] = False,
+    page: Annotated[
+        Path | None, typer.Option(help="also draw two to four runs that are named as a page: .html")
+    ] = None,
 ) -> None:
     """List runs with how far they came and their best validation; compare some that are named.
 
@@ -49,6 +53,8 @@ def runs(
     # Only runs that are named one by one are compared: those of a folder are many.
     compared = len(run_folders) > 1 and [run.root for run in run_folders] == chosen_folders
     differing = find_differing_keys([run.read_config() for run in run_folders]) if compared else []
+    if page is not None:
+        _draw_page(page, run_folders, summaries, differing if compared else None)
     if as_json:
         keys = [
             {
@@ -66,6 +72,25 @@ def runs(
         _print_scores(summaries)
     for line in broken:
         make_console(stderr=True).print(f"not listed: {line}")
+
+
+def _draw_page(
+    page: Path,
+    run_folders: Sequence[RunFolder],
+    summaries: Sequence[RunSummary],
+    differing: Sequence[tuple[str, list[object]]] | None,
+) -> None:
+    # Late: drawing takes a second to import.
+    from gmeta.evaluation.report.runs_page import MAX_RUNS, render_runs
+
+    if differing is None or not len(summaries) == len(run_folders) <= MAX_RUNS:
+        raise UserError(
+            f"--page draws 2 to {MAX_RUNS} runs that can be read and are named one by one, not "
+            f"{len(run_folders)}. Name them: gmeta runs RUN RUN --page {page}"
+        )
+    texts = [(key, list(map(format_toml_value, values))) for key, values in differing]
+    write_atomically(page, render_runs(run_folders, summaries, texts).encode())
+    make_console(stderr=True).print(f"page: {page}")
 
 
 def _print_list(summaries: Sequence[RunSummary]) -> None:
