@@ -92,11 +92,15 @@ protos-lint:
 mutants: setup
 	$(BIN)/python -m tests.antdt.faults.mutants
 
-# Streams and gmeta follow, killed at 2,000 points; half an hour of one core. make kills KILLS=20000
+# Stages of gmeta follow, killed at 2,000 points and 300 times without power; gmeta follow itself, killed, its disk full or
+# failing, its clock wrong; streams. An hour of one core. make kills KILLS=20000 FOLLOW_KILLS=2000
 KILLS ?= 2000
+kills: export LOOP_KILLS = $(KILLS)
+kills: export FOLLOW_KILLS ?= 200
+kills: export FOLLOW_TROUBLES ?= $(FOLLOW_KILLS)
+kills: export METAIO_STREAM_KILLS ?= 200
 kills: setup
-	LOOP_KILLS=$(KILLS) METAIO_STREAM_KILLS=$$(($(KILLS) / 10)) FOLLOW_KILLS=$$(($(KILLS) / 50)) $(BIN)/python -m pytest --timeout 36000 \
-		tests/pipeline/test_kills.py tests/pipeline/test_loop.py tests/metaio/stream/test_kill.py
+	$(BIN)/python -m pytest --timeout 36000 tests/pipeline/test_kills.py tests/pipeline/test_follow.py tests/metaio/stream/test_kill.py
 
 # Wrong requests of a server, over HTTP and gRPC: so many of each. A minute.
 FUZZ ?= 5000

@@ -1,5 +1,7 @@
 """The engine's error tree, and which errors a user can mend."""
 
+DISK_FAILS = "The disk, or what leads to it, fails: look into the system's log"
+
 
 class GMetaError(Exception):
     """Base of every error that gmeta raises on purpose."""

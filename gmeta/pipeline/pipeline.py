@@ -10,6 +10,7 @@ import shutil
 import signal
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, final
 
@@ -87,9 +88,11 @@ class Pipeline:
             # Read by the page alone: whether a stage is done is never read from it.
             line = {"stage": done.stage, "took_s": round(done.took_s, 3), "at_s": time.time()}
             root = self.folder(done.increment)
-            root.mkdir(parents=True, exist_ok=True)
-            with (root / ENDED_FILE).open("a") as file:
-                file.write(json.dumps(line) + "\n")
+            # The stage has ended, also where the disk is full by now.
+            with suppress(OSError):
+                root.mkdir(parents=True, exist_ok=True)
+                with (root / ENDED_FILE).open("a") as file:
+                    file.write(json.dumps(line) + "\n")
         return done
 
     def _step(self) -> StageOutcome | None:

@@ -3,6 +3,7 @@
 import atexit
 import os
 import runpy
+import shlex
 import signal
 import sys
 import threading
@@ -48,6 +49,8 @@ _PRELOADED = [
     "zoneinfo",
     "gmeta.pipeline.preload_last",
 ]
+# Of the line before what each try of a stage says.
+_BEGINS = "$ gmeta "
 
 
 @dataclass(frozen=True)
@@ -87,8 +90,14 @@ def find_command(arguments: Sequence[str]) -> list[str]:
 def run_stage(arguments: Sequence[str], log: Path) -> int:
     """Run a stage, ARGUMENTS[0], with its output in the file `log`, and return its exit code."""
     log.parent.mkdir(parents=True, exist_ok=True)
-    # A log that cannot be written fails here: the stage could not say why.
-    log.open("ab").close()
+    # A log that cannot be written fails here: the stage could not say why. On a full disk a file
+    # can be opened, not written.
+    try:
+        with log.open("a") as file:
+            file.write(f"{_BEGINS}{shlex.join(arguments)}\n")
+    except OSError as error:
+        # A write does not name its file.
+        raise OSError(error.errno, error.strerror, str(log)) from error
     stage = _send_order((tuple(arguments), str(log)))
     process = stage.process
     _under_way.append(process)
@@ -139,7 +148,9 @@ def last_line(log: Path) -> str:
     """Return the last line of a stage's output: of one that failed, the reason."""
     lines = log.read_text(errors="replace").splitlines() if log.exists() else []
     lines_with_text = [line.strip() for line in lines if line.strip()]
-    return lines_with_text[-1] if lines_with_text else "it said nothing"
+    if not lines_with_text or lines_with_text[-1].startswith(_BEGINS):
+        return "it said nothing, as where the disk of its log is full"
+    return lines_with_text[-1]
 
 
 def _wait_and_run(orders: Connection) -> None:

@@ -66,6 +66,10 @@ def test_a_full_disk_is_told_with_the_file_and_what_to_do() -> None:
         "read-only file system: clicks/.lock. Name a place that can be written, or mount it so",
         2,
     )
+    assert telling.format_error(OSError(errno.EIO, "Input/output error", "a")) == (
+        "Input/output error: a. The disk, or what leads to it, fails: look into the system's log",
+        1,
+    )
 
 
 def test_a_run_on_a_full_disk_may_go_on(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -1,6 +1,7 @@
 """Killed at any change that a stage makes to the disk, a loop loses nothing and doubles nothing.
-With LOOP_KILLS=2000 (make kills) what a kill leaves is tried for every change, and so many kills
-are made; else it is tried for every second change, and two kills a stage are at those between."""
+With LOOP_KILLS=2000 (make kills) what a kill leaves is tried for every change, and what a power cut
+leaves twice, and so many kills are made; else a kill for every second change, a power cut for three
+of a stage, and two kills a stage are at those between."""
 
 import json
 import os
@@ -26,7 +27,7 @@ from metaio.format.inspection import find_damage
 from metaio.stream.chain import open_stream
 from tests.pipeline.days import write_loop
 from tests.pipeline.following import loop_of, run_stage, stages_of
-from tests.pipeline.kills import killed_at, left_at_each_change, restored, taken_up
+from tests.pipeline.kills import cut_power, killed_at, left_at_each_change, restored, taken_up
 from tests.serving.channel.models import content
 
 KILLS = int(os.environ.get("LOOP_KILLS", "0"))
@@ -150,16 +151,22 @@ def test_a_stage_killed_at_any_change_of_the_disk_is_taken_up(
 ) -> None:
     monkeypatch.setenv(CACHE_VARIABLE, str(steps.root / "cache"))
     drawn = random.Random(os.environ.get("LOOP_SEED", stage))
-    arguments, notes = steps.arguments[stage], tmp_path / "notes"
+    arguments = steps.arguments[stage]
     restored(steps.before[stage], steps.root)
-    left = left_at_each_change(arguments, steps.root, tmp_path)
+    *left, ended = left_at_each_change(arguments, steps.root, tmp_path)
     assert OUTCOMES[stage](steps.root) == steps.outcome[stage]
     assert len(left) >= 3
+    for point in [*range(1, len(left) + 1)] if KILLS else drawn.sample(range(1, len(left) + 1), 2):
+        for keeps_length in (False, True) if KILLS else (drawn.random() < 0.5,):
+            cut_power(left[point - 1], steps.root, keeps_length)
+            check_taken_up(stage, steps, point)
+    cut_power(ended, steps.root, keeps_length=False)
+    check_taken_up(stage, steps, len(left) + 1)
     # The first and the last, which begins the stage and which ends it, in any case.
     tried = [point for point in range(1, len(left) + 1) if KILLS or point % 2 or point == len(left)]
     for point in tried:
         shutil.rmtree(steps.root)
-        left[point - 1].rename(steps.root)
+        left[point - 1].folder.rename(steps.root)
         check_taken_up(stage, steps, point)
     kills = max(2, KILLS * SHARES[stage] // sum(SHARES.values()))
     # Every change in its turn, in another order each time round.
@@ -169,7 +176,7 @@ def test_a_stage_killed_at_any_change_of_the_disk_is_taken_up(
         points += drawn.sample(others, len(others))
     for point in points[:kills]:
         restored(steps.before[stage], steps.root)
-        assert killed_at(arguments, steps.root, point, notes) == -9
+        assert killed_at(arguments, steps.root, point) == -9
         check_taken_up(stage, steps, point)
 
 

@@ -2,9 +2,12 @@
 when it is needed, each of it some tenths of a second that every rank would spend again."""
 
 # ruff: noqa: E402, F401
+import errno
 import gc
 import platform
+import socket
 from contextlib import suppress
+from multiprocessing import reduction
 
 gc.disable()  # it would look for garbage among a million new objects, again and again
 
@@ -57,6 +60,19 @@ rich.emoji.Emoji.replace(":heart:")  # reads the names of all
 NAMED_METRICS.names()
 package_versions()
 platform.platform()
+
+_receive_fds = reduction.recvfds
+
+
+def _receive_all_or_abort(connection: socket.socket, size: int) -> list[int]:
+    """As the fork server's own, which would end for all where a caller is killed while it asks."""
+    try:
+        return _receive_fds(connection, size)
+    except EOFError as error:
+        raise ConnectionAbortedError(errno.ECONNABORTED, "a caller was killed") from error
+
+
+reduction.recvfds = _receive_all_or_abort
 
 collect_garbage_rarely()
 collapse_memory()

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from rich.console import Console
 
 from gmeta.distributed.launch import has_agent
-from gmeta.errors import GMetaError
+from gmeta.errors import DISK_FAILS, GMetaError
 
 # By name, not imported: a command that fails early has not loaded these packages.
 METAIO_ERRORS = (("metaio.errors", "MetaIOError"),)
@@ -67,7 +67,10 @@ def _line_and_code(error: Exception) -> tuple[str, int]:
         if error.errno == errno.EROFS:
             remedy = "Name a place that can be written, or mount it so"
             return f"read-only file system{where}. {remedy}", 2
-        return f"{error.strerror or error}{where}", 2 if isinstance(error, WRONG_PATHS) else 1
+        line = f"{error.strerror or error}{where}"
+        if error.errno == errno.EIO:
+            return f"{line}. {DISK_FAILS}", 1
+        return line, 2 if isinstance(error, WRONG_PATHS) else 1
     if isinstance(error.__cause__, OSError) and error.__cause__.errno in FULL:
         # A full disk is a failure, whichever package met it.
         return str(error), 1

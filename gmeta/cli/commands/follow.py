@@ -14,6 +14,7 @@ from gmeta.access.address import split_address
 from gmeta.access.credentials import is_loopback
 from gmeta.access.protection import Protection
 from gmeta.cli.commands.console import make_console
+from gmeta.cli.commands.error_messages import format_error
 from gmeta.cli.commands.server_options import TlsCert, TlsClientCa, TlsKey, TokenFolder
 from gmeta.errors import GMetaError, UserError
 from gmeta.pipeline.follow_config import load_follow_config
@@ -136,13 +137,14 @@ def _run_stages(
             if once:
                 raise
             # The stage failed because the signal ended it.
-            if stop and str(error) != reported:
-                _print_line(f"stopped: {error}")
+            reason, _ = format_error(error)
+            if stop and reason != reported:
+                _print_line(f"stopped: {reason}")
                 return
-            metrics.note_failure(str(error))
+            metrics.note_failure(reason)
             # Once, not at each try, which are seconds apart.
-            if str(error) != reported:
-                reported = str(error)
+            if reason != reported:
+                reported = reason
                 _print_line(f"waiting: {reported}")
                 if draw is not None:
                     # Drawing reads what the stage reads: it may be what fails.

@@ -16,6 +16,7 @@ from gmeta.runs.checkpoints.progress_file import (
     FALL_BACK,
     PROGRESS_FILE,
     check_exists,
+    choose_remedy,
     read_about,
     read_file_entries,
 )
@@ -45,7 +46,8 @@ def translate_damage(path: Path, remedy: str = FALL_BACK) -> Iterator[None]:
     except DAMAGE as error:
         check_exists(path)
         raise GMetaError(
-            f"checkpoint {path} cannot be read: {describe_failure(error).rstrip('.')}. {remedy}"
+            f"checkpoint {path} cannot be read: {describe_failure(error).rstrip('.')}. "
+            f"{choose_remedy(first_failure(error), remedy)}"
         ) from error
 
 

@@ -14,6 +14,7 @@ from gmeta.runs.checkpoints.index import IndexedReader, fit_grown_index
 from gmeta.runs.checkpoints.integrity import DAMAGE, check_files, describe_failure, first_failure
 from gmeta.runs.checkpoints.progress_file import (
     FALL_BACK,
+    choose_remedy,
     read_about,
     read_file_entries,
     read_progress,
@@ -77,9 +78,10 @@ def load_checkpoint(
             raise UserError(
                 f"checkpoint {path} does not fit the config: {reason}. {remedy}"
             ) from error
+        damaged = f"It must come from a run of the same model on the same dataset. {FALL_BACK}"
         raise GMetaError(
-            f"checkpoint {path} cannot be loaded: {reason}. It must come from a run of the same "
-            f"model on the same dataset. {FALL_BACK}"
+            f"checkpoint {path} cannot be loaded: {reason}. "
+            f"{choose_remedy(first_failure(error), damaged)}"
         ) from error
     # The live tensors were filled in place; this notifies the modules.
     sharded.load_state_dict(state["model"])

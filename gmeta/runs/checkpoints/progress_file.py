@@ -1,12 +1,13 @@
 """progress.json: progress, model, algorithm and loss, and checksums of all files and its own."""
 
+import errno
 import json
 from collections.abc import Mapping
 from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Any
 
-from gmeta.errors import GMetaError
+from gmeta.errors import DISK_FAILS, GMetaError
 from gmeta.platform.files.checked_json import read_json
 from gmeta.platform.files.checksums import FileChecksum, parse_entries
 from gmeta.runs.checkpoints.lineage import read_lineage
@@ -45,9 +46,15 @@ def read_about(path: Path) -> dict[str, Any]:
         check_exists(path)
         raise GMetaError(
             f"checkpoint {path} cannot be loaded: its {PROGRESS_FILE} is missing or broken "
-            f"({error!r}). {FALL_BACK}"
+            f"({error!r}). {choose_remedy(error)}"
         ) from error
     return about
+
+
+def choose_remedy(error: BaseException, remedy: str = FALL_BACK) -> str:
+    """Return what to do about a checkpoint that cannot be read: `remedy`, if it is damaged."""
+    # What a failing disk does not give may be sound: removing it would lose it.
+    return DISK_FAILS if getattr(error, "errno", None) == errno.EIO else remedy
 
 
 def check_exists(path: Path) -> None:

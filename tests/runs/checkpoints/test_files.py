@@ -1,12 +1,17 @@
 """What is told of a damaged checkpoint, in the words of whoever could not read it."""
 
+import errno
 import pickle
 from pathlib import Path
+from traceback import StackSummary
+from unittest.mock import Mock
 
 import pytest
+from torch.distributed.checkpoint.api import CheckpointException
 
 from gmeta.cli.commands.inspect_run import inspect_checkpoint
-from gmeta.errors import GMetaError
+from gmeta.errors import DISK_FAILS, GMetaError
+from gmeta.runs.checkpoints import progress_file
 from gmeta.runs.checkpoints.integrity import translate_damage
 from gmeta.runs.checkpoints.progress_file import read_about
 from tests.support.sealed import seal
@@ -37,6 +42,21 @@ def test_what_its_run_removed_meanwhile_is_gone_and_not_damaged(tmp_path: Path) 
         f"checkpoint {path} is gone: a run that trains keeps the newest alone, as many as "
         "run.keep_last says. Give the command again, which takes a newer one"
     ]
+
+
+def test_what_a_failing_disk_does_not_give_is_not_to_be_removed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    failing, told = OSError(errno.EIO, "Input/output error"), []
+    monkeypatch.setattr(progress_file, "read_json", Mock(side_effect=failing))
+    with pytest.raises(GMetaError) as caught:
+        read_about(tmp_path)
+    told.append(str(caught.value))
+    for met in (failing, CheckpointException("", {0: (failing, StackSummary())})):
+        with pytest.raises(GMetaError) as caught, translate_damage(tmp_path):
+            raise met
+        told.append(str(caught.value))
+    assert [one.endswith(f". {DISK_FAILS}") for one in told] == [True] * 3, told
 
 
 @pytest.mark.parametrize("name", ["/etc/passwd", "../" * 12 + "etc/passwd", "../config.json", ""])
