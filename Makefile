@@ -102,7 +102,7 @@ kills: export METAIO_STREAM_KILLS ?= 200
 kills: setup
 	$(BIN)/python -m pytest --timeout 36000 tests/pipeline/test_kills.py tests/pipeline/test_follow.py tests/metaio/stream/test_kill.py
 
-# Wrong requests of a server, over HTTP and gRPC: so many of each. A minute.
+# Wrong requests of a server and right ones, over HTTP and gRPC: so many of each. Two minutes.
 FUZZ ?= 5000
 fuzz: setup
 	GMETA_FUZZ_REQUESTS=$(FUZZ) $(BIN)/python -m pytest --timeout 36000 tests/serving/server/test_fuzz.py tests/serving/server/test_fuzz_grpc.py

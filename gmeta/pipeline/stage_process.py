@@ -160,10 +160,14 @@ def _wait_and_run(orders: Connection) -> None:
         # The parent ended without an order: nothing is left to do.
         os._exit(0)
     threading.Thread(target=_end_with, args=(orders,), daemon=True).start()
-    with Path(log).open("ab") as file:
-        for stream in (sys.stdout, sys.stderr):
-            stream.flush()
-            os.dup2(file.fileno(), stream.fileno())
+    try:
+        with Path(log).open("ab") as file:
+            for stream in (sys.stdout, sys.stderr):
+                stream.flush()
+                os.dup2(file.fileno(), stream.fileno())
+    except OSError:
+        # It was written a moment ago: the disk fails, and there is no place to say so.
+        os._exit(1)
     sys.argv = ["gmeta", *find_command(arguments)]
     # As `python -m gmeta` does: the command line ends the process with its exit code.
     runpy.run_module("gmeta", run_name="__main__", alter_sys=True)

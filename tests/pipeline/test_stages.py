@@ -42,6 +42,14 @@ def test_a_full_disk_is_told_and_no_reason_of_an_earlier_try(tmp_path: Path) -> 
     assert stages.last_line(log) == "it said nothing, as where the disk of its log is full"
 
 
+def test_a_stage_whose_log_cannot_be_opened_any_more_ends_without_a_traceback(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    stage = stages._send_order((("--version",), str(tmp_path)))
+    stage.process.join()
+    assert (stage.process.exitcode, capfd.readouterr().err) == (1, "")
+
+
 def test_a_signal_in_the_middle_of_a_wait_ends_the_loop_too(tmp_path: Path) -> None:
     assert exit_code_of(follow_interrupted, write_loop(tmp_path)) == 0
 

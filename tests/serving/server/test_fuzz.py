@@ -1,5 +1,5 @@
 """Requests that are wrong in random ways: each is refused in a line, the server stays as it was.
-GMETA_FUZZ_REQUESTS=5000 sends more of them."""
+GMETA_FUZZ_REQUESTS=5000 sends more of them, and as many that are right."""
 
 import copy
 import json
@@ -20,12 +20,19 @@ from tests.support.waiting import PATIENCE_S
 NUM_REQUESTS = int(os.environ.get("GMETA_FUZZ_REQUESTS", "300"))
 GROWTH_BYTES = 48 << 20  # allocators keep some; a leak of 100 KB a request would be more
 VALID = request_of(random_rows(6, seed=2), random_rows(9, seed=1), key="fuzz")
+NUM_KEYS = 500
 Body = tuple[bytes, dict[str, str]]
 SINGLE = ("item", "city", "price", "support.item", "support.city", "support.price", "support.click")
 
 
 def json_body(request: Any) -> Body:
     return json.dumps(request).encode(), {}
+
+
+def right_request(number: int) -> dict[str, Any]:
+    """One of those between the wrong ones: every second with a task's key, which comes again."""
+    key = {"task_key": f"k{number % (2 * NUM_KEYS)}"} if number % 2 else {}
+    return {**VALID, "parameters": key}
 
 
 def inputs_of(request: dict[str, Any]) -> dict[str, dict[str, Any]]:
@@ -206,6 +213,7 @@ def test_wrong_requests_are_refused_in_a_line_and_leave_nothing(server: RunningS
             line = answer.json()["error"]
             assert line.isprintable(), told
             assert 10 < len(line) <= 1_000, told
+            assert client.post(INFER, json=right_request(number)).status_code == 200, number
             if number == warm:
                 before = resident_bytes(server.process.pid)
         assert resident_bytes(server.process.pid) - before < GROWTH_BYTES
