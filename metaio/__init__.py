@@ -14,6 +14,7 @@ from metaio.read.episode_order import BlockEpisodes, EpisodeOrder, OrderConfig
 if TYPE_CHECKING:
     from metaio.read.batch import TaskBatch, empty_batch
     from metaio.read.reader import BatchReader, EpisodeRange, RangeReader, read_ranges
+    from metaio.read.task_dataset import TaskColumns, TaskDataset
 
 __all__ = [
     "BatchReader",
@@ -34,6 +35,8 @@ __all__ = [
     "Split",
     "TableSpec",
     "TaskBatch",
+    "TaskColumns",
+    "TaskDataset",
     "empty_batch",
     "open_dataset",
     "read_ranges",
@@ -45,5 +48,7 @@ def __getattr__(name: str) -> Any:
     """Import what needs torch at its first use."""
     if name not in __all__:
         raise AttributeError(f"module 'metaio' has no attribute {name!r}")
-    module = "batch" if name in ("TaskBatch", "empty_batch") else "reader"
-    return getattr(importlib.import_module(f"metaio.read.{module}"), name)
+    of_name = dict.fromkeys(("TaskBatch", "empty_batch"), "batch")
+    of_name |= dict.fromkeys(("TaskColumns", "TaskDataset"), "task_dataset")
+    module = importlib.import_module(f"metaio.read.{of_name.get(name, 'reader')}")
+    return getattr(module, name)
