@@ -8,12 +8,12 @@ BIN := $(VENV)/bin
 VARIANT ?= $(shell $(PYTHON) -c 'import ctypes; ctypes.CDLL("libnvidia-ml.so.1")' 2>/dev/null && echo cuda || echo cpu)
 
 .PHONY: setup format check test bench demo demo-stream clean protos protos-lint mutants antdt-faults deploy-check deploy-tools deploy-pin \
-	deploy-cluster config-page kills fuzz
+	deploy-cluster config-page benchmarks-page kills fuzz docs docs-serve docs-release demo-picture dist install-check
 setup: $(VENV)/.developer
 
 # What gmeta runs with, then the tools of a contributor: the demo does not wait for these.
 REQUIREMENTS := deploy/requirements/$(VARIANT).txt
-PIP = $(BIN)/python -m pip install --quiet --disable-pip-version-check
+PIP = $(BIN)/python -m pip install --disable-pip-version-check
 $(VENV)/.installed: pyproject.toml $(REQUIREMENTS)
 	@$(PYTHON) -c 'import ensurepip, sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null || { echo \
 		'make needs Python 3.11, 3.12 or 3.13 with venv (on Debian and Ubuntu: apt-get install python3-venv), or PYTHON=its path' >&2; exit 1; }
@@ -66,6 +66,26 @@ protos: setup
 config-page: setup
 	$(BIN)/python -m tests.support.config_page > docs/config.md
 
+# The site, into runs/site, with every link and anchor checked; no network is needed.
+docs docs-serve docs-release: export NO_MKDOCS_2_WARNING := 1
+docs: setup
+	$(BIN)/mkdocs build
+
+docs-serve: setup
+	$(BIN)/mkdocs serve
+
+# The site of this version, beside those of older ones on the branch gh-pages: not pushed.
+docs-release: setup
+	PATH=$(CURDIR)/$(BIN):$$PATH mike deploy --update-aliases $$($(BIN)/python -c 'import gmeta; print(gmeta.__version__)') latest
+
+# The README's picture, of what make demo left in runs/demo.
+demo-picture: setup
+	$(BIN)/python -m tests.support.demo_picture
+
+# The page of what benchmarks measured, of the JSON lines in benchmarks/figures.jsonl.
+benchmarks-page: setup
+	$(BIN)/python -m tests.support.benchmarks_page > docs/benchmarks.md
+
 protos-lint:
 	cd protos && npx --yes @bufbuild/buf@1.75.0 lint && npx --yes @bufbuild/buf@1.75.0 format --diff --exit-code
 
@@ -105,5 +125,16 @@ deploy-pin:
 deploy-tools: setup
 	$(BIN)/python -m tests.deploy.tools
 
+# sdist and wheel, as they are uploaded.
+dist: setup
+	rm -rf dist
+	$(PIP) --quiet build twine
+	$(BIN)/python -m build
+	$(BIN)/twine check dist/*
+
+# The wheel in an environment of its own: to serve without torchrec, then to train. Minutes, and 2 GB.
+install-check: dist
+	$(BIN)/python -m tests.support.install_check dist
+
 clean:
-	rm -rf $(VENV) runs .mypy_cache .ruff_cache .pytest_cache
+	rm -rf $(VENV) dist runs .mypy_cache .ruff_cache .pytest_cache

@@ -5,6 +5,7 @@ import datetime
 import json
 import os
 import platform
+import shlex
 import statistics
 import subprocess
 import sys
@@ -76,8 +77,9 @@ def interleaved(measures: Mapping[str, Callable[[], float]], rounds: int) -> dic
 
 
 def environment(packages: Sequence[str] = ("torch", "numpy")) -> dict[str, Any]:
-    """Where a figure was measured: date, commit, processor, cores, Python and package versions."""
+    """How a figure was measured: command, date, commit, processor, cores, versions of packages."""
     return {
+        "command": shlex.join(["python", *sys.argv]),
         "date": datetime.date.today().isoformat(),
         # With -dirty where the tree differs: such figures belong to no commit.
         "commit": _commit(),

@@ -215,7 +215,11 @@ def _at_the_first_try(
         splits=("user-cold",),
         metrics=metrics,
         draws=draws,
-        about=f"{about} As `gmeta init {' '.join(words)}` has it: nothing is tuned.",
+        about=(
+            f"{about} As `gmeta init {' '.join(words)} --run` has it, nothing is tuned: the "
+            "adapted run goes on from the plain one, and stays it where validation finds nothing "
+            "better."
+        ),
         tuned=(0, 0),
         by_hand=(0, 0),
         judged_by="nothing was chosen",

@@ -97,12 +97,17 @@ def _row(
             leads.append(lead(head, value, differences, higher))
     if outside is not None:
         # Its rows are not known, so no difference is paired: the interval is that of adapted alone.
-        own = [each["metrics"][metric] for each in adapted]
-        differences = [
-            {key: each[key] and each[key] - outside for key in ("value", "low", "high")}
-            | {"reason": each.get("reason")}
-            for each in own
-        ]
+        # It has the stored draw of support and query rows, and is compared on that one.
+        differences = []
+        for group, each in zip(groups, adapted, strict=True):
+            own, drawn = (
+                each["metrics"][metric],
+                _found(group.get("by_draw", ()), run=name, stage="after"),
+            )
+            stored = drawn[0]["metrics"][metric][0] if drawn else own["value"]
+            less = outside + own["value"] - stored
+            found = {key: own[key] and own[key] - less for key in ("value", "low", "high")}
+            differences.append({**found, "reason": own.get("reason")})
         leads.append(lead(OUTSIDE, outside, differences, higher))
     return Row(
         split,

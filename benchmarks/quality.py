@@ -36,6 +36,8 @@ from _quality_page import Measured, page
 from _quality_protocols import FIRST_TRY, PROTOCOLS, Protocol
 from _quality_tables import counts, figures, rows_of, text_lines
 
+from gmeta.cli.commands.init import begin_with
+
 DATA = REPOSITORY.parent / "shared" / "data"
 ALL = (*PROTOCOLS, *FIRST_TRY)
 NAMES = [protocol.name for protocol in ALL]
@@ -110,7 +112,10 @@ def measure(
         for seed in range(seeds)
         for name in (*protocol.configs(place), *(() if quick or seed else protocol.others))
     ]
-    trained = run_jobs(trainings, parallel, context)
+    # As `gmeta init --run` has it, the adapted run of a log begins with the plain one.
+    second = [job for job in trainings if protocol.log and job.out.name == "adapted"]
+    trained = run_jobs([job for job in trainings if job not in second], parallel, context)
+    trained += run_jobs(second, parallel, context)
     evaluations = [
         evaluate_job(protocol, seed, draws, place, trainings, quick=quick) for seed in range(seeds)
     ]
@@ -163,13 +168,16 @@ def train_job(protocol: Protocol, name: str, seed: int, place: Path, *, quick: b
     """A run of one seed, `name` of protocol.configs or of protocol.others, anew of other data."""
     configs = protocol.configs(place)
     config = configs.get(name, configs["adapted"])
-    out = place / f"seed-{seed}" / name
+    out, read = place / f"seed-{seed}" / name, [config, place / "data.done"]
     overrides = [f"data.path={place / 'data'}", f"run.dir={out}", f"run.seed={seed}"]
     if protocol.log and name == "plain":
         overrides.append("algorithm.name=none")
+    elif protocol.log:
+        overrides += begin_with(str(out.with_name("plain")))
+        read.append(out.with_name("plain.done"))
     shorter = QUICK_TRAIN if quick else ()
     overrides += [*protocol.train, *protocol.others.get(name, ()), "run.keep_last=1", *shorter]
-    return Job(("train", str(config), *overrides), out, (config, place / "data.done"))
+    return Job(("train", str(config), *overrides), out, tuple(read))
 
 
 def evaluate_job(

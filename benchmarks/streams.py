@@ -7,7 +7,7 @@ increment, before it trains on it, is its prequential score, and its first versi
 same rows. `retrained` is prepared and trained from nothing on all parts before the increment, and
 scored on it too. Rows that are scored are those of all tasks but the gate's.
 
-    benchmarks/streams.py --only ml-100k       a table for docs/continuous.md, and one line of JSON
+    benchmarks/streams.py --only ml-100k       a table of all parts, and one line of JSON
 """
 
 import csv

@@ -14,7 +14,7 @@ from metaio.read.episode_order import BlockEpisodes, EpisodeOrder, OrderConfig
 if TYPE_CHECKING:
     from metaio.read.batch import TaskBatch, empty_batch
     from metaio.read.reader import BatchReader, EpisodeRange, RangeReader, read_ranges
-    from metaio.read.task_dataset import TaskColumns, TaskDataset
+    from metaio.read.task_dataset import TaskDataset, Tasks
 
 __all__ = [
     "BatchReader",
@@ -35,8 +35,8 @@ __all__ = [
     "Split",
     "TableSpec",
     "TaskBatch",
-    "TaskColumns",
     "TaskDataset",
+    "Tasks",
     "empty_batch",
     "open_dataset",
     "read_ranges",
@@ -48,7 +48,6 @@ def __getattr__(name: str) -> Any:
     """Import what needs torch at its first use."""
     if name not in __all__:
         raise AttributeError(f"module 'metaio' has no attribute {name!r}")
-    of_name = dict.fromkeys(("TaskBatch", "empty_batch"), "batch")
-    of_name |= dict.fromkeys(("TaskColumns", "TaskDataset"), "task_dataset")
-    module = importlib.import_module(f"metaio.read.{of_name.get(name, 'reader')}")
-    return getattr(module, name)
+    modules = {"TaskBatch": "batch", "empty_batch": "batch"}
+    modules |= {"TaskDataset": "task_dataset", "Tasks": "task_dataset"}
+    return getattr(importlib.import_module(f"metaio.read.{modules.get(name, 'reader')}"), name)

@@ -110,3 +110,11 @@ def test_metrics_and_variables_that_a_page_names_exist(page: Path) -> None:
     metrics = {re.sub("^(antdt|gmeta_follow|gmeta_serve)_|_total$", "", one): one for one in named}
     assert {name for name in variables if name not in source()} == set()
     assert {metrics[core] for core in metrics if core not in source()} == set()
+
+
+def test_the_readme_says_in_words_what_its_picture_shows() -> None:
+    (told,) = re.findall(r'<img [^>]*alt="([^"]*)"', (ROOT / "README.md").read_text())
+    figures = re.compile(r"\b0\.\d{3}\b")
+    for theme in ("light", "dark"):
+        drawn = (ROOT / f"docs/images/demo-{theme}.svg").read_text()
+        assert sorted(figures.findall(told)) == sorted(figures.findall(drawn))

@@ -67,11 +67,11 @@ def late_imports(path: Path) -> list[ast.ImportFrom]:
 
 
 def test_training_stays_on_two_screens() -> None:
-    assert len((ROOT / "gmeta" / "train.py").read_text().splitlines()) < 300
+    assert len((ROOT / "gmeta" / "training.py").read_text().splitlines()) < 300
 
 
-def test_the_readme_has_at_most_a_thousand_words() -> None:
-    assert len((ROOT / "README.md").read_text().split()) <= 1_000
+def test_the_readme_has_at_most_800_words() -> None:
+    assert len((ROOT / "README.md").read_text().split()) <= 800
 
 
 def test_imports_point_one_way() -> None:
@@ -131,7 +131,8 @@ def test_a_name_is_imported_from_the_module_that_defines_it() -> None:
 def test_own_modules_are_imported_late_only_to_start_without_torch() -> None:
     late = {str(path.relative_to(ROOT)) for path in MODULES.values() if late_imports(path)}
     own = "adapt config delivery evaluate export follow inspect plan score serve train tune"
-    assert late == {"gmeta/__init__.py", *(f"gmeta/cli/commands/{name}.py" for name in own.split())}
+    library = {"gmeta/library/results.py", "gmeta/library/verbs.py"}
+    assert late == {*library, *(f"gmeta/cli/commands/{name}.py" for name in own.split())}
 
 
 def test_a_command_loads_torch_with_nobody_looking_for_garbage() -> None:

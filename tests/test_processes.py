@@ -88,7 +88,7 @@ def test_a_forked_process_has_the_imports_ready() -> None:
     context = with_imports_ready()
     answers, names = (
         context.SimpleQueue(),
-        ("gmeta.train", "gmeta.serving.server.server_worker", "tests.support.forked"),
+        ("gmeta.training", "gmeta.serving.server.server_worker", "tests.support.forked"),
     )
     process = context.Process(target=answer_what_is_imported, args=(names, answers))
     process.start()

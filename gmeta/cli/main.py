@@ -4,6 +4,7 @@ import codecs
 import difflib
 import importlib
 import io
+import json
 import logging
 import os
 import sys
@@ -78,6 +79,9 @@ PANELS = {
         ),
     },
     "Operate": {
+        "install-torchrec": (
+            "Install torchrec and fbgemm into this environment, in the versions that fit its torch."
+        ),
         "shard-service": (
             "Hand out the shards of a job's data to its workers, each exactly once an epoch."
         ),
@@ -192,6 +196,11 @@ app = typer.Typer(
 
 
 def _show_version(wanted: bool) -> None:
+    if wanted and "--json" in sys.argv:
+        from gmeta.cli.commands.versions import describe_versions
+
+        typer.echo(json.dumps(describe_versions()))
+        raise typer.Exit
     if wanted:
         typer.echo(f"gmeta {__version__}")
         raise typer.Exit
@@ -202,9 +211,13 @@ def _root(
     version: Annotated[
         bool,
         typer.Option(
-            "--version", help="show the version and exit", callback=_show_version, is_eager=True
+            "--version",
+            help="show the version and exit; with --json those of packages and file formats, too",
+            callback=_show_version,
+            is_eager=True,
         ),
     ] = False,
+    as_json: Annotated[bool, typer.Option("--json", hidden=True)] = False,
 ) -> None:
     """Meta-learning recommenders: prepare logs, train on many ranks, evaluate on cold starts."""
 

@@ -20,55 +20,37 @@ class AlgorithmConfig:
 
     name: str = key(
         "maml",
-        "maml (second order), fomaml (first order), anil, reptile, metasgd, "
-        "ridge (a step solved in closed form), "
-        "encoder (no gradients: gates from the support rows), encoder_maml (gates, then maml), "
-        "metaemb (id embeddings from content), none (plain training, the baseline); or one of your "
-        "own, by an entry point of gmeta.algorithms or as package.module:NAME",
+        "maml, fomaml, anil, reptile, metasgd, ridge, encoder, encoder_maml, metaemb or none "
+        "(docs/algorithms.md); or one of your own (docs/extending.md)",
     )
     inner_steps: int = key(1, "k: gradient steps on the support set", min=1)
     inner_lr: float = key(
         0.05, "learning rate of the inner steps; metasgd: initial value of its rates", min=0.0
     )
     bias_rate: float = key(
-        1.0,
-        "inner rate of the last layer's bias, as a multiple of its layer's: above 1, a task's mean "
-        "error is corrected sooner than its rows are told apart",
-        min=0.0,
+        1.0, "inner rate of the last layer's bias, as a multiple of its layer's", min=0.0
     )
     support_prior: float = key(
         0.0,
-        "n support rows scale a task's inner step, and what an encoder makes of their mean, by "
-        "n / (n + support_prior)",
+        "n support rows scale a task's inner step, or an encoder's mean, by n / (n + "
+        "support_prior)",
         min=0.0,
     )
     adapt_layers: tuple[str, ...] = key(
-        ("*",),
-        "glob patterns over the model's linear layers; [] adapts none; anil: the head alone; "
-        "encoder: those with gates",
+        ("*",), "glob patterns over the model's linear layers; [] adapts none"
     )
     adapt_embeddings: bool | tuple[str, ...] = key(
         True,
-        "whether a task also adapts its own copy of the embedding rows it uses; a list of tables: "
-        "only of their rows; anil: never",
+        "whether a task also adapts its own copy of the embedding rows it uses; a list: of "
+        "these tables",
     )
     layer_paths: tuple[str, ...] = key(
         (),
-        "how layers' adaptation is held: as factors (low_rank), or as a matrix a task "
-        '(materialised), e.g. ["*=low_rank", "top.0=materialised"]; of two that match a layer the '
-        "later counts, others have whichever needs fewer multiply-adds",
+        'how layers\' adaptation is held: low_rank or materialised, e.g. ["*=low_rank", '
+        '"top.0=materialised"]',
     )
-    plain_epochs: int = key(
-        0,
-        "first epochs of a run that are plain training, on every row; the algorithm goes on from "
-        "there. none: without meaning",
-        min=0,
-    )
-    options: dict[str, Any] = key(
-        dict,
-        "keys of one algorithm alone, as [algorithm.options]; those of another one have no effect, "
-        "those of your own are its `options` (docs/extending.md)",
-    )
+    plain_epochs: int = key(0, "first epochs of a run that are plain training", min=0)
+    options: dict[str, Any] = key(dict, "keys of one algorithm alone, as [algorithm.options]")
 
     @property
     def train_base(self) -> bool:
@@ -98,9 +80,7 @@ class MetaSgdOptions:
     """Those of Meta-SGD."""
 
     learned_rates: LearnedRates = key(
-        "output",
-        "metasgd: one rate for each layer (and table), each of its outputs "
-        "(and the table's columns), or each of its weights",
+        "output", "metasgd: one rate for each layer, each of its outputs, or each of its weights"
     )
 
 
@@ -110,16 +90,11 @@ class LearnedPartOptions:
 
     cold_weight: float = key(
         0.1,
-        "encoder, metaemb: share that the loss before adaptation has in the outer loss "
-        "(metaemb's alpha)",
+        "encoder, metaemb: share of the loss before adaptation in the outer loss",
         min=0.0,
         max=1.0,
     )
-    train_base: bool = key(
-        True,
-        "encoder, metaemb: whether model and tables learn too; false: they stay as run.start_from "
-        "gives them",
-    )
+    train_base: bool = key(True, "encoder, metaemb: whether model and tables learn too")
 
 
 @dataclass(frozen=True)
@@ -127,9 +102,7 @@ class EncoderOptions(LearnedPartOptions):
     """Those of the encoder."""
 
     encoder_hidden: tuple[int, ...] = key(
-        (64, 32),
-        "encoder: widths of what reads a support row; the last is the task vector's",
-        min=1,
+        (64, 32), "encoder: widths of what reads a support row", min=1
     )
     encoder_pooling: Literal["mean", "attention"] = key(
         "mean", "encoder: how a task's support rows become one vector"
@@ -144,7 +117,7 @@ class MetaEmbOptions(LearnedPartOptions):
     """Those of Meta-Embedding."""
 
     content: tuple[str, ...] = key(
-        (), "metaemb: columns that describe an id, such as an item's genre; never its own column"
+        (), "metaemb: columns that describe an id, such as an item's genre"
     )
 
 

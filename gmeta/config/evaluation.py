@@ -14,28 +14,22 @@ class EvaluationConfig:
 
     metrics: tuple[str, ...] = key(
         (),
-        "metrics to report, the first one is the headline: auc, gauc, pr_auc, logloss, ece, mae, "
-        "rmse, mrr, ndcg@K, hr@K, p@K, recall@K, softmax, pairwise; []: auc, gauc, logloss of "
-        "clicks, mae, rmse, ndcg@1, ndcg@3, auc, gauc of ratings, ndcg@10, auc, gauc of ranking "
-        "losses. Your own: package.module:Name",
+        "metrics to report, the first one is the headline; []: those of the loss "
+        "(docs/metrics.md). Your own: package.module:Name",
     )
     positive_rating: float = key(
         0.0,
-        "ratings from here on count as liked, by auc, hr@K and such; 0: from 4 on, with a ranking "
-        "loss all labels above 0",
+        "ratings from here on count as liked; 0: from 4 on, with a ranking loss all labels above 0",
     )
     candidates: int = key(
         0,
-        "rank metrics (mrr, ndcg@K, hr@K, p@K, recall@K) of gmeta evaluate: of each positive query "
-        "row among so many sampled items that the task has no row of; 0: of the task's query rows",
+        "rank each positive query row among so many sampled items (docs/metrics.md); 0: among "
+        "the task's query rows",
         min=0,
         max=10_000,
     )
     unit: str = key("rating points", "unit of a rating, shown beside mae and rmse")
     # Of 1,000 with 10 query rows, MAE is known to 0.007 and differences to 0.002.
     tuning_tasks: int = key(
-        1_000,
-        "gmeta evaluate chooses inner rate and steps on up to so many tasks of each validation "
-        "split, predicted some twenty times",
-        min=1,
+        1_000, "tasks of each validation split on which inner rate and steps are chosen", min=1
     )

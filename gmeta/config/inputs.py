@@ -18,59 +18,41 @@ class AugmentConfig:
     """How training batches differ from the stored ones."""
 
     resplit_support: bool = key(
-        False,
-        "draw every task's support rows anew each epoch, a positive with the negatives drawn for "
-        "it; not for a split by time",
+        False, "draw every task's support rows anew each epoch; not for a split by time"
     )
     min_support_share: float = key(
         0.2, "resplit_support: smallest share of a task's rows that support it", min=0.0, max=1.0
     )
     max_support_share: float = key(
         0.8,
-        "resplit_support: largest such share; 0: as many rows support a task as in the dataset, so "
-        "that their number says in training what it says of a new task",
+        "resplit_support: largest such share; 0: as many rows as in the dataset",
         min=0.0,
         max=1.0,
     )
     oov_dropout: float = key(
-        0.0,
-        "probability that an id counts as unknown for a whole step, as new ids will",
-        min=0.0,
-        max=1.0,
+        0.0, "probability that an id counts as unknown for a whole step", min=0.0, max=1.0
     )
     oov_tables: tuple[str, ...] = key((), "tables whose ids oov_dropout may take; []: all of them")
 
 
 @dataclass(frozen=True)
 class SupportFeaturesConfig:
-    """What a task's support rows say, as dense inputs of the model; a support row without its own
-    label, nor those of its group: a positive and the negatives drawn for it."""
+    """What a task's support rows say, as dense inputs of the model; docs/training.md."""
 
-    task: bool = key(
-        False, "mean label, spread and number of the task's support rows as inputs of the model"
-    )
+    task: bool = key(False, "mean label, spread and number of the task's support rows")
     columns: tuple[str, ...] = key(
         (),
-        "glob patterns over the sparse columns: mean label and number of the support rows that "
-        "share the row's value as inputs of the model; a column that does not vary inside a task "
-        "says no more than `task`",
+        "glob patterns over the sparse columns: mean label and number of the support rows "
+        "that share the row's value",
     )
-    shrinkage: float = key(
-        3.0,
-        "rows that the prior of these means counts as: of a shared value's mean the task's, of the "
-        "task's label_prior",
-        min=0.0,
-    )
+    shrinkage: float = key(3.0, "rows that the prior of these means counts as", min=0.0)
     residual_of: str = key(
         "",
-        "one of item_features' columns, such as the item: labels of support rows count from what "
-        "training rows say of their values in it, so that the means above tell how far the task "
-        'lies above its items; "": from the mean of all labels',
+        "one of item_features' columns, such as the item: labels count from what training "
+        "rows say of it",
     )
     label_prior: tuple[float, ...] = key(
-        (),
-        "mean and standard deviation of the labels; []: those of the first block of the training "
-        "split",
+        (), "mean and standard deviation of the labels; []: those of the data"
     )
 
     @property
@@ -81,37 +63,28 @@ class SupportFeaturesConfig:
 
 @dataclass(frozen=True)
 class ItemFeaturesConfig:
-    """What the rows of the training split say of a row's values, as dense inputs of the model; of
-    a training row those of other tasks."""
+    """What the training rows say of a row's values, as dense inputs of the model."""
 
     columns: tuple[str, ...] = key(
         (),
-        "glob patterns over the sparse columns: mean label and number of the training rows with "
-        "the row's value as inputs of the model; what a training row is told comes from the tasks "
-        "of other folds, its own label never",
+        "glob patterns over the sparse columns: mean label and number of the training rows "
+        "with the row's value",
     )
     shrinkage: float = key(
-        5.0, "rows that the prior of these means counts as: the mean label of all training rows",
+        5.0, "rows that the prior of these means counts as",
         min=0.0,
     )  # fmt: skip
     log_odds: bool = key(
         False,
-        "of clicks: these means as log-odds above those of all rows, and with "
-        "support_features.residual_of the task's mean: they add up as a bias model's effects do",
+        "of clicks: these means, and with support_features.residual_of the task's, as log-odds",
     )
 
 
 @dataclass(frozen=True)
 class NeighboursConfig:
-    """What a task's support rows say of items near a row's own, as dense inputs of the model; near
-    are items that the tasks of the training split have together, or judge alike."""
+    """What a task's support rows say of items near a row's own, as dense inputs of the model."""
 
-    column: str = key(
-        "",
-        "the single-id column whose values have neighbours, such as the item: which support rows "
-        "have one, and how far their labels lie above what their items predict, as inputs of the "
-        "model; what a training row is told comes from the tasks of other folds",
-    )
+    column: str = key("", "the single-id column whose values have neighbours, such as the item")
     count: int = key(50, "neighbours of each value that are kept, 8 bytes each", min=1, max=10_000)
 
 

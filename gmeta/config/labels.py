@@ -24,20 +24,17 @@ class LabelsConfig:
     adapt: tuple[str, ...] = key((), "labels that the inner loop adapts on; []: all")
     entire_space: dict[str, str] = key(
         dict,
-        "by label: an earlier one that it takes place among, such as a purchase among clicks; its "
-        "probability is then the product of both, over all rows (ESMM)",
+        "by label: an earlier one that it takes place among, such as a purchase among clicks "
+        "(ESMM)",
     )
     judged: str = key("", "label of the headline metrics; empty: the first")
     standardise: bool = key(
         False,
-        "labels that are any number are learnt less their mean, in deviations, so that rates suit "
-        "seconds as they suit stars; outer.huber_delta then counts deviations. Predictions and "
-        "metrics are in the label's own units",
+        "labels that are any number are learnt less their mean, in deviations; predictions "
+        "and metrics keep their units",
     )
     moments: tuple[float, ...] = key(
-        (),
-        "standardise: mean and deviation of each label, one after the other; []: those of the run "
-        "that this one goes on from or starts from, else of the first block of the training split",
+        (), "standardise: mean and deviation of each label; []: of the run before, or of the data"
     )
 
     def check(self, names: tuple[str, ...]) -> None:

@@ -26,20 +26,19 @@ class ShardingConfig:
 
     default: DefaultKind = key(
         "row_wise",
-        "how tables are spread over the ranks: by rows, whole, by columns, or copied "
-        "(CUDA with TorchRec's exchange only); planner: TorchRec's planner chooses",
+        "how tables are spread over the ranks: by rows, whole, by columns, or copied; "
+        "planner: TorchRec's chooses (docs/scaling.md)",
     )
     exchange: ExchangeKind = key(
         "host",
-        "what brings rows to ranks. host: ids sorted on the host, tables in plain torch, on any "
-        "device; torchrec: TorchRec's exchange and fbgemm's kernels",
+        "what brings rows to ranks. host: ours, on any device; torchrec: TorchRec's exchange "
+        "and fbgemm's kernels",
     )
     tables: tuple[str, ...] = key((), 'exceptions, e.g. ["city=table_wise", "item=column_wise"]')
     placement: Placement = key(
         "auto",
-        "memory that holds the tables. device: the GPU's, or on a CPU the host's; uvm: the host's, "
-        "which the GPU reads (CUDA with TorchRec's exchange only); uvm_cached: the same behind a "
-        "cache on the GPU; auto: device, or what TorchRec's planner chooses",
+        "memory that holds the tables with TorchRec's exchange on CUDA: device, uvm, "
+        "uvm_cached or auto (docs/scaling.md)",
     )
     placements: tuple[str, ...] = key(
         (), 'exceptions to placement by table, e.g. ["item=uvm_cached"]'

@@ -46,14 +46,14 @@ class DataConfig:
     path: str = key("", "prepared dataset: a folder or any fsspec URL (required)")
     increment: str = key(
         "",
-        'increment of the stream at data.path: its number, or "next", after the last one of '
-        "run.continue_from; empty: data.path is a dataset",
+        'increment of the stream at data.path: its number, or "next"; empty: data.path is a '
+        "dataset",
     )
     train_split: str = key("train", "split to train on")
     valid_split: str | tuple[str, ...] = key(
         "",
-        "split to score while training, or a list of splits whose mean decides; empty: none. "
-        "Never one you report on",
+        "split to score while training, or a list whose mean decides; empty: none. Never one "
+        "you report on",
     )
     eval_splits: tuple[str, ...] = key(
         (), "splits that evaluate scores; []: all but the training and validation split"
@@ -63,33 +63,26 @@ class DataConfig:
         128, "episodes per outer step, all ranks together", min=1, max=2**31 - 1
     )
     shuffle: bool = key(True, "shuffle episodes anew every epoch, from the seed")
-    blocks_per_step: int = key(
-        0, "above 0: a step is so many stored blocks, shuffled whole: the fastest", min=0
-    )
+    blocks_per_step: int = key(0, "above 0: a step is so many stored blocks, shuffled whole", min=0)
     threads: int = key(
-        1,
-        "threads per rank that decode, and as many that arrange for a GPU; where data.processes do "
-        "both, threads of each that decode",
-        min=1,
-        max=1024,
+        1, "threads per rank that decode, and as many that arrange for a GPU", min=1, max=1024
     )
     processes: int = key(
         -1,
-        "processes per rank that read and arrange its batches, so that a GPU need not wait for "
-        "Python; 0: threads do; -1: on a GPU four, or one less than the rank has cores, on a CPU 0 "
-        "(docs/gpu.md)",
+        "processes per rank that make its batches; 0: threads do; -1: on a GPU up to four, on "
+        "a CPU 0 (docs/gpu.md)",
         min=-1,
         max=1024,
     )
     source: Literal["static", "service"] = key(
         "static",
-        "static: every rank its share of each step, from the seed; "
-        "service: ranks lease shards as they need them, each episode once whatever dies",
+        "static: every rank its share of each step, from the seed; service: ranks lease "
+        "shards, each episode once",
     )
     service: str = key(
         "",
-        "HOST:PORT of `gmeta shard-service`; empty: $GMETA_SHARD_SERVICE, else the job "
-        "starts its own",
+        "HOST:PORT of `gmeta shard-service`; empty: $GMETA_SHARD_SERVICE, else one of the "
+        "job's own",
     )
 
     @property
@@ -108,8 +101,8 @@ class OuterConfig:
 
     loss: Loss = key(
         "bce",
-        "bce: labels 0 and 1 (clicks); mse, or huber and mae for a small absolute error: "
-        "any number (ratings); softmax, pairwise: the order of a task's rows",
+        "bce: labels 0 and 1 (clicks); mse, huber, mae: any number (ratings); softmax, "
+        "pairwise: the order of a task's rows",
     )
     huber_delta: float = key(1.0, "huber: the error up to which its loss is squared", min=1e-6)
     dense_optimizer: Literal["adam", "adamw", "adagrad", "sgd"] = key(
@@ -119,8 +112,7 @@ class OuterConfig:
     weight_decay: float = key(0.0, "L2 penalty on the layers; adamw: decoupled decay", min=0.0)
     momentum: float = key(0.0, "momentum of the layers' sgd", min=0.0, max=1.0)
     lr_schedule: Literal["constant", "linear", "cosine"] = key(
-        "constant",
-        "learning rates of layers and tables; linear, cosine: fall towards 0 over the run",
+        "constant", "linear, cosine: learning rates fall towards 0 over the run"
     )
     warmup_steps: int = key(
         0, "steps over which the learning rates rise; the schedule follows", min=0
@@ -129,29 +121,16 @@ class OuterConfig:
         0.0, "largest norm of a step's gradient, layers and tables together; 0: no limit", min=0.0
     )
     accumulate_steps: int = key(
-        1,
-        "micro-batches that a step's tasks are split into, to save memory; the same step",
-        min=1,
-        max=2**16,
+        1, "micro-batches that a step's tasks are split into", min=1, max=2**16
     )
     sparse_optimizer: Literal[
         "rowwise_adagrad", "adagrad", "sgd", "adam", "partial_rowwise_adam"
-    ] = key(
-        "rowwise_adagrad",
-        "fused into the backward of the embedding tables; Adam's kinds take steps on the rows of a "
-        "step alone",
-    )
+    ] = key("rowwise_adagrad", "optimizer of the embedding tables")
     sparse_lr: float = key(0.05, "learning rate of the tables", min=0.0)
-    sparse_weight_decay: float = key(
-        0.0,
-        "decoupled decay of table rows: those of a step shrink by this times sparse_lr before it, "
-        "others stay",
-        min=0.0,
-    )
+    sparse_weight_decay: float = key(0.0, "decoupled decay of the table rows of a step", min=0.0)
     adagrad_decay: float = key(
         1.0,
-        "run.continue_from: factor of Adagrad's sums of squares, of layers and tables, before the "
-        "first step",
+        "run.continue_from: factor of Adagrad's sums of squares before the first step",
         min=0.0,
         max=1.0,
     )
@@ -165,20 +144,12 @@ class RunConfig:
     """Where a run goes, how long it lasts, what it writes."""
 
     dir: str = key("", "run folder, made by the run (required)")
-    start_from: str = key(
-        "",
-        "run, or checkpoint of one, whose weights a new run begins with; its optimizers begin anew",
-    )
+    start_from: str = key("", "run, or checkpoint of one, whose weights a new run begins with")
     continue_from: str = key(
-        "",
-        "run, or checkpoint of one, that goes on with the next increment of its stream: weights, "
-        "tables that may have grown, and the state of its optimizers",
+        "", "run, or checkpoint of one, that goes on with the next increment of its stream"
     )
     skip_increments: tuple[int, ...] = key(
-        (),
-        "continue_from: increments between its last one and data.increment that the model is never "
-        "trained on, such as one whose candidate was refused",
-        min=1,
+        (), "continue_from: increments that the model is never trained on", min=1
     )
     prequential: bool = key(
         True, "continue_from: score the increment before the first step on it: a forecast"
@@ -191,23 +162,19 @@ class RunConfig:
         "auto", "auto: cuda with NCCL where a GPU is visible, else cpu with gloo"
     )
     precision: Literal["float32", "tf32", "bf16"] = key(
-        "float32",
-        "of training's matrix products; all else is in float32. tf32: inputs of 11 bits, on CUDA; "
-        "bf16: bfloat16",
+        "float32", "of training's matrix products. tf32: on CUDA; bf16: bfloat16"
     )
     shape_buckets: Literal["auto", "on", "off"] = key(
         "auto",
-        "round up the sizes of a batch, so that ragged data has few shapes in the fast inner loop; "
-        "auto: on CUDA (docs/gpu.md)",
+        "round up the sizes of a batch, so that ragged data has few shapes; auto: on CUDA "
+        "(docs/gpu.md)",
     )
     cuda_graphs: Literal["auto", "on", "off"] = key(
         "auto",
-        "forward and backward of the fast inner loop are one CUDA graph a shape, where that is "
-        "safe; needs shape_buckets. on: say where it is not (docs/gpu.md)",
+        "one CUDA graph a shape, where that is safe; needs shape_buckets. on: say where it is "
+        "not (docs/gpu.md)",
     )
-    deterministic: bool = key(
-        False, "use deterministic torch kernels only; an operation that has none is refused"
-    )
+    deterministic: bool = key(False, "use deterministic torch kernels only")
     log_every_steps: int = key(10, "steps between two lines of metrics", min=1)
     loggers: tuple[str, ...] = key(
         ("tensorboard",),
@@ -217,20 +184,16 @@ class RunConfig:
     callbacks: tuple[str, ...] = key(
         (), "callbacks of your own, by entry point or package.module:Name (docs/extending.md)"
     )
-    profile_steps: int = key(
-        0, "write a trace and a summary of so many steps of rank 0 to profile/; 0: none", min=0
-    )
+    profile_steps: int = key(0, "steps of rank 0 to write a trace of to profile/", min=0)
     checkpoint_every_steps: int = key(
-        0, "steps between two checkpoints; 0: one after every epoch", min=0
+        0, "steps between two checkpoints; 0: after every epoch", min=0
     )
     checkpoint_in_background: bool = key(
-        True, "write while training goes on; costs a copy of the rank's state in host memory"
+        True, "write while training goes on, from a copy in host memory"
     )
     keep_last: int = key(2, "checkpoints kept", min=1)
     mirror: str = key(
-        "",
-        "URL, as s3://bucket/run, that gets a copy of every checkpoint; --resume in an empty "
-        "run.dir goes on from there",
+        "", "URL, as s3://bucket/run, that gets a copy of every checkpoint; --resume fetches it"
     )
     keep_best: bool = key(True, "take and keep a checkpoint of the best validation as well")
     valid_every_steps: int = key(

@@ -20,11 +20,11 @@ from gmeta.data.hash_rng import (
     mix_key,
     reorder_rows,
 )
-from gmeta.data.row_groups import find_groups
+from gmeta.data.row_groups import find_groups, order_groups
 from metaio.format.block import merge_unknown_ids
 from metaio.format.features import OOV_ROW, Features
 from metaio.hashing import splitmix64
-from metaio.ragged import find_firsts, offsets, owners, ragged_indices
+from metaio.ragged import find_firsts, offsets, owners
 from metaio.read.batch import TaskBatch
 
 
@@ -98,13 +98,10 @@ def resplit(
         in_support_T = np.bincount(tasks[was_support_N[firsts]], minlength=batch.num_tasks)
 
     draws = draw_for_rows(batch.task_T.numpy(), offsets(groups_T), key)
-    order = np.lexsort((draws, tasks))
-    firsts, sizes = firsts[order], sizes[order]
-    is_support = find_firsts(groups_T, in_support_T)
-    support_T = np.bincount(tasks, is_support * sizes, batch.num_tasks).astype(np.int64)
+    order_N, support_T = order_groups(firsts, sizes, tasks, draws, in_support_T)
     # An episode of a single group has one side alone, and it stays what it was.
     support_T = np.where(groups_T > 1, support_T, stored_T)
-    return reorder_rows(batch, ragged_indices(firsts, sizes), support_T)
+    return reorder_rows(batch, order_N, support_T)
 
 
 def drop_ids(

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from gmeta.data.hash_rng import draw_for_rows, mix_key, reorder_rows
+from gmeta.data.row_groups import Episodes, find_groups, redraw_groups
 from metaio.ragged import Int64, owners, places
 from metaio.read.batch import TaskBatch
 
@@ -19,29 +20,35 @@ _DRAW_STREAM, _SUPPORT_STREAM = 1, 2
 @dataclass(frozen=True)
 class SupportView:
     """Draw 0 is the episodes as stored; in other draws each task's rows are shuffled, and as many
-    as before are its support. At most `max_support` support rows are shown."""
+    as before are its support. At most `max_support` support rows are shown. `in_groups`: a draw
+    keeps groups of find_groups whole, and as many of them as before are support."""
 
     draw: int = 0
     max_support: int | None = None
+    in_groups: bool = False
 
     def of(self, batch: TaskBatch) -> TaskBatch:
         """Return the batch with this view's rows alone."""
         # The common case takes no copy of the batch.
-        if self == STORED:
-            return batch
-        rows = (batch.task_T, batch.row_offsets_T1, batch.support_lengths_T)
-        return reorder_rows(batch, *self.order_rows(*(tensor.numpy() for tensor in rows)))
+        return batch if self.is_stored else reorder_rows(batch, *self.order_rows(batch))
 
-    def order_rows(
-        self, task_T: Int64, row_offsets_T1: Int64, support_T: Int64
-    ) -> tuple[Int64, Int64]:
+    @property
+    def is_stored(self) -> bool:
+        """Return whether the view has all rows as they are stored."""
+        return not self.draw and self.max_support is None
+
+    def order_rows(self, rows: Episodes) -> tuple[Int64, Int64]:
         """Return which rows are seen, in their order, and how many of each episode support it."""
+        task_T, row_offsets_T1 = np.asarray(rows.task_T), np.asarray(rows.row_offsets_T1)
+        support_T = np.asarray(rows.support_lengths_T)
         rows_T = np.diff(row_offsets_T1)
         task_N, within_N = owners(rows_T), places(rows_T)
         order_N = np.arange(len(task_N))
         if self.draw:
+            group_N = find_groups(rows) if self.in_groups else order_N
             key = mix_key(SEED, _DRAW_STREAM, self.draw)
-            order_N = np.lexsort((draw_for_rows(task_T, row_offsets_T1, key), task_N))
+            draw_N = draw_for_rows(task_T, row_offsets_T1, key)
+            order_N, support_T = redraw_groups(rows, group_N, draw_N)
         if self.max_support is None:
             return order_N, support_T
         # By the task alone, so that a smaller number of rows is a subset of a larger one. Rows
@@ -64,3 +71,8 @@ class EvalProtocol:
 
     draws: int = 1
     support_sizes: tuple[int, ...] = ()
+
+    def views(self, in_groups: bool) -> tuple[list[SupportView], dict[int, SupportView]]:
+        """Return the draws, and the view of each support size; `in_groups`: see SupportView."""
+        draws = [SupportView(draw, in_groups=in_groups) for draw in range(self.draws)]
+        return draws, {most: SupportView(max_support=most) for most in self.support_sizes}

@@ -174,9 +174,9 @@ def predict_views(
         found = [table for table in tables if table is not None]
         return pa.concat_tables(found) if found else pa.table({})
 
-    tables_by_draw = [predict_view(SupportView(draw)) for draw in range(protocol.draws)]
-    limited = {most: predict_view(SupportView(max_support=most)) for most in protocol.support_sizes}
-    return tables_by_draw, limited
+    draws, limited = protocol.views(context.dataset.features.draws_negatives)
+    tables_by_draw = list(map(predict_view, draws))
+    return tables_by_draw, {most: predict_view(view) for most, view in limited.items()}
 
 
 def with_judged_label(label: str, labels: LabelsConfig, dataset: Dataset) -> LabelsConfig:
@@ -245,7 +245,14 @@ def choose_splits(data: DataConfig, dataset: Dataset, requested: Sequence[str]) 
 
 
 def describe_plain_best(run: EvaluatedRun) -> str:
-    """Return a line on a meta-learned run whose checkpoint is of its plain epochs, else ""."""
+    """Return a line on a meta-learned run whose checkpoint is of its plain epochs, or is what it
+    began with, else ""."""
+    began_with = run.config["run"].get("start_from", "")
+    if run.step == 0 and began_with:
+        return (
+            f"{run.name}: nothing was better on validation than {began_with}, with whose weights "
+            "it began: it is that model"
+        )
     plain_epochs = run.config["algorithm"].get("plain_epochs", 0)
     epochs = [one["epoch"] for one in run.history if "valid" in one and one["step"] == run.step]
     if run.algorithm == PLAIN or not epochs or epochs[-1] >= plain_epochs:

@@ -41,8 +41,14 @@ class Day:
         return self.verdict.get("verdict") == "refuse"
 
     @property
-    def told(self) -> str:
-        """Return what was decided, and why if it was refused."""
+    def decision(self) -> tuple[str, str, str]:
+        """Return what was decided, why in figures or words, and whether it is good or bad."""
         if not self.verdict:
-            return "not judged yet"
-        return f"refused: {'; '.join(self.verdict['reasons'])}" if self.refused else "promoted"
+            return "not judged yet", "", ""
+        if self.refused:
+            return "refused", "; ".join(self.verdict["reasons"]), "bad"
+        gain, margin = self.verdict.get("difference") or {}, self.verdict.get("margin")
+        if gain.get("value") is None:
+            return "promoted", "nothing to compare with", "good"
+        bound = "" if margin is None else f", at least {-margin:+.4f} asked"
+        return "promoted", f"loss lower by {gain['value']:+.4f}{bound}", "good"

@@ -2,10 +2,13 @@
 
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
+from datetime import UTC, datetime
+from typing import Any
 
+from matplotlib.dates import AutoDateLocator, ConciseDateFormatter
 from matplotlib.ticker import EngFormatter, MaxNLocator
 
-from gmeta.evaluation.report.chart_files import Axes, Chart, Panel, light_color
+from gmeta.evaluation.report.chart_files import PANEL_WIDTH_INCHES, Axes, Chart, Panel, light_color
 from gmeta.evaluation.report.metric_lines import format_axis_label
 from gmeta.metrics.catalogue import Scoring, label_of
 from gmeta.metrics.metric_info import MetricInfo
@@ -23,7 +26,7 @@ Line = tuple[str, Values, Style]
 
 
 def stream_chart(days: Sequence[Day]) -> Chart:
-    """Return the panels of a stream; none without an increment."""
+    """Return the panels of a stream, the one to look at first; none without an increment."""
     if not days:
         return Chart("stream", "Stream", "", [])
     rows = [("rows", [day.record.num_rows for day in days])]
@@ -32,11 +35,13 @@ def stream_chart(days: Sequence[Day]) -> Chart:
         (name, [sum(day.took_s.get(stage, 0.0) for stage in stages) for day in days])
         for name, stages in _STAGES.items()
     ]
+    forecasts = _forecast_panels(days)
     panels = [
+        *forecasts[:1],
+        *_gate_panels(days),
+        *forecasts[1:],
         _bar_panel(days, "Training rows", "rows", rows),
         _bar_panel(days, "Ids that came (up) and went (down)", "ids", ids),
-        *_forecast_panels(days),
-        *_gate_panels(days),
         _delivery_panel(days),
         _bar_panel(days, "Where the time goes", "seconds", seconds),
     ]
@@ -45,7 +50,7 @@ def stream_chart(days: Sequence[Day]) -> Chart:
 
 def _forecast_panels(days: Sequence[Day]) -> list[Panel | None]:
     """Return the panels of forecasts: the model that goes on, the frozen one, the best possible."""
-    panels = []
+    panels: list[Panel | None] = []
     for info, name in _metric_infos(name for day in days for name in day.forecast):
         lines: list[Line] = [
             ("continued", [day.forecast.get(name) for day in days], _GOES_ON),
@@ -53,9 +58,8 @@ def _forecast_panels(days: Sequence[Day]) -> list[Panel | None]:
         ]
         if name == "auc":
             lines.append(("best possible", [day.best_auc for day in days], _BEST))
-        panels.append(
-            _line_panel(days, f"{info.label} before training on it (prequential)", info, lines)
-        )
+        title = f"{info.label} before training on it (prequential)"
+        panels.append(_line_panel(days, title, info, lines, is_hero=not panels))
     return panels
 
 
@@ -97,7 +101,8 @@ def _delivery_panel(days: Sequence[Day]) -> Panel | None:
         numbers = [day.record.number for day in known]
         style = {"color": light_color("muted"), "linestyle": "--", "label": "whole model"}
         axes.plot(numbers, full_bytes, linewidth=1.5, **style)
-        _frame_axes(axes, days, "bytes", has_legend=True)
+        _frame_axes(axes, days, "bytes")
+        _add_legend(axes)
         axes.set_ylim(bottom=0)
 
     newest = known[-1].version
@@ -128,20 +133,24 @@ def _bar_panel(
                 axes.bar(numbers, heights, bottom=bottom, color=color, width=0.7, label=label)
                 base = [at + max(0.0, one) for at, one in zip(base, heights, strict=True)]
         axes.axhline(0, color=light_color("line"), linewidth=0.8)
-        _frame_axes(axes, days, unit, has_legend=len(values) > 1)
+        _frame_axes(axes, days, unit)
+        if len(values) > 1:
+            _add_legend(axes)
 
     summary = ", ".join(f"{label} {heights[-1]:,.4g}" for label, heights in values)
     return Panel(title, f"{title} by increment; at the newest: {summary}", draw)
 
 
 def _line_panel(
-    days: Sequence[Day], title: str, info: MetricInfo, lines: Sequence[Line]
+    days: Sequence[Day], title: str, info: MetricInfo, lines: Sequence[Line], is_hero: bool = False
 ) -> Panel | None:
+    """Return a panel of lines; a hero is wide, by date, with what became of each candidate."""
     drawn_lines = []
     numbers = [day.record.number for day in days]
+    dates = [datetime.fromtimestamp(day.window_s[1], UTC) for day in days] if is_hero else numbers
     for label, values, style in lines:
-        pairs = zip(numbers, values, strict=True)
-        known = [(number, value) for number, value in pairs if value is not None]
+        pairs = zip(dates, values, strict=True)
+        known = [(place, value) for place, value in pairs if value is not None]
         if known:
             drawn_lines.append((label, known, style))
     if not drawn_lines:
@@ -152,15 +161,41 @@ def _line_panel(
             shape = {"marker": marker, "markersize": 5, "linestyle": dashes or "none"}
             shape |= {"color": light_color(color), "linewidth": 1.6, "label": label}
             axes.plot(*zip(*known, strict=True), **shape)
-        _frame_axes(axes, days, format_axis_label(info), has_legend=True, counts=False)
+        _frame_axes(axes, days, format_axis_label(info), counts=False)
+        if is_hero:
+            _mark_decisions(axes, days, dates)
+        _add_legend(axes)
 
     summary = ", ".join(f"{label} {known[-1][1]:.4f}" for label, known, _ in drawn_lines)
-    return Panel(title, f"{title}, by increment; at the newest: {summary}", draw)
+    description = f"{title}, by increment; at the newest: {summary}"
+    return Panel(title, description, draw, width_inches=6.4 if is_hero else PANEL_WIDTH_INCHES)
 
 
-def _frame_axes(
-    axes: Axes, days: Sequence[Day], label: str, has_legend: bool, counts: bool = True
-) -> None:
+def _mark_decisions(axes: Axes, days: Sequence[Day], dates: Sequence[Any]) -> None:
+    """Mark below the lines when a version was promoted, and when a candidate was refused."""
+    bottom, _ = axes.get_ylim()
+    for label, refused, color, marker in (
+        ("promoted", False, "series-2", "^"),
+        ("refused", True, "bad", "X"),
+    ):
+        marked = [
+            date
+            for date, day in zip(dates, days, strict=True)
+            if day.verdict and day.refused == refused
+        ]
+        if marked:
+            style = {"linestyle": "none", "clip_on": False, "color": light_color(color)}
+            axes.plot(marked, [bottom] * len(marked), marker=marker, label=label, **style)
+    axes.set_ylim(bottom=bottom)
+    axes.set_xlabel("end of the increment (UTC)")
+    axes.xaxis.set_major_locator(locator := AutoDateLocator(maxticks=6))
+    axes.xaxis.set_major_formatter(ConciseDateFormatter(locator))
+    axes.set_xlim(auto=True)
+    axes.margins(x=0.05)
+    axes.autoscale(axis="x")
+
+
+def _frame_axes(axes: Axes, days: Sequence[Day], label: str, counts: bool = True) -> None:
     """Name the axes and show all increments on the x axis."""
     axes.set_xlim(days[0].record.number - 0.6, days[-1].record.number + 0.6)
     axes.set_xlabel("increment")
@@ -174,12 +209,12 @@ def _frame_axes(
         axes.ticklabel_format(axis="y", useOffset=False)
     axes.grid(axis="y")
     axes.margins(y=0.1)
-    if has_legend:
-        # The legend stands above the axes: inside it would cover data.
-        place = {"loc": "lower left", "bbox_to_anchor": (0, 1), "borderaxespad": 0}
-        axes.legend(
-            frameon=False, fontsize=9, ncols=4, columnspacing=1.2, handlelength=1.5, **place
-        )
+
+
+def _add_legend(axes: Axes) -> None:
+    # The legend stands above the axes: inside it would cover data.
+    place = {"loc": "lower left", "bbox_to_anchor": (0, 1), "borderaxespad": 0}
+    axes.legend(frameon=False, fontsize=9, ncols=3, columnspacing=1.2, handlelength=1.5, **place)
 
 
 def _metric_infos(names: Iterable[str]) -> list[tuple[MetricInfo, str]]:

@@ -8,16 +8,17 @@ from datetime import UTC, datetime
 from functools import cache
 from typing import Any
 
-from jinja2 import Environment, PackageLoader, StrictUndefined, Template
+from jinja2 import Template
 from markupsafe import Markup
 
-from gmeta.evaluation.report.chart_files import PALETTE, render_svg
+from gmeta.evaluation.report.chart_files import render_svg
 from gmeta.pipeline.increment_outcome import Day
 from gmeta.pipeline.outcome_reader import read_days
 from gmeta.pipeline.pipeline import Pipeline
 from gmeta.pipeline.pipeline_status import PipelineStatus
 from gmeta.pipeline.stage_outcome import RunningStage
 from gmeta.pipeline.stream_charts import stream_chart
+from gmeta.platform.pages.page_kit import load_template
 from metaio.quantities import format_duration
 
 # matplotlib's settings belong to the process, and pages are drawn in threads.
@@ -66,12 +67,12 @@ def render_page(
     """Return the page of the stream's state; it reloads itself after `refresh_s` (0: never)."""
     return _template().render(
         picture=picture,
-        facts=_list_facts(status, under_way),
+        verdict=_judge_stream(status, picture.days),
+        tiles=_list_tiles(status, under_way),
         alarms=status.alarms(),
         quarantined=status.refused_files,
         written=_format_time(datetime.now(UTC).timestamp()),
         refresh_s=refresh_s,
-        palette=PALETTE,
         told_time=_format_time,
         duration=format_duration,
     )
@@ -82,25 +83,45 @@ def render_stream(pipeline: Pipeline, status: PipelineStatus) -> str:
     return render_page(draw_stream(pipeline), status)
 
 
-def _list_facts(status: PipelineStatus, under_way: RunningStage | None) -> list[tuple[str, str]]:
+def _judge_stream(status: PipelineStatus, days: Sequence[Day]) -> tuple[str, str]:
+    """Return how the stream is in a sentence, and whether that is good or bad."""
+    alarms = status.alarms()
+    if alarms:
+        return f"Look at this: {alarms[0]}", "bad"
+    event_age_s = status.event_age_s()
+    if status.current is None or event_age_s is None:
+        return "Nothing is served yet.", ""
+    sentence = f"All is well: version {status.current.number} serves, and knows events up to "
+    sentence += f"{format_duration(event_age_s)} ago."
+    last = days[-1] if days else None
+    if last and "auc" in last.forecast and "auc" in last.frozen:
+        sentence += f" AUC of the newest increment: {last.forecast['auc']:.4f}"
+        sentence += f", {last.frozen['auc']:.4f} of the first version."
+    return sentence, "good"
+
+
+def _list_tiles(
+    status: PipelineStatus, under_way: RunningStage | None
+) -> list[tuple[str, str, str, str]]:
+    """Return value, name, detail and kind of each tile."""
     event_age_s, served_age_s = status.event_age_s(), status.served_age_s()
-    facts = [
-        ("served version", "none yet" if status.current is None else str(status.current.number)),
-        (
-            "knows events up to",
-            "-" if event_age_s is None else f"{format_duration(event_age_s)} ago",
-        ),
-        ("promoted", "-" if served_age_s is None else f"{format_duration(served_age_s)} ago"),
-        ("served increment", f"{status.served_increment or '-'} of {status.prepared or '-'}"),
-        ("partitions waiting", f"{status.waiting:,}"),
+    served = "none yet" if status.current is None else str(status.current.number)
+    of_increments = f"increment {status.served_increment or '-'} of {status.prepared or '-'}"
+    promoted = "-" if served_age_s is None else f"{format_duration(served_age_s)} ago"
+    known = "-" if event_age_s is None else f"{format_duration(event_age_s)} ago"
+    tiles = [
+        (served, "served version", of_increments, ""),
+        (promoted, "promoted", "", ""),
+        (known, "knows events up to", "", ""),
+        (f"{status.waiting:,}", "partitions waiting", "", "warn" if status.waiting else ""),
     ]
     if status.held:
-        facts.append(("files held for the next increment", f"{status.held:,}"))
+        tiles.append((f"{status.held:,}", "files held", "for the next increment", ""))
     if under_way is not None:
-        since_s = time.monotonic() - under_way.since_s
         what = f" of increment {under_way.increment}" if under_way.increment else ""
-        facts.append(("under way", f"{under_way.stage}{what}, {format_duration(since_s)}"))
-    return facts
+        since = format_duration(time.monotonic() - under_way.since_s)
+        tiles.append((since, "under way", f"{under_way.stage}{what}", ""))
+    return tiles
 
 
 def _format_time(seconds: float) -> str:
@@ -113,6 +134,4 @@ def _format_time(seconds: float) -> str:
 
 @cache
 def _template() -> Template:
-    loader = PackageLoader("gmeta.pipeline", ".")
-    environment = Environment(loader=loader, autoescape=True, undefined=StrictUndefined)
-    return environment.get_template("stream.html")
+    return load_template("gmeta.pipeline", "stream.html")

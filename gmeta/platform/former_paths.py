@@ -9,6 +9,8 @@ from importlib.machinery import ModuleSpec
 from types import ModuleType
 
 # What docs/extending.md named before. "": a folder that is gone, on the way to its modules.
+# They go in this release; so do the keys of gmeta/config/former_keys.py.
+GONE_IN = "0.3.0"
 FORMER_PATHS = {
     "gmeta.adaptation.config": "gmeta.config.algorithm",
     "gmeta.guards": "gmeta.runs.guards",
@@ -39,7 +41,8 @@ class FormerPathFinder(MetaPathFinder, Loader):
             names = {name: value for name, value in vars(moved).items() if name[:2] != "__"}
             vars(module).update(names)
             # 4: the user's own import, behind three frames of the import system.
-            warnings.warn(f"{module.__name__} has moved: import {path}", FutureWarning, 4)
+            told = f"{module.__name__} has moved: import {path}. This path goes in gmeta {GONE_IN}"
+            warnings.warn(told, FutureWarning, 4)
 
 
 def install() -> None:

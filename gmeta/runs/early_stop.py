@@ -68,6 +68,11 @@ def describe_end(
             f"ended by run.epochs = {run.epochs} while {early_stop.metric} still got better: more "
             "epochs may be better yet"
         )
+    if progress.best_score is not None and progress.best_step == 0 < progress.step:
+        lines.append(
+            f"the best {early_stop.metric} is that of {run.start_from}, with whose weights this "
+            f"run began: {algorithm.name} made nothing better"
+        )
     plain_steps = algorithm.plain_epochs * epoch_steps * (algorithm.name != PLAIN)
     if run.keep_best and 0 < progress.best_step <= plain_steps < progress.step:
         lines.append(

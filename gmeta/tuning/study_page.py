@@ -7,8 +7,9 @@ from typing import Any
 
 from matplotlib.ticker import MaxNLocator
 
-from gmeta.evaluation.report.chart_files import PALETTE, Axes, Chart, Panel, PlotSeries, light_color
-from gmeta.evaluation.report.html_page import MARKS, draw_panels, load_template
+from gmeta.evaluation.report.chart_files import Axes, Chart, Panel, PlotSeries, light_color
+from gmeta.evaluation.report.html_page import draw_panels
+from gmeta.platform.pages.page_kit import load_template
 from gmeta.runs.early_stop import EarlyStop
 from gmeta.tuning.outcome import TunedSide, format_score, shorten_keys
 
@@ -42,12 +43,8 @@ def render_study(
         Chart("scores", " against ".join(side.name for side in sides), told, best, series),
         Chart("values", "What was tried", how, tried),
     ]
-    return load_template("study.html", "gmeta.tuning").render(
-        verdict=verdict,
-        splits=splits,
-        charts=map(draw_panels, charts),
-        palette=PALETTE,
-        marks=MARKS,
+    return load_template("gmeta.tuning", "study.html").render(
+        verdict=verdict, splits=splits, charts=map(draw_panels, charts)
     )
 
 

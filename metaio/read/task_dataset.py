@@ -20,11 +20,12 @@ from metaio.read.batch import TaskBatch
 from metaio.read.reader import BatchReader
 
 
-class TaskColumns(NamedTuple):
-    """The rows of whole tasks, task by task, support rows before query rows."""
+class Tasks(NamedTuple):
+    """The rows of whole tasks, task by task, by the names of their columns."""
 
     task_T: Tensor  # int64
-    row_offsets_T1: Tensor  # int64, first row of each task, then N
+    lengths_T: Tensor  # int64, rows of each task
+    support_lengths_T: Tensor  # int64, its support rows, which stand first
     is_support_N: Tensor  # bool
     label_N: Tensor  # float32; [N, labels] where there are several, NaN: not known
     # By column, [N]: int64 ids below `TaskDataset.num_ids`, and float32 numbers.
@@ -34,7 +35,7 @@ class TaskColumns(NamedTuple):
     weight_N: Tensor  # float32; empty where the dataset stores no weights
 
 
-class TaskDataset(IterableDataset[TaskColumns]):
+class TaskDataset(IterableDataset[Tasks]):
     """Batches of whole tasks, each task once an epoch over all ranks and workers.
 
     DataLoader(TaskDataset("data/clicks", tasks_per_step=64), batch_size=None, num_workers=2)
@@ -85,7 +86,7 @@ class TaskDataset(IterableDataset[TaskColumns]):
         """Return the number of batches of an epoch, the same on every rank."""
         return self._num_steps
 
-    def __iter__(self) -> Iterator[TaskColumns]:
+    def __iter__(self) -> Iterator[Tasks]:
         """Yield the batches of the epoch; in a worker of a DataLoader, its share of them."""
         worker, epoch = get_worker_info(), int(self._epoch)
         first, every = (worker.id, worker.num_workers) if worker else (0, 1)
@@ -96,7 +97,7 @@ class TaskDataset(IterableDataset[TaskColumns]):
                 yield name_columns(self.features, batch)
 
 
-def name_columns(features: Features, batch: TaskBatch) -> TaskColumns:
+def name_columns(features: Features, batch: TaskBatch) -> Tasks:
     """Return a batch's rows by the names of their columns."""
     lengths_T = batch.row_offsets_T1.diff()
     within_N = torch.arange(batch.num_rows) - batch.row_offsets_T1[:-1].repeat_interleave(lengths_T)
@@ -111,9 +112,10 @@ def name_columns(features: Features, batch: TaskBatch) -> TaskColumns:
         for index, one in enumerate(features.multi)
     }
     is_support_N = within_N < batch.support_lengths_T.repeat_interleave(lengths_T)
-    return TaskColumns(
+    return Tasks(
         batch.task_T,
-        batch.row_offsets_T1,
+        lengths_T,
+        batch.support_lengths_T,
         is_support_N,
         batch.label_N,
         columns,

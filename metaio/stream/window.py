@@ -9,6 +9,7 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
+import pyarrow.compute as pc
 
 from metaio.errors import DataError
 from metaio.prepare.episodes.encode import Encoder, hash_tasks
@@ -18,7 +19,7 @@ from metaio.prepare.episodes.splits import Splits, assign_splits, count_split_ro
 from metaio.prepare.episodes.survey import Moments, add_moments, list_values, measure_moments
 from metaio.prepare.schema.label_columns import read_labels
 from metaio.prepare.schema.rules import StreamRule
-from metaio.prepare.schema.schema import Schema
+from metaio.prepare.schema.schema import LabelColumn, Schema
 from metaio.prepare.schema.side_columns import QUERY, SUPPORT
 from metaio.prepare.schema.values import to_time_ticks
 from metaio.ragged import Int64
@@ -116,6 +117,8 @@ class RowScreen:
         # Rows that are too late are counted, and not looked at: they may be of any age.
         keep(self.clock.is_kept(time_N), _TOO_LATE)
         num_labels = len(self.schema.labels)
+        for label in self.schema.labels:
+            keep(_find_known_labels(label, batch), f"label {label.column} is null or no number")
         for at, label in enumerate(self.schema.labels):
             if label.column in self.ranges:
                 least, most = self.ranges[label.column]
@@ -123,6 +126,23 @@ class RowScreen:
                 wrong_N = (label_N < least) | (label_N > most)  # NaN: not known
                 keep(~wrong_N, f"label {label.column} is not from {least:g} to {most:g}")
         return batch, time_N, set_aside, set_aside.pop(_TOO_LATE, 0)
+
+
+def _find_known_labels(rule: LabelColumn, batch: pa.RecordBatch) -> npt.NDArray[np.bool_]:
+    """Return the rows whose label is a finite number, or need not be known."""
+    column = batch[rule.column]
+    fine = column.is_valid()
+    if pa.types.is_floating(column.type):
+        fine = pc.fill_null(pc.is_finite(column), fill_value=False)
+        if rule.null == "unknown":
+            fine = pc.or_(fine, column.is_null())
+    elif rule.null == "unknown":
+        return np.ones(len(column), np.bool_)
+    if rule.mask is not None:
+        mask = batch[rule.mask]
+        # A mask that is neither 0 nor 1 is found when labels are read.
+        fine = pc.or_(fine, pc.fill_null(pc.equal(mask.cast(pa.float64()), 0.0), fill_value=False))
+    return np.asarray(fine.to_numpy(zero_copy_only=False), np.bool_)
 
 
 @dataclass

@@ -19,51 +19,41 @@ class ModelConfig:
 
     name: str = key(
         "dlrm",
-        "dlrm, melu, cbml, din, deepfm, dcnv2, mmoe or ple; or a model of your own, by an entry "
-        "point of the group gmeta.models or as package.module:Class",
+        "dlrm, melu, cbml, din, deepfm, dcnv2, mmoe or ple; or one of your own (docs/extending.md)",
     )
     # fbgemm's kernels read a row four values at a time.
     embedding_dim: int = key(
         16, "width of every embedding table; a multiple of 4", min=4, multiple=4
     )
-    hidden: tuple[int, ...] = key(
-        (256, 128), "widths of the layers between the interaction and the output", min=1
-    )
+    hidden: tuple[int, ...] = key((256, 128), "widths of the hidden layers", min=1)
     output_bias: float = key(
         0.0, "added to the last layer's initial bias: the mean label, or its logit"
     )
     linear_start: bool = key(
         False,
-        "a fresh model starts as the linear (bce: logistic) regression of the label on all dense "
-        "inputs, statistics included, over episodes of half a million rows; training adds to it. "
-        "melu and din; in place of output_bias",
+        "melu, din: a fresh model starts as the linear (bce: logistic) regression of the "
+        "label on all dense inputs",
     )
     pooling: Pooling = key("mean", "how the ids of a multi-id feature become one vector")
     width: Literal["equal", "auto"] = key(
         "equal",
-        "width of the tables: embedding_dim for all, or by their rows, at most that: "
-        "6 rows^0.25 (auto). A narrower row reaches the model through a matrix that is learned",
+        "width of the tables: embedding_dim for all, or by their rows, at most that: 6 "
+        "rows^0.25 (auto)",
     )
     widths: tuple[str, ...] = key(
         (), 'exceptions: the widths of single tables, multiples of 4, e.g. ["city=4"]'
     )
     dropout: float = key(
         0.0,
-        "share of the units behind each hidden layer that a training step leaves out of the outer "
-        "loss, drawn anew in each row; inner steps and predictions have all units",
+        "share of the units behind each hidden layer that a training step leaves out",
         min=0.0,
         max=0.9,
     )
     without: tuple[str, ...] = key(
         (),
-        'tables whose ids the model does not see, e.g. ["item"]: their columns are zeros to it; '
-        "statistics of items stay inputs. Such a table is 4 wide and learns nothing",
+        'tables whose ids the model does not see, e.g. ["item"]; statistics of items stay inputs',
     )
-    options: dict[str, Any] = key(
-        dict,
-        "keys of one model alone, as [model.options]; those of another model have no effect, those "
-        "of your own are its `Options` (docs/extending.md)",
-    )
+    options: dict[str, Any] = key(dict, "keys of one model alone, as [model.options]")
 
 
 @dataclass(frozen=True)

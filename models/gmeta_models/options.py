@@ -31,14 +31,8 @@ class CbmlOptions:
 class DinOptions:
     """Options of DIN."""
 
-    history: str = key(
-        "",
-        "din: the multi-id column of the behaviour history; "
-        "the target is the single-id column of the same table",
-    )
-    attention: tuple[int, ...] = key(
-        (36,), "din: hidden widths of the MLP that weighs the history's entries", min=1
-    )
+    history: str = key("", "din: the multi-id column of the behaviour history")
+    attention: tuple[int, ...] = key((36,), "din: hidden widths of the attention's MLP", min=1)
 
 
 @dataclass(frozen=True)
@@ -59,9 +53,7 @@ class ExpertOptions:
     """Options of MMoE."""
 
     experts: int = key(4, "mmoe, ple: experts that all outputs share; ple: a level", min=1)
-    expert: tuple[int, ...] = key(
-        (64,), "mmoe, ple: widths of the layers of an expert; hidden are those of a tower", min=1
-    )
+    expert: tuple[int, ...] = key((64,), "mmoe, ple: widths of the layers of an expert", min=1)
 
 
 @dataclass(frozen=True)

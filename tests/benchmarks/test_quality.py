@@ -188,6 +188,13 @@ def test_an_outside_script_is_one_more_column_of_its_best_model_on_validation(
     assert last.difference == pytest.approx(-0.04)
     # Two seeds .02 apart, beside the interval over tasks.
     assert last.high - last.difference == pytest.approx(math.hypot(0.01, 12.706 * 0.01))
+    for path in paths:
+        told = json.loads(path.read_text())
+        after = {"run": "adapted", "stage": "after", "metrics": {"auc": [0.74, 0.68]}}
+        path.write_text(json.dumps({**told, "groups": [{**told["groups"][0], "by_draw": [after]}]}))
+    (row,) = rows_of(paths, ["cold"], ["auc"], outside=values)
+    # The script has the stored draw, and is compared on it.
+    assert row.leads[-1].difference == pytest.approx(-0.01)
 
 
 def test_a_script_is_given_the_prepared_episodes_or_its_last_line_told(

@@ -103,8 +103,7 @@ def test_kernels_that_miss_the_driver_are_explained(monkeypatch: pytest.MonkeyPa
         from fbgemm_gpu import split_table_batched_embeddings_ops_training  # noqa: F401
     assert str(missing.value) == (
         "fbgemm-gpu cannot be loaded: libcuda.so.1: cannot open shared object file. On a machine "
-        "without an NVIDIA driver install deploy/requirements/cpu.txt into a fresh environment; "
-        "see docs/install.md"
+        "without an NVIDIA driver make a fresh environment, and run gmeta install-torchrec there"
     )
 
 

@@ -7,7 +7,10 @@ import numpy as np
 import torch
 
 from gmeta.data.augment import resplit
+from gmeta.data.row_groups import find_groups
 from gmeta.data.support_views import STORED, SupportView
+from gmeta.evaluation.baselines.episode_rows import EpisodeRows
+from metaio.ragged import find_firsts
 from metaio.read.batch import TaskBatch
 from tests.data.test_augment import FEATURES, SIZES, Row, parts, rows_of, some_tasks
 from tests.support.reference import batch_of
@@ -83,13 +86,36 @@ def test_the_first_support_rows_are_no_special_ones() -> None:
     first = Counter(
         int(
             SupportView(max_support=1).order_rows(
-                np.array([task]), np.array([0, 10]), np.array([8])
+                EpisodeRows(
+                    np.array([task]),
+                    np.array([0, 10]),
+                    np.array([8]),
+                    np.zeros(10),
+                    np.zeros((10, 0), np.int64),
+                    (),
+                    np.zeros((10, 0), np.float32),
+                )
             )[0][0]
         )
         for task in range(800)
     )
     assert set(first) == set(range(8))
     assert max(first.values()) < 160
+
+
+def test_a_draw_keeps_a_positive_and_the_negatives_drawn_for_it_together() -> None:
+    batch = stored()
+    batch.label_N[:] = torch.arange(batch.num_rows) % 3 == 0
+    group_of = dict(zip(batch.row_id_N.tolist(), find_groups(batch).tolist(), strict=True))
+    torn = []
+    for draw in range(1, 6):
+        drawn = SupportView(draw, in_groups=True).of(batch)
+        assert sorted(drawn.row_id_N.tolist()) == batch.row_id_N.tolist()
+        support_N = find_firsts(np.diff(drawn.row_offsets_T1), drawn.support_lengths_T)
+        group_N = np.array([group_of[row] for row in drawn.row_id_N.tolist()])
+        assert not set(group_N[support_N]) & set(group_N[~support_N])
+        torn += np.diff(group_N)[np.diff(drawn.row_id_N.numpy()) != 10].tolist()
+    assert 0 not in torn  # rows of a group stay side by side, in their order
 
 
 def test_a_view_of_a_part_is_a_part_of_the_view() -> None:

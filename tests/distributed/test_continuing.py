@@ -19,7 +19,7 @@ from gmeta.runs.checkpoints.checkpoint_summary import summarise_checkpoint
 from gmeta.runs.checkpoints.progress_file import read_about
 from gmeta.runs.run_folder import PREQUENTIAL_FILE, RunFolder, list_checkpoints
 from gmeta.serving.export import CheckpointReader
-from gmeta.train import train
+from gmeta.training import train
 from tests.antdt.faults.counting import COUNTS_FILE, count_tasks
 from tests.distributed.harness import on_ranks
 from tests.support.increments import write_increments

@@ -13,7 +13,7 @@ from gmeta.config.train_config import TrainConfig, config_from_dict
 from gmeta.distributed.ranks import Ranks
 from gmeta.distributed.sharding import shard_learner
 from gmeta.runs.build import build_learner
-from gmeta.train import train
+from gmeta.training import train
 from gmeta_models import MODELS, InputSizes, ModelConfig, RowInputs
 from tests.distributed.harness import on_ranks
 from tests.support import reference

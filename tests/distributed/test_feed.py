@@ -28,7 +28,7 @@ from gmeta.feeds.leased import MIN_SHARDS, LeasedBatchSource, tasks_per_shard
 from gmeta.feeds.open_source import open_batch_source
 from gmeta.feeds.service import SERVICE_VARIABLE
 from gmeta.runs.build import check_source
-from gmeta.train import train
+from gmeta.training import train
 from metaio import open_dataset
 from metaio.recipes.synthetic import SyntheticConfig, prepare_synthetic
 from tests.distributed.harness import on_ranks, steps_of

@@ -11,7 +11,7 @@ from gmeta.antdt.manifests.shard_manifest import load_manifest
 from gmeta.antdt.service.shard_server import ServiceConfig, ShardServer
 from gmeta.config.train_config import DataConfig, OuterConfig, RunConfig, TrainConfig
 from gmeta.distributed.ranks import Ranks
-from gmeta.train import train
+from gmeta.training import train
 from gmeta_models.model_config import ModelConfig
 from metaio.recipes.synthetic import SyntheticConfig, prepare_synthetic
 from tests.antdt.faults.counting import COUNTS_FILE, count_tasks

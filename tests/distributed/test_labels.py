@@ -18,7 +18,7 @@ from gmeta.distributed.steps import stop_on_error
 from gmeta.distributed.stopping import Stop
 from gmeta.errors import ConfigError
 from gmeta.runs.build import build
-from gmeta.train import train
+from gmeta.training import train
 from metaio import (
     BatchReader,
     FormatError,

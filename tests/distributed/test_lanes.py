@@ -10,7 +10,7 @@ import pytest
 
 from gmeta.config.train_config import DataConfig, RunConfig, TrainConfig
 from gmeta.distributed.ranks import Ranks
-from gmeta.train import train
+from gmeta.training import train
 from gmeta_models.model_config import ModelConfig
 from metaio import Dataset, open_dataset
 from metaio.format.block import Block
@@ -34,7 +34,7 @@ def train_on_rank(ranks: Ranks, config: TrainConfig, folder: Path) -> Trained:
     Dataset.read_block = noted  # type: ignore[method-assign]
     run = replace(config.run, dir=str(folder / f"blocks-{ranks.world_size}"))
     # Rank 0 looks at the labels of the first block, whoever is to train it.
-    with mock.patch("gmeta.train.check_first_labels"):
+    with mock.patch("gmeta.training.check_first_labels"):
         trained = train(replace(config, run=run), ranks)
     lines = trained.metrics.read_text().splitlines()
     return Trained([json.loads(line)["loss"] for line in lines], blocks)

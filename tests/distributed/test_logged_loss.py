@@ -9,7 +9,7 @@ import pytest
 
 from gmeta.config.train_config import config_from_dict
 from gmeta.distributed.ranks import Ranks
-from gmeta.train import train
+from gmeta.training import train
 from metaio import Provenance, Rows, write_dataset
 from tests.distributed.harness import on_ranks
 from tests.metaio.conftest import FEATURES, make_rows

@@ -12,7 +12,7 @@ from gmeta.distributed.ranks import Ranks
 from gmeta.runs.checkpoints.checkpoint_summary import summarise_checkpoint
 from gmeta.runs.run_folder import RunFolder, list_checkpoints
 from gmeta.serving.export import CheckpointReader
-from gmeta.train import train
+from gmeta.training import train
 from tests.distributed.harness import on_ranks
 
 

@@ -12,7 +12,7 @@ from gmeta.config.train_config import TrainConfig, config_from_dict
 from gmeta.distributed.ranks import Ranks
 from gmeta.evaluation.validation import score_validation
 from gmeta.runs.checkpoints.checkpoint_writer import CheckpointWriter
-from gmeta.train import train
+from gmeta.training import train
 from tests.distributed.harness import on_ranks
 
 LONG_S = 1e6
@@ -33,7 +33,7 @@ def speeds(ranks: Ranks, config: TrainConfig) -> list[float]:
     clock = SimpleNamespace(perf_counter=lambda: time.perf_counter() + later_s)
     with (
         mock.patch("gmeta.runs.step_meter.time", clock),
-        mock.patch("gmeta.train.score_validation", taking_long(score_validation)),
+        mock.patch("gmeta.training.score_validation", taking_long(score_validation)),
         mock.patch.object(CheckpointWriter, "save", taking_long(CheckpointWriter.save)),
     ):
         lines = train(config, ranks).read_metrics()

@@ -1,6 +1,7 @@
 """A run that starts from another takes its weights and nothing else, and says whose."""
 
 import io
+import shutil
 from contextlib import redirect_stderr
 from dataclasses import replace
 from pathlib import Path
@@ -12,10 +13,11 @@ import torch
 from gmeta.config.train_config import TrainConfig, config_from_dict
 from gmeta.distributed.ranks import Ranks
 from gmeta.runs.checkpoints.checkpoint_summary import summarise_checkpoint
+from gmeta.runs.checkpoints.selected_checkpoint import checkpoint_to_use
 from gmeta.runs.run_folder import RunFolder, list_checkpoints
 from gmeta.serving.export import CheckpointReader, export_run
 from gmeta.serving.model_loader import load
-from gmeta.train import train
+from gmeta.training import train
 from metaio import open_dataset
 from tests.distributed.harness import on_ranks
 from tests.support.exported import rows_of_split
@@ -108,3 +110,33 @@ def test_a_run_starts_with_the_weights_of_another_at_step_0_with_any_optimizer(
     weights = after.read(names)
     for name, values in before.read(names).items():
         assert torch.equal(values, weights[name]), name
+
+
+@pytest.mark.distributed
+def test_weights_that_training_makes_no_better_stay_the_best_and_the_run_says_so(
+    tmp_path: Path, click_logs: Path
+) -> None:
+    plain = small(tmp_path / "plain", click_logs, name="none")
+    adapted = small(tmp_path / "adapted", click_logs, inner_lr=0.1)
+    run = replace(
+        adapted.run, start_from=plain.run.dir, epochs=9, max_steps=0, early_stop_patience=2
+    )
+    # Without rates every validation scores as the first.
+    outer = replace(adapted.outer, dense_lr=0.0, sparse_lr=0.0)
+    adapted = replace(
+        adapted, outer=outer, run=run, data=replace(adapted.data, valid_split="valid")
+    )
+    said, _ = on_ranks(2, begin_and_begin_anew, plain, adapted)
+    folder = RunFolder(tmp_path / "adapted")
+    assert [one["epoch"] for one in folder.read_metrics() if "valid" in one] == [0, 0, 1]
+    assert checkpoint_to_use(folder.checkpoints, run) == list_checkpoints(folder.checkpoints)[0]
+    assert list_checkpoints(folder.checkpoints)[0].name == "step-00000000"
+    assert (
+        f"the best auc is that of {plain.run.dir}, with whose weights this run began: maml made "
+        "nothing better\n"
+    ) in said
+    # Only these weights are left: the run begins again with them.
+    for later in list_checkpoints(folder.checkpoints)[1:]:
+        shutil.rmtree(later)
+    on_ranks(1, begin_and_begin_anew, adapted)
+    assert [one["epoch"] for one in folder.read_metrics() if "valid" in one] == [0, 0, 1]

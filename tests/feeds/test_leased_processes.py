@@ -39,7 +39,7 @@ from gmeta.runs.build import build
 from gmeta.runs.logging.callback import Callback, Run
 from gmeta.runs.run_folder import RunFolder, list_checkpoints
 from gmeta.runs.run_progress import RunProgress
-from gmeta.train import train
+from gmeta.training import train
 from metaio import EpisodeRange, RangeReader
 from metaio.errors import FormatError
 from metaio.read import pipeline
@@ -211,7 +211,7 @@ def life(ranks: Ranks, config: TrainConfig) -> tuple[str, list[list[int]]]:
             steps.append(episodes.task_T.tolist())
             yield episodes, totals
 
-    with mock.patch("gmeta.train.iterate_steps", noted):
+    with mock.patch("gmeta.training.iterate_steps", noted):
         try:
             train(config, ranks)
         except GMetaError as error:

@@ -37,7 +37,7 @@ from gmeta.feeds.worker import TrainingSplit
 from gmeta.runs.build import build
 from gmeta.runs.guards import load_batch, named_tensors, save_batch
 from gmeta.runs.logging.callback import Callback, Run
-from gmeta.train import train
+from gmeta.training import train
 from metaio import open_dataset
 from metaio.errors import NoDatasetError
 from metaio.read import pipeline

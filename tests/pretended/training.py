@@ -14,7 +14,7 @@ from unittest.mock import patch
 import torch
 import torch.distributed as dist
 
-import gmeta.train as training
+import gmeta.training as training
 from gmeta.config.train_config import load_config
 from gmeta.distributed.ranks import Ranks
 from gmeta.distributed.transport.transport import Transport

@@ -17,7 +17,7 @@ from gmeta.runs.build import estimate_moments
 from gmeta.runs.checkpoints.selected_checkpoint import check_config
 from gmeta.runs.run_folder import RunFolder, list_checkpoints
 from gmeta.serving.export import export_run
-from gmeta.train import train
+from gmeta.training import train
 from metaio import Rows, open_dataset
 from tests.distributed.harness import on_ranks
 from tests.support.exported import evaluated, rows_of_split

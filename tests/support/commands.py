@@ -44,7 +44,7 @@ def without_pictures() -> None:
     from gmeta.evaluation.report import html_page as page
     from gmeta.evaluation.report import report_files as files
 
-    files.render_png = lambda chart: b""
+    files.render_sheet = lambda chart: dict.fromkeys(files.SHEET_FILES, b"")
     page.render_svg = lambda chart, index: "<svg></svg>"
 
 

@@ -8,27 +8,23 @@ from gmeta.config.train_config import TrainConfig, describe_config
 HEAD = """\
 # Config keys
 
-A training config is TOML with these sections. `gmeta train CONFIG section.key=value ...` replaces
-any key: the value is TOML, text needs no quotes. An unknown key is refused with the nearest name;
-one that an older release had loads, or is refused with a line on what became of it.
-The run folder keeps the resolved config as `config.json`; `gmeta config` prints this list.
+A training config is TOML with these sections; each key is shown with its default.
+`gmeta train CONFIG section.key=value ...` replaces any key: the value is TOML, text needs no
+quotes. An unknown key is refused with the nearest name. `gmeta config` prints this list.
 
-The data-shard service's monitor and controller have keys of their own
-([stragglers.md](stragglers.md)), and so has a dataset's schema ([format.md](format.md)).
+Other keys: [the monitor and controller](stragglers.md), [a dataset's schema](format.md).
 """
 
 
 def config_page() -> str:
-    """Return the page: a table of keys for each section, with the help that the code has."""
+    """Return the page: the keys of each section, with the help that the code has."""
     rows = describe_config()
     parts = [HEAD]
     for section, kind in get_type_hints(TrainConfig).items():
         meaning = " ".join(inspect.cleandoc(kind.__doc__).split())
-        parts.append(
-            f"\n## [{section}]\n\n{meaning}\n\n| key | default | meaning |\n| --- | --- | --- |\n"
-        )
+        parts.append(f"\n## [{section}]\n\n{meaning}\n\n")
         parts += [
-            f"| `{key}` | `{default}` | {text} |\n"
+            f"- `{key} = {default}`: {text}\n"
             for key, default, text in rows
             if key.startswith(f"{section}.")
         ]

@@ -45,7 +45,7 @@ import gmeta.cli.main
 import gmeta.pipeline.stage_process
 import gmeta.serving.server.server_processes
 import gmeta.serving.server.server_worker
-import gmeta.train
+import gmeta.training
 import tests.distributed.harness
 import tests.support.forked
 from gmeta.metrics.custom_metrics import NAMED_METRICS

@@ -5,7 +5,6 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Set
 from functools import partial
-from importlib import resources
 from typing import Any, final
 
 from gmeta.access.errors import RefusedError
@@ -20,6 +19,7 @@ from gmeta.antdt.reports import SHARD_STATES, SPENT, STRAGGLERS, WorkerHealth
 from gmeta.antdt.rpc import operator_views as views
 from gmeta.antdt.storage.request import LedgerView, Request
 from gmeta.antdt.stragglers.governor import Governor, RulingRecord
+from gmeta.platform.pages.page_kit import read_scripted_page
 
 EVERY_S = 1.0
 MAX_WATCHERS = 16  # each holds a thread
@@ -41,7 +41,7 @@ class Dashboard:
     def __init__(self, ask: Callable[[Request], Any], governor: Governor) -> None:
         self._ask = ask
         self._governor = governor
-        self._page = resources.files(__package__).joinpath("page.html").read_bytes()
+        self._page = read_scripted_page(__package__).encode()
         self._places = threading.Semaphore(MAX_WATCHERS)
         self._closing = threading.Event()
         self._auditing = threading.Lock()

@@ -15,8 +15,9 @@ def adapt(
     support: Annotated[
         list[str],
         typer.Argument(
-            metavar="SUPPORT.parquet...",
-            help="labelled rows to adapt by: Parquet files, globs, folders, any URLs",
+            metavar="SUPPORT...",
+            help="labelled rows to adapt by, Parquet, CSV or JSON lines: paths, globs, folders, "
+            "any URLs",
         ),
     ],
     out: Annotated[Path, typer.Option(help="Parquet file for the adapted tasks")] = Path(

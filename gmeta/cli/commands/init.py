@@ -26,7 +26,9 @@ from metaio.quantities import format_count
 # steps make too few steps to learn anything.
 STEPS_PER_EPOCH, LEAST_TASKS, MOST_TASKS = 50, 4, 128
 # As long as it takes: validation ends a run.
-EPOCHS, PATIENCE = 60, 10
+EPOCHS, PATIENCE = 60, 15
+# Of the meta-learned run, which begins with the plain one: its rates are to fall before it ends.
+EPOCHS_FROM_PLAIN = 30
 # Of ids with fewer rows than this on average the statistics say all that there is to know: a table
 # of them learns its few training rows by heart.
 ROWS_OF_AN_ID = 30
@@ -113,15 +115,16 @@ def init(
     schema, config, data, runs = (
         str(out / name) for name in (SCHEMA_FILE, CONFIG_FILE, "data", "runs")
     )
+    plain = f"{runs}/maml-plain"
     steps = [
         ["prepare", "--schema", schema, *inputs, data],
-        ["train", config],
-        ["train", config, "algorithm.name=none", f"run.dir={runs}/maml-plain"],
-        ["evaluate", f"{runs}/maml", "--against", f"{runs}/maml-plain"],
+        ["train", config, "algorithm.name=none", f"run.dir={plain}"],
+        ["train", config, *begin_with(plain)],
+        ["evaluate", f"{runs}/maml", "--against", plain],
     ]
     if run:
         _run_steps(steps)
-        _name_better(Path(runs) / "maml", Path(runs) / "maml-plain", out)
+        _name_better(Path(runs) / "maml", Path(plain), out)
         return
     # The lines are for a shell, and a path may have spaces.
     first, *others = (f"  gmeta {shlex.join(words)}\n" for words in steps)
@@ -132,8 +135,17 @@ def init(
         f"or, for settings of both that suit the log, in place of the two trainings:\n"
         f"  gmeta tune {config} --with-plain\n"
         f"  gmeta train {shlex.quote(f'{runs}/maml-tune/best.toml')}\n"
-        f"  gmeta train {shlex.quote(f'{runs}/maml-tune-plain/best.toml')}"
+        f"  gmeta train {shlex.quote(f'{runs}/maml-tune-plain/best.toml')}\n"
+        f"In the end export the run with the smaller value in {CHOSEN_ADAPTATION_FILE}, its error "
+        "on validation:\n"
+        f"  gmeta {shlex.join(['export', f'{runs}/maml', str(out / 'model')])}"
     )
+
+
+def begin_with(plain: str) -> list[str]:
+    """Return the settings of a meta-learned run that goes on from a plain one, and stays that where
+    validation finds nothing better."""
+    return [f"run.start_from={plain}", f"run.epochs={EPOCHS_FROM_PLAIN}"]
 
 
 def _run_steps(steps: list[list[str]]) -> None:
@@ -160,8 +172,8 @@ def _name_better(meta: Path, plain: Path, out: Path) -> None:
     values = ", ".join(f"{run.name} {one['value']:.4f}" for run, one in found.items())
     export = shlex.join(["export", str(better), str(out / "model")])
     make_console().print(
-        f"\nOn validation ({found[meta]['metric']}): {values}. The better one adapts to new tasks "
-        f"as it was evaluated:\n  gmeta {export}",
+        f"\nOn validation ({found[meta]['metric']}): {values}. {better.name} is the better "
+        f"one; it adapts to new tasks as it was evaluated:\n  gmeta {export}",
         markup=False,
     )
 

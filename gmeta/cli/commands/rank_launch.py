@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 from gmeta.distributed.launch import launch, under_torchrun
-from gmeta.errors import GMetaError
+from gmeta.errors import GMetaError, UserError
 
 
 def starts_ranks(nproc_per_node: int) -> bool:
@@ -31,11 +31,18 @@ def faster_import() -> Iterator[None]:
     gc.disable()
     try:
         yield
+    except ModuleNotFoundError as error:
+        if error.name not in ("torchrec", "fbgemm_gpu"):
+            raise
+        raise UserError(
+            f"{error.name} is not installed: training, evaluating and exporting a run need it, "
+            "serving does not. Run: gmeta install-torchrec"
+        ) from error
     except OSError as error:
         # The CUDA build of fbgemm loads the driver's libraries as it is imported.
         raise GMetaError(
-            f"fbgemm-gpu cannot be loaded: {error}. On a machine without an NVIDIA driver install "
-            "deploy/requirements/cpu.txt into a fresh environment; see docs/install.md"
+            f"fbgemm-gpu cannot be loaded: {error}. On a machine without an NVIDIA driver make a "
+            "fresh environment, and run gmeta install-torchrec there"
         ) from error
     finally:
         # Later collections do not walk over the imported objects either.

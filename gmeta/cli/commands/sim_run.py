@@ -13,7 +13,7 @@ from gmeta.antdt.simulation.scenario_study import StudyResult, find_methods, run
 from gmeta.antdt.simulation.traces import SCENARIOS, recorded_trace
 from gmeta.antdt.stragglers.straggler_config import load_straggler_config
 from gmeta.cli.commands.console import make_console, print_result, progress_bars, show_table
-from gmeta.evaluation.report.chart_files import render_png
+from gmeta.evaluation.report.chart_files import render_sheet
 from gmeta.evaluation.report.stragglers import completion_chart
 from gmeta.platform.files.atomic_write import write_atomically
 from gmeta.platform.files.local_paths import check_local
@@ -88,7 +88,7 @@ def run(
         text = f"{json.dumps(_to_document(job, results), indent=1)}\n"
         write_atomically(out / "results.json", text.encode())
         chart = completion_chart(results, f"{job.num_workers} workers, seed {job.seed}")
-        write_atomically(out / "completion.png", render_png(chart))
+        write_atomically(out / "completion.png", render_sheet(chart)["png"])
 
 
 def _results_table(job: JobConfig, results: list[StudyResult]) -> Table:

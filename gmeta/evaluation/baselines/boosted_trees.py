@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 
 from gmeta.config.labels import Loss
+from gmeta.data.row_groups import find_groups, redraw_groups
 from gmeta.data.sums import NUM_FOLDS
 from gmeta.evaluation.baselines.bias_model import to_predictions
 from gmeta.evaluation.baselines.episode_rows import (
@@ -27,7 +28,7 @@ from gmeta.evaluation.baselines.training_sums import NO_FOLD, assign_folds
 from gmeta.evaluation.baselines.tree_features import Statistics, StatisticsMaker
 from gmeta.metrics.catalogue import LIST_LOSSES
 from metaio.hashing import splitmix64
-from metaio.ragged import Int64, places
+from metaio.ragged import Int64, offsets, places
 
 OBJECTIVES: dict[str, dict[str, Any]] = {
     "bce": {"objective": "binary", "metric": "binary_logloss"},
@@ -112,12 +113,15 @@ def grow_trees(
     support_is_past: bool,
     seed: int,
     huber_delta: float = 1.0,
+    in_groups: bool = False,
     grid: Mapping[str, Sequence[float]] = GRID,
     max_trees: int = MAX_TREES,
 ) -> BoostedTrees | None:
     """Return trees grown on `train`, chosen by the mean loss of the groups `valid`."""
     library = importlib.import_module("lightgbm")
-    training_set, is_held_back_N = make_training_statistics(known, train, support_is_past, seed)
+    training_set, is_held_back_N = make_training_statistics(
+        known, train, support_is_past, seed, in_groups
+    )
     if not valid:
         # Without validation tasks one fold of the training tasks judges.
         fitted = _filter_statistics(training_set, ~is_held_back_N)
@@ -165,14 +169,18 @@ def grow_trees(
 
 
 def make_training_statistics(
-    known: StatisticsMaker, train: EpisodeRows, support_is_past: bool, seed: int
+    known: StatisticsMaker,
+    train: EpisodeRows,
+    support_is_past: bool,
+    seed: int,
+    in_groups: bool = False,
 ) -> tuple[Statistics, Bools]:
     """Return the statistics of all draws' query rows, and which of them are of held-back tasks."""
     num_query = int((~train.is_support_N).sum())
     num_draws = min(max(WANTED_ROWS // max(num_query, 1), 1), MAX_DRAWS)
     parts, held_back = [], []
     for draw in range(num_draws):
-        rows = redraw_support(train, draw, support_is_past, seed)
+        rows = redraw_support(train, draw, support_is_past, seed, in_groups)
         fold_N = assign_folds(rows.task_T, seed)[rows.episode_N]
         unseen_N = hash_uniform(_hash_places_N(rows), MASK_STREAM, seed + draw) < UNSEEN_SHARE
         parts.append(known.make_statistics(rows, fold_N, unseen_N))
@@ -189,22 +197,33 @@ def _concatenate_statistics(parts: Sequence[Statistics]) -> Statistics:
     )
 
 
-def redraw_support(rows: EpisodeRows, draw: int, support_is_past: bool, seed: int) -> EpisodeRows:
-    """Return the episodes with other support and query rows; draw 0 has the stored ones."""
+def redraw_support(
+    rows: EpisodeRows, draw: int, support_is_past: bool, seed: int, in_groups: bool = False
+) -> EpisodeRows:
+    """Return the episodes with other support and query rows; draw 0 has the stored ones.
+    `in_groups`: groups of find_groups stay whole, and are counted in place of rows."""
     if draw == 0:
         return rows
+    group_N = find_groups(rows) if in_groups else np.arange(rows.num_rows)
     if not support_is_past:
         # Rows in no order are shuffled, and as many of them are support as before.
         draw_N = hash_uniform(_hash_places_N(rows), DRAW_STREAM, seed + draw)
-        return rows.reorder(np.lexsort((draw_N, rows.episode_N)), rows.support_lengths_T)
+        return rows.reorder(*redraw_groups(rows, group_N, draw_N))
+    starts = offsets(np.bincount(group_N))
+    tasks, supports = rows.episode_N[starts[:-1]], rows.is_support_N[starts[:-1]]
+    groups_T, supporting_T = (
+        np.bincount(tasks, weights, len(rows.task_T)).astype(np.int64)
+        for weights in (None, supports)
+    )
     share_T = hash_uniform(rows.task_T, DRAW_STREAM, seed + draw)
     # Where support is the past it ends earlier, after a random row, and as many rows follow as
     # before: a draw may not look ahead.
-    support_T = (share_T * rows.support_lengths_T).astype(np.int64)
+    earlier_T = (share_T * supporting_T).astype(np.int64)
     # At least one support row where there was one.
-    support_T += rows.support_lengths_T > 0
-    query_T = np.diff(rows.row_offsets_T1) - rows.support_lengths_T
-    return rows.select_first_rows(support_T + query_T, support_T)
+    earlier_T += supporting_T > 0
+    ends_T = offsets(groups_T)[:-1] + earlier_T
+    lengths_T = starts[ends_T + groups_T - supporting_T] - rows.row_offsets_T1[:-1]
+    return rows.select_first_rows(lengths_T, starts[ends_T] - rows.row_offsets_T1[:-1])
 
 
 def _hash_places_N(rows: EpisodeRows) -> Int64:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 import numpy.typing as npt
 
-from gmeta.data.support_views import STORED, SupportView
+from gmeta.data.support_views import SupportView
 from gmeta.metrics.scored_label import ScoredLabel
 from metaio.format.features import Features
 from metaio.hashing import splitmix64, unit_interval
@@ -85,8 +85,7 @@ class EpisodeRows:
 
     def apply_view(self, view: SupportView) -> "EpisodeRows":
         """Return the rows that an evaluation shows in a view."""
-        stored = (self.task_T, self.row_offsets_T1, self.support_lengths_T)
-        return self if view == STORED else self.reorder(*view.order_rows(*stored))
+        return self if view.is_stored else self.reorder(*view.order_rows(self))
 
     def select_label(self, label: ScoredLabel, is_predicted: bool = False) -> "EpisodeRows":
         """Return the rows with a known label, with it alone; `is_predicted`: and all query rows."""

@@ -106,8 +106,8 @@ def predict_baselines(
     prior = LabelPrior(sums.mean, LabelPrior.of(train.label_N).deviation)
     near = TreeNeighbours.count(read, dataset.features, neighbours, prior, SEED)
     known = StatisticsMaker(sums, dataset.features, bias, describing, near)
-    is_past = dataset.manifest.support_is_past
-    grown = trees.grow_trees(loss, known, train, valid, is_past, SEED, huber_delta)
+    is_past, in_groups = dataset.manifest.support_is_past, dataset.features.draws_negatives
+    grown = trees.grow_trees(loss, known, train, valid, is_past, SEED, huber_delta, in_groups)
     if grown is None:
         few = f"boosted trees{of_label}: none, there are too few training tasks"
         return Baselines(found, (few,))
@@ -139,11 +139,9 @@ def _predict_views(
         predicted = _predict_view(request, view, predict_known)
         return with_raw_ids(predicted, request.dataset, request.trained_dataset)
 
-    limited = {
-        most: predict_view(SupportView(max_support=most)) for most in request.protocol.support_sizes
-    }
-    draws = [predict_view(SupportView(draw)) for draw in range(request.protocol.draws)]
-    return pa.concat_tables(draws), limited
+    draws, limited = request.protocol.views(request.dataset.features.draws_negatives)
+    of_sizes = {most: predict_view(view) for most, view in limited.items()}
+    return pa.concat_tables(map(predict_view, draws)), of_sizes
 
 
 def _predict_view(

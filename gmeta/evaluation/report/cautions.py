@@ -9,6 +9,9 @@ from gmeta.evaluation.report.evaluation_schema import Caution, GroupEvaluation, 
 from gmeta.evaluation.report.headline import format_interval, format_signed, rank_estimate
 from gmeta.metrics.metric_info import MetricInfo
 
+# Stands between the last caution and a command.
+TO_TRY_NEXT = "To try next: "
+
 
 def find_cautions(
     group: GroupEvaluation,
@@ -61,4 +64,4 @@ def add_next_command(
     own = shlex.quote(f"run.dir={folder}-2")
     command = f"train {of_run} {untried} {own}" if untried else f"tune {of_run} --with-plain"
     *others, last = cautions
-    return [*others, replace(last, text=f"{last.text}.\nTo try next: gmeta {command}")]
+    return [*others, replace(last, text=f"{last.text}.\n{TO_TRY_NEXT}gmeta {command}")]

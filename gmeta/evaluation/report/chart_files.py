@@ -1,6 +1,7 @@
-"""Turns a picture into a file: PNG sheets for a README, small SVG panels for the page."""
+"""Turns a chart into files: sheets as PNG, SVG and JSON, and small SVG panels for a page."""
 
 import io
+import json
 import math
 import re
 import warnings
@@ -10,32 +11,23 @@ from html import escape
 from typing import Any, TypeAlias
 
 import matplotlib
+import numpy as np
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.backends.backend_svg import FigureCanvasSVG
+from matplotlib.container import ErrorbarContainer
 from matplotlib.figure import Figure
 from matplotlib.layout_engine import ConstrainedLayoutEngine
 from matplotlib.lines import Line2D
 
 from gmeta.evaluation.report.evaluation_schema import Stage
+from gmeta.platform.pages.palette import PALETTE
 
 Axes: TypeAlias = Any  # of matplotlib, which is read without types
 
-# name -> (light, dark). Series: Okabe & Ito's colours for the colour-blind, darkened or lightened
-# to a contrast of 3:1 on the page (WCAG 2.1, 1.4.11).
-PALETTE = {
-    "ink": ("#1f2328", "#e6edf3"),
-    "muted": ("#59636e", "#9198a1"),
-    "line": ("#d1d9e0", "#3d444d"),
-    "page": ("#ffffff", "#0d1117"),
-    "series-0": ("#0072b2", "#56b4e9"),
-    "series-1": ("#c75300", "#f0964b"),
-    "series-2": ("#00875f", "#3fc99a"),
-    "series-3": ("#a8508a", "#dd8fbf"),
-}
-NUM_SERIES_COLORS = 4
 # As wide as a phone: the page puts panels side by side where there is room.
 PANEL_WIDTH_INCHES = 4.8
 PNG_DPI = 150
+_NO_SVG_METADATA = {"Date": None, "Creator": None}
 
 
 @dataclass(frozen=True)
@@ -68,6 +60,7 @@ class Panel:
     description: str
     draw: Callable[[Axes], None]
     height_inches: float = 3.2
+    width_inches: float = PANEL_WIDTH_INCHES
 
 
 @dataclass(frozen=True)
@@ -86,8 +79,10 @@ def light_color(name: str) -> str:
     return PALETTE[name][0]
 
 
-def render_png(chart: Chart) -> bytes:
-    """Return all panels in one PNG on white, at most three a row, with a title and a legend."""
+def render_sheet(chart: Chart) -> dict[str, bytes]:
+    """Return all panels on white, at most three a row, with title and legend: png, svg and json.
+
+    The json has what is drawn: points and bars, panel by panel."""
     # Four panels make two full rows.
     columns = 2 if len(chart.panels) == 4 else min(3, len(chart.panels))
     rows = math.ceil(len(chart.panels) / columns)
@@ -113,7 +108,34 @@ def render_png(chart: Chart) -> bytes:
             figure.legend(
                 handles=handles, loc="outside lower left", ncols=legend_columns, frameon=False
             )
-        return _write_canvas(FigureCanvasAgg(figure).print_png, {"Software": None})
+        values = {"title": chart.title, "panels": [_list_values(axes) for axes in figure.axes]}
+        text = json.dumps(values, indent=1, ensure_ascii=False, default=str) + "\n"
+        return {
+            "png": _write_canvas(FigureCanvasAgg(figure).print_png, {"Software": None}),
+            "svg": _write_canvas(FigureCanvasSVG(figure).print_svg, _NO_SVG_METADATA),
+            "json": text.encode(),
+        }
+
+
+def _list_values(axes: Axes) -> dict[str, Any]:
+    """Return the points and bars of a panel, and the names of its axes."""
+    containers = [one for one in axes.containers if isinstance(one, ErrorbarContainer)]
+    ends = {id(line) for one in containers for line in one[1]}
+    return {
+        "panel": axes.get_title(loc="left"),
+        "x": axes.get_xlabel(),
+        "y": axes.get_ylabel(),
+        "ticks": [one.get_text() for one in axes.get_xticklabels()],
+        "points": [
+            np.asarray(line.get_xydata()).tolist() for line in axes.lines if id(line) not in ends
+        ],
+        "bars": [[one.get_x(), one.get_width(), one.get_height()] for one in axes.patches],
+        "intervals": [
+            [segment.tolist() for segment in bars.get_segments()]
+            for one in containers
+            for bars in one[2]
+        ],
+    }
 
 
 def render_svg(chart: Chart, index: int) -> str:
@@ -122,12 +144,10 @@ def render_svg(chart: Chart, index: int) -> str:
     prefix = f"{chart.name}-{index}"
     with matplotlib.rc_context(_make_plot_settings(prefix) | {"axes.facecolor": "none"}):
         # Without pyplot, which keeps every figure and may look for a display.
-        size = PANEL_WIDTH_INCHES, panel.height_inches
+        size = panel.width_inches, panel.height_inches
         figure = Figure(size, facecolor="none", layout="constrained")
         panel.draw(figure.subplots())
-        text = _write_canvas(
-            FigureCanvasSVG(figure).print_svg, {"Date": None, "Creator": None}
-        ).decode()
+        text = _write_canvas(FigureCanvasSVG(figure).print_svg, _NO_SVG_METADATA).decode()
     return _apply_theme(text[text.index("<svg") :].strip(), prefix, panel.description)
 
 

@@ -7,14 +7,7 @@ from textwrap import fill
 from matplotlib.ticker import EngFormatter, MaxNLocator
 
 from gmeta.evaluation.report import evaluation_schema as schema
-from gmeta.evaluation.report.chart_files import (
-    NUM_SERIES_COLORS,
-    Axes,
-    Chart,
-    Panel,
-    PlotSeries,
-    light_color,
-)
+from gmeta.evaluation.report.chart_files import Axes, Chart, Panel, PlotSeries, light_color
 from gmeta.evaluation.report.curves import (
     make_activity_chart,
     make_support_chart,
@@ -29,7 +22,13 @@ from gmeta.evaluation.report.metric_lines import (
     spread_series,
     zero_if_undefined,
 )
+from gmeta.evaluation.report.task_charts import (
+    make_gains_chart,
+    make_story_chart,
+    make_support_gain_chart,
+)
 from gmeta.metrics.metric_info import MetricInfo
+from gmeta.platform.pages.palette import NUM_SERIES_COLORS
 
 MARKERS = ("o", "s", "^", "D")
 # Drawn where they are reported; other metrics take their places by their order in the report.
@@ -43,10 +42,15 @@ def make_charts(evaluation: schema.Evaluation, curves: Sequence[LearningCurve]) 
     own = [one for one in series if one.run == evaluation.runs[0].name]
     charts = [
         _make_groups_chart(evaluation, series),
+        make_gains_chart(evaluation),
+        make_support_gain_chart(evaluation),
+        make_story_chart(evaluation),
         make_support_chart(evaluation, series),
         make_support_limit_chart(evaluation, series, choose_charted_metrics(evaluation)),
         make_activity_chart(evaluation, series),
-        _make_calibration_chart(evaluation, own),
+        _make_calibration_chart(
+            evaluation, [one for one in series if one in own or one.stage == "after"]
+        ),
         _make_curve_chart(curves),
     ]
     return [chart for chart in charts if chart.panels]

@@ -23,12 +23,14 @@ from gmeta.evaluation.report.headline import (
     list_notes,
     make_headline,
 )
+from gmeta.evaluation.report.verdict import judge_groups
 from gmeta.metrics.metric_info import MetricInfo
 
 Item = TypeVar("Item")
 
 # Other verdicts are dim.
 STYLES: dict[Verdict, str] = {"better": "green", "worse": "red"}
+KIND_STYLES = {"good": "bold green", "bad": "bold red"}
 UP, DOWN = "\N{UPWARDS ARROW}", "\N{DOWNWARDS ARROW}"
 # Fixed widths, so that the tables of all groups line up; four differences fill 80 columns.
 METRIC_WIDTH, VALUE_WIDTH, NAMED_WIDTH, VERDICT_WIDTH = 19, 7, 10, 14
@@ -42,6 +44,10 @@ def make_console_table(evaluation: Evaluation) -> RenderableType:
     run = evaluation.runs[0]
     of_label = f", label {evaluation.label}" if evaluation.label else ""
     parts: list[RenderableType] = [Text(f"{run.name}, step {run.step:,}{of_label}", style="bold")]
+    parts += [
+        Text(one.sentence, style=KIND_STYLES.get(one.kind, "bold"))
+        for one in judge_groups(evaluation)
+    ]
     for group in evaluation.groups:
         parts += [
             Text(""),

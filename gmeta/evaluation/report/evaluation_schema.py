@@ -77,6 +77,8 @@ class RowsBin:
     num_tasks: int
     num_rows: int
     results: tuple[StageResult, ...]
+    # The first run, adapted, minus the same before adapting.
+    gain: Difference | None = None
 
     @property
     def label(self) -> str:
@@ -93,6 +95,29 @@ class SupportLimit:
     # Tasks with that many support rows.
     num_tasks_full: int
     results: tuple[StageResult, ...]
+
+
+@dataclass(frozen=True)
+class TaskGains:
+    """By how much adapting lowers each task's mean loss, as a histogram; above 0 is better."""
+
+    loss: str  # logloss or mae
+    # Gains beyond the first or last of the edges are counted in the bin at that end.
+    edges: tuple[float, ...]
+    num_tasks_in_bin: tuple[int, ...]
+    share_better: float
+    share_worse: float
+    median: float
+
+
+@dataclass(frozen=True)
+class TaskStory:
+    """A task's query rows, predicted after 0, 1, 3, ... of its support rows were shown."""
+
+    task: int
+    labels: tuple[float, ...]
+    support_rows: tuple[int, ...]
+    predictions: tuple[tuple[float, ...], ...]  # for each number of support rows
 
 
 @dataclass(frozen=True)
@@ -140,6 +165,8 @@ class GroupEvaluation:
     by_activity: tuple[RowsBin, ...] = ()
     by_support_limit: tuple[SupportLimit, ...] = ()
     by_draw: tuple[DrawValues, ...] = ()
+    task_gains: TaskGains | None = None
+    story: TaskStory | None = None
 
     def result(self, run: str, stage: Stage) -> StageResult | None:
         """Return a run's result at a stage; None if the run predicted nothing for this group."""

@@ -3,11 +3,11 @@
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from jinja2 import ChoiceLoader, Environment, PackageLoader, StrictUndefined, Template
 from markupsafe import Markup
 
 from gmeta.evaluation.report import headline as headlines
-from gmeta.evaluation.report.chart_files import PALETTE, Chart, Panel, render_svg
+from gmeta.evaluation.report.cautions import TO_TRY_NEXT
+from gmeta.evaluation.report.chart_files import Chart, Panel, render_svg
 from gmeta.evaluation.report.charts import make_label_charts
 from gmeta.evaluation.report.evaluation_schema import (
     STAGES,
@@ -18,15 +18,11 @@ from gmeta.evaluation.report.evaluation_schema import (
     MetricEstimate,
     RunFacts,
 )
+from gmeta.evaluation.report.verdict import judge_groups, make_tiles
 from gmeta.metrics.metric_info import MetricInfo
+from gmeta.platform.pages.page_kit import load_template
 
-# The markers as SVG paths in a box of 12 by 12, for the legend, by matplotlib's names.
-MARKS = {
-    "o": "M4 0A4 4 0 1 1 -4 0A4 4 0 1 1 4 0Z",
-    "s": "M-4 -4H4V4H-4Z",
-    "^": "M0 -4L4.5 4H-4.5Z",
-    "D": "M0 -5L5 0L0 5L-5 0Z",
-}
+FILTERS = {"number": headlines.format_number, "signed": headlines.format_signed}
 
 
 @dataclass(frozen=True)
@@ -40,14 +36,22 @@ class TableRow:
 
 def render_page(evaluation: Evaluation, charts: Sequence[Chart]) -> str:
     """Return the page as HTML."""
-    return load_template("page.html").render(
+    # The last caution ends with what to try next, which stands with the verdict.
+    texts = [one.text.partition(f".\n{TO_TRY_NEXT}") for one in evaluation.cautions]
+    cautions = [text for text, *_ in texts]
+    next_command = texts[-1][2] if texts else ""
+    return load_template("gmeta.evaluation.report", "page.html", FILTERS).render(
         evaluation=evaluation,
         run=evaluation.runs[0],
         rivals=[*evaluation.runs[1:], *evaluation.yardsticks],
+        verdicts=judge_groups(evaluation),
+        tiles=[(one.value, one.name, one.detail, one.kind) for one in make_tiles(evaluation)],
+        next=next_command,
+        cautions=cautions,
         told=headlines.list_notes(evaluation),
         facts=_list_facts(evaluation),
         headline=evaluation.metrics[evaluation.headline],
-        charts=list(map(draw_panels, charts)),
+        charts=[draw_panels(chart) for chart in charts],
         notes=_list_notes(evaluation, charts),
         labels=[
             (one, list(map(draw_panels, make_label_charts(one))))
@@ -57,23 +61,10 @@ def render_page(evaluation: Evaluation, charts: Sequence[Chart]) -> str:
         headlines_of=_list_headlines,
         table_of=_make_rows,
         settings=headlines.find_differing_settings(evaluation) if len(evaluation.runs) > 1 else [],
-        palette=PALETTE,
-        marks=MARKS,
         between=headlines.format_interval,
         size_of=headlines.describe_size,
         flattened=headlines.flatten_settings,
     )
-
-
-def load_template(name: str, *packages: str) -> Template:
-    """Return a template of this package or of `packages`, which may extend ours."""
-    # Names are the user's words, so they are escaped; a name that the template misspells fails.
-    loader = ChoiceLoader(
-        [PackageLoader(one, ".") for one in ("gmeta.evaluation.report", *packages)]
-    )
-    environment = Environment(loader=loader, autoescape=True, undefined=StrictUndefined)
-    environment.filters.update(number=headlines.format_number, signed=headlines.format_signed)
-    return environment.get_template(name)
 
 
 def draw_panels(chart: Chart) -> tuple[Chart, list[tuple[Panel, Markup]]]:

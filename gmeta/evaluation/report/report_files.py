@@ -8,7 +8,7 @@ from pathlib import Path
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from gmeta.evaluation.report.chart_files import render_png
+from gmeta.evaluation.report.chart_files import render_sheet
 from gmeta.evaluation.report.charts import make_charts
 from gmeta.evaluation.report.evaluated_runs import EvaluatedBaseline, EvaluatedRun
 from gmeta.evaluation.report.evaluation_schema import Evaluation, evaluation_to_json
@@ -18,9 +18,11 @@ from gmeta.evaluation.report.summarise import summarise_evaluation
 from gmeta.platform.files.atomic_write import write_atomically
 
 CHART_NAMES = (
-    *("groups", "support_size", "few_support_rows"),
+    *("groups", "task_gains", "support_gain", "one_task", "support_size", "few_support_rows"),
     *("activity", "calibration", "learning_curve"),
 )
+
+SHEET_FILES = ("png", "svg", "json")
 
 
 @dataclass(frozen=True)
@@ -60,7 +62,11 @@ def _write_files(
     curves = make_learning_curves(run.history, run.scoring, run.label_logged, len(run.labels))
     charts = make_charts(evaluation, curves)
     chart_folder = folder / "charts"
-    pictures = {chart_folder / f"{chart.name}.png": render_png(chart) for chart in charts}
+    pictures = {
+        chart_folder / f"{chart.name}.{suffix}": content
+        for chart in charts
+        for suffix, content in render_sheet(chart).items()
+    }
     json_path, html_path = folder / "evaluation.json", folder / "report.html"
     values = evaluation_to_json(evaluation)
     text = json.dumps(values, indent=1, ensure_ascii=False, allow_nan=False, default=str)
@@ -73,8 +79,8 @@ def _write_files(
     write_atomically(folder / "predictions.parquet", rows)
     write_atomically(html_path, html.encode())
     write_atomically(json_path, f"{text}\n".encode())
-    for name in CHART_NAMES:
-        if (path := chart_folder / f"{name}.png") not in pictures:
+    for path in (chart_folder / f"{name}.{end}" for name in CHART_NAMES for end in SHEET_FILES):
+        if path not in pictures:
             # A picture of an earlier evaluation must not pass for one of this.
             path.unlink(missing_ok=True)
     return ReportPaths(json_path, html_path, tuple(pictures), evaluation)

@@ -33,6 +33,7 @@ from gmeta.evaluation.report.metric_estimates import (
     compare,
     measure_metrics,
 )
+from gmeta.evaluation.report.task_gains import measure_task_gains, tell_story
 from gmeta.metrics.catalogue import Scoring, metric_infos, predicted_by
 from gmeta.metrics.terms import Array, Ints, Terms, sum_T
 from metaio.ragged import find_run_starts
@@ -184,6 +185,8 @@ class _GroupSummariser:
             by_activity=tuple(self._make_activity_bins()),
             by_support_limit=tuple(self._measure_support_limits()),
             by_draw=tuple(self._measure_draws()) if len(self._draws[self._first]) > 1 else (),
+            task_gains=measure_task_gains(self._draws[self._first], self._scoring),
+            story=tell_story(rows, self._limited[self._first], self._scoring),
         )
 
     def _compare_all(self) -> list[schema.Comparison]:
@@ -239,17 +242,28 @@ class _GroupSummariser:
             run: [rows.keep_where(chosen(rows)) for rows in draws]
             for run, draws in self._draws.items()
         }
-        first = kept[self._first][0]
-        results = tuple(
-            _make_result(
-                run, stage, measure_metrics(draws, stage, self._scoring, self._scoring.names[:1])
-            )
+        first, headline = kept[self._first][0], self._scoring.names[:1]
+        measured = {
+            (run, stage): measure_metrics(draws, stage, self._scoring, headline)
             for run, draws in kept.items()
             if all(rows.task_N.size for rows in draws)
             for stage in self._stages[run]
-        )
+        }
+        results = tuple(_make_result(*key, metrics) for key, metrics in measured.items())
         num_tasks, num_rows = int(np.unique(first.task_N).size), int(first.task_N.size)
-        return schema.RowsBin(low, high, num_tasks, num_rows, results)
+        return schema.RowsBin(low, high, num_tasks, num_rows, results, self._measure_gain(measured))
+
+    def _measure_gain(
+        self, measured: Mapping[tuple[str, schema.Stage], Mapping[str, MeasuredMetric]]
+    ) -> schema.Difference | None:
+        """Return the first run's headline metric, adapted minus before; None if not measured."""
+        name = self._scoring.names[0]
+        if (self._first, "after") not in measured:
+            return None
+        own, other = (measured[self._first, stage][name] for stage in ("after", "before"))
+        if why := own.reason or other.reason:
+            return schema.Difference(*UNKNOWN, why)
+        return compare(own, other, self._infos[name])
 
     def _measure_support_limits(self) -> list[schema.SupportLimit]:
         rows = self._draws[self._first][0]

@@ -17,7 +17,7 @@ from gmeta.runs.checkpoints.lineage import Lineage, count_earlier_steps, read_li
 from gmeta.runs.checkpoints.loader import PARTS_OF_ALGORITHMS, load_checkpoint
 from gmeta.runs.checkpoints.progress_file import read_about
 from gmeta.runs.checkpoints.resume import check_resumable, find_start_checkpoint
-from gmeta.runs.run_folder import RunFolder
+from gmeta.runs.run_folder import RunFolder, parse_checkpoint_step
 from gmeta.runs.run_progress import RunProgress
 from metaio.format.dataset import Dataset
 from metaio.ragged import Int64
@@ -63,7 +63,9 @@ class Beginning:
         if self.checkpoint is None:
             return RunProgress()
         if self.how == "resumed":
-            return load_checkpoint(self.checkpoint, sharded, optimizer, ranks)
+            # Before the first step optimizers have no state.
+            kept = optimizer if parse_checkpoint_step(self.checkpoint) else None
+            return load_checkpoint(self.checkpoint, sharded, kept, ranks)
         if self.how == "weights":
             load_checkpoint(self.checkpoint, sharded, None, ranks, PARTS_OF_ALGORITHMS)
         else:

@@ -96,7 +96,8 @@ class CheckpointWriter:
         self.finish()
         self._final = self._folder / checkpoint_name(progress.step)
         state = collect_state(self._sharded, self._optimizer)
-        if not self._in_background:
+        # Before the first step optimizers have no state: memory for a copy would fit no later one.
+        if not self._in_background or not progress.step:
             # No copy is made: the step waits until the checkpoint is written.
             self._write(state, progress, files)
             self._raise_or_commit()

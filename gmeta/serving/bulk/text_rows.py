@@ -2,7 +2,7 @@
 
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from itertools import chain
@@ -25,16 +25,18 @@ _TEXT = re.compile(r".+\.(csv|tsv|txt|jsonl|ndjson|json)(\.gz|\.zst)?|.+\.zip", 
 
 
 @contextmanager
-def open_rows(name: str, config: ExportedConfig, labelled: bool) -> Iterator[RowFiles]:
+def open_rows(given: Sequence[str], config: ExportedConfig, labelled: bool) -> Iterator[RowFiles]:
     """Yield the rows of Parquet files, or of text files as Parquet that is removed at the end."""
-    names = [name] if "," not in name or os.path.exists(name) else name.split(",")
-    names = [one.strip() for one in names]
+    names = []
+    for name in given:
+        one = [name] if "," not in name or os.path.exists(name) else name.split(",")
+        names += [part.strip() for part in one]
     try:
         found = list_file_names(names)
     except (MetaIOError, OSError):
         found = []  # RowFiles says what is wrong
     if not any(map(_TEXT.fullmatch, found)):
-        yield RowFiles(name)
+        yield RowFiles(*given)
         return
     schema = _describe_rows(config, labelled)
     with open_temporary_folder() as folder:

@@ -11,6 +11,9 @@ from gmeta.serving.channel.decision_files import PROMOTIONS, parse_log
 from gmeta_keys.translate_errors import translate_errors
 from metaio.format.storage import find_file_system
 
+# Of current.json, promotions.jsonl, delta.json and config.json: many times what any has.
+MAX_DESCRIPTION_BYTES = 256 << 20
+
 
 def current_at(place: str | Path) -> CurrentVersion:
     """Return what the channel at a path or URL serves now; of a URL current.json alone is read."""
@@ -31,7 +34,7 @@ def promotions_at(place: str) -> list[dict[str, Any]]:
     """Return every verdict and every move of current.json of the channel at a URL, oldest first."""
     fs, root = find_file_system(place)
     with translate_access_errors(place):
-        log = parse_log(fs.cat_file(f"{root.rstrip('/')}/{PROMOTIONS}"))
+        log = parse_log(read_bounded(fs, f"{root.rstrip('/')}/{PROMOTIONS}"))
     if log.damage:
         raise GMetaError(
             f"{place}/{PROMOTIONS}: {log.damage}. Run: gmeta channel publish CHANNEL {place}"
@@ -45,13 +48,24 @@ def read_current_file(url: str) -> tuple[bytes, CurrentVersion]:
     name = f"{url}/{CURRENT_FILE}"
     with translate_access_errors(url):
         try:
-            content: bytes = fs.cat_file(f"{root.rstrip('/')}/{CURRENT_FILE}")
+            content = read_bounded(fs, f"{root.rstrip('/')}/{CURRENT_FILE}")
         except FileNotFoundError:
             raise UserError(
                 f"{url} holds no channel: there is no {CURRENT_FILE}. Run: gmeta channel "
                 f"publish CHANNEL {url}"
             ) from None
     return content, parse_current(content, name, "CHANNEL")
+
+
+def read_bounded(fs: Any, path: str) -> bytes:
+    """Return a file that describes others. Raises GMetaError: it is far larger than any is."""
+    content: bytes = fs.cat_file(path, start=0, end=MAX_DESCRIPTION_BYTES + 1)
+    if len(content) > MAX_DESCRIPTION_BYTES:
+        raise GMetaError(
+            f"{path} has more than {MAX_DESCRIPTION_BYTES:,} bytes, the most that a description "
+            "may have: it is no file of gmeta. Publish the channel again"
+        )
+    return content
 
 
 def translate_access_errors(place: str | Path) -> translate_errors:

@@ -10,7 +10,11 @@ from gmeta.errors import GMetaError, UserError
 from gmeta.platform.files.atomic_write import write_atomically
 from gmeta.platform.files.local_paths import is_url
 from gmeta.serving.channel.channel import CURRENT_FILE, VERSIONS, Channel, CurrentVersion
-from gmeta.serving.channel.current_version import read_current_file, translate_access_errors
+from gmeta.serving.channel.current_version import (
+    read_bounded,
+    read_current_file,
+    translate_access_errors,
+)
 from gmeta.serving.channel.decision_files import PROMOTIONS
 from gmeta.serving.channel.model_version import (
     DELTA_FORMAT,
@@ -146,9 +150,9 @@ def _remote_chain(url: str, current: CurrentVersion) -> list[tuple[ParentVersion
 def _description(url: str, number: int) -> tuple[str, bytes]:
     fs, root = find_file_system(f"{url}/{VERSIONS}/{number:08d}")
     try:
-        return DELTA_FILE, fs.cat_file(f"{root}/{DELTA_FILE}")
+        return DELTA_FILE, read_bounded(fs, f"{root}/{DELTA_FILE}")
     except (FileNotFoundError, PermissionError):  # S3 says so to who may not list
-        return CONFIG_FILE, fs.cat_file(f"{root}/{CONFIG_FILE}")
+        return CONFIG_FILE, read_bounded(fs, f"{root}/{CONFIG_FILE}")
 
 
 def _download_version(

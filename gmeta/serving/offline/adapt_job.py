@@ -1,4 +1,4 @@
-"""`gmeta adapt`: from Parquet files of any size to one file of their tasks' states. Rows are
+"""`gmeta adapt`: from files of any size to one file of their tasks' states. Rows are
 spooled by task, as for `gmeta predict`; chunks of entire tasks then go to processes.
 
 Shape suffix: N rows"""
@@ -33,6 +33,7 @@ from gmeta.serving.bulk.task_spool import (
     parts_for,
     spool_rows,
 )
+from gmeta.serving.bulk.text_rows import open_rows
 from gmeta.serving.encoded_rows import EncodedColumns, split_rows, take_rows
 from gmeta.serving.model_loader import load
 from gmeta.serving.offline.adapt_rows import CHUNK_ROWS, STATE_COLUMNS, adapt_rows
@@ -62,11 +63,24 @@ def adapt_files(
     report_progress: Advance,
     part_rows: int = PART_ROWS,
 ) -> AdaptSummary:
-    """Write the states of all tasks in the Parquet files `inputs` to `out`, `part_rows` rows or the
+    """Write the states of all tasks in the files `inputs` to `out`, `part_rows` rows or the
     longest task's in memory. Raises DataError: a column holds what the model cannot take."""
     # One thread of torch a process; and none that a forked process would miss.
     torch.set_num_threads(1)
-    model, files = load(folder, verify), RowFiles(*inputs)
+    model = load(folder, verify)
+    with open_rows(inputs, model.config, True) as files:
+        return _adapt_rows_of(model, files, inputs, out, processes, report_progress, part_rows)
+
+
+def _adapt_rows_of(
+    model: ServedModel,
+    files: RowFiles,
+    inputs: list[str],
+    out: Path,
+    processes: int,
+    report_progress: Advance,
+    part_rows: int,
+) -> AdaptSummary:
     # Globs and folders, too, may hold the file that is to be written.
     check_replaceable(out, [("a file of SUPPORT", name) for name in files.names], True)
     # A missing column is reported before anything is read.

@@ -7,7 +7,6 @@ import json
 import ssl
 from collections.abc import Callable
 from functools import partial
-from importlib import resources
 from typing import TYPE_CHECKING, Any
 
 from fastapi import FastAPI
@@ -16,6 +15,7 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from gmeta.platform.pages.page_kit import read_scripted_page
 from gmeta.serving.server.access import Right
 from gmeta.serving.server.http_connection import ADMIT, CERTIFICATE
 from gmeta.serving.server.inference_protocol import (
@@ -59,7 +59,7 @@ def http_app(service: InferenceService) -> FastAPI:
     # A redirect would name the address that a proxy in front has reached, not the caller's.
     no_pages: Any = dict.fromkeys(("docs_url", "redoc_url", "openapi_url"))
     app = FastAPI(title="gmeta", redirect_slashes=False, **no_pages)
-    page = resources.files(__package__).joinpath("page.html").read_text()
+    page = read_scripted_page(__package__)
 
     async def live(request: Request) -> Response:
         return JSONResponse({"live": True})

@@ -37,7 +37,7 @@ from metaio.prepare.engines.spark_batches import (
     repartition_by_bucket,
 )
 from metaio.prepare.episodes.cut_episodes import DroppedRows, check_not_empty
-from metaio.prepare.episodes.encode import Encoder, check_nulls
+from metaio.prepare.episodes.encode import Encoder, check_file_nulls
 from metaio.prepare.episodes.encoded_rows import EncodedRows, concatenate_rows
 from metaio.prepare.episodes.raw_ids import write_raw_ids
 from metaio.prepare.episodes.splits import (
@@ -178,7 +178,7 @@ def _check_frame(frame: "DataFrame", schema: Schema) -> None:
     total, nulls = count_nulls(frame, schema.columns)
     if total == 0:
         raise DataError("the DataFrame holds no rows. Check its source")
-    check_nulls(schema, nulls)
+    check_file_nulls(schema, nulls)
 
 
 def _check_time_units(frame: "DataFrame", column: str, kind: pa.DataType) -> None:

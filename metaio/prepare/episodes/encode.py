@@ -83,6 +83,12 @@ def check_nulls(schema: Schema, nulls: dict[str, int]) -> None:
             )
 
 
+def check_file_nulls(schema: Schema, nulls: dict[str, int]) -> None:
+    """Raise DataError as `check_nulls`; of a stream not for labels, whose rows it sets aside."""
+    aside = {label.column for label in schema.labels} if schema.stream else set()
+    check_nulls(schema, {name: count for name, count in nulls.items() if name not in aside})
+
+
 class Encoder:
     """Encodes raw record batches: equal rows give equal records, in whatever batch they are."""
 

@@ -14,7 +14,7 @@ import pyarrow as pa
 
 from metaio.errors import DataError, TooFewRowsError, to_one_line
 from metaio.format.atomic_folder import open_temporary_folder
-from metaio.prepare.episodes.encode import check_nulls
+from metaio.prepare.episodes.encode import check_file_nulls
 from metaio.prepare.schema.schema import Schema, TextRule
 from metaio.prepare.schema.side_columns import find_file_side, with_side
 from metaio.prepare.schema.values import warn_of_mixed_units
@@ -66,7 +66,7 @@ def check_counts(schema: Schema, names: list[str], total: int, nulls: dict[str, 
     """Raise TooFewRowsError for files without rows, DataError for nulls that are not allowed."""
     if total == 0:
         raise make_no_rows_error(names)
-    check_nulls(schema, nulls)
+    check_file_nulls(schema, nulls)
 
 
 def count_rows(names: list[str], rule: TextRule) -> int | None:

@@ -25,7 +25,7 @@ class Node {
   text() {
     if (this.hidden) return "";
     const inside = this.children.map(child => child instanceof Node ? child.text() : child).join("");
-    return ["tr", "li", "div", "p", "h2"].includes(this.tag) ? `${inside}\n` : ["td", "b"].includes(this.tag) ? `${inside} ` : inside;
+    return ["tr", "li", "div", "p", "h2"].includes(this.tag) ? `${inside}\n` : ["td", "b", "dt"].includes(this.tag) ? `${inside} ` : inside;
   }
 }
 

@@ -10,18 +10,18 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import gmeta.train
+import gmeta.training
 from gmeta.distributed.ranks import gather_values
 
 COUNTS_FILE = "counts.json"
 
 
 def count_tasks() -> None:
-    """Wrap what `gmeta.train` calls in a rank: steps, and the feed that writes checkpoints."""
+    """Wrap what `gmeta.training` calls in a rank: steps, and the feed that writes checkpoints."""
     if "RANK" not in os.environ:
         return
     counts: Counter[int] = Counter()
-    real_in_step, real_open_feed = gmeta.train.iterate_steps, gmeta.train.open_batch_source
+    real_in_step, real_open_feed = gmeta.training.iterate_steps, gmeta.training.open_batch_source
 
     def in_step(*arguments: Any) -> Iterator[Any]:
         for episodes, totals in real_in_step(*arguments):
@@ -44,4 +44,4 @@ def count_tasks() -> None:
         feed.checkpoint_files = checkpoint_files
         return feed
 
-    gmeta.train.iterate_steps, gmeta.train.open_batch_source = in_step, open_feed
+    gmeta.training.iterate_steps, gmeta.training.open_batch_source = in_step, open_feed

@@ -107,7 +107,7 @@ def test_trees_have_the_run_s_huber_delta(tmp_path: Path, monkeypatch: pytest.Mo
     config = replace(config, outer=replace(config.outer, huber_delta=7.0))
     dataset = open_dataset(str(tmp_path / "data"))
     found = predict_baselines(config.data, "huber", config.outer.huber_delta, dataset, ["cold"])
-    assert asked[-1] == 7.0
+    assert asked[-2:] == [7.0, False]
     assert found.notes == ("boosted trees: none, there are too few training tasks",)
 
 

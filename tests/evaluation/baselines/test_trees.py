@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 from gmeta.config.labels import Loss
+from gmeta.data.row_groups import find_groups
 from gmeta.evaluation.baselines import boosted_trees as trees
 from gmeta.evaluation.baselines.bias_model import BiasModel, mean_error, sigmoid
 from gmeta.evaluation.baselines.episode_rows import EpisodeRows, find_item_columns
@@ -193,3 +194,20 @@ def test_predictions_without_a_tree_are_those_of_the_bias_model() -> None:
     expected = known.bias.predict(known.sums, cold)[~cold.is_support_N]
     np.testing.assert_allclose(none.predict(known, cold), expected, rtol=1e-12)
     assert NO_FOLD == -1
+
+
+@pytest.mark.parametrize("past", [False, True])
+def test_a_draw_keeps_a_positive_and_the_negatives_drawn_for_it_together(past: bool) -> None:
+    rows = episode_rows(50, "mse")
+    # Which row it is, as a label: every third is a positive, as every side's first is.
+    number_N = np.arange(rows.num_rows)
+    rows = replace(rows, label_N=np.where(number_N % 3 == 0, number_N + 1.0, -number_N))
+    group_N = find_groups(rows)
+    moved = 0
+    for draw in range(1, 4):
+        drawn = trees.redraw_support(rows, draw, past, 0, in_groups=True)
+        row_N = np.where(drawn.label_N > 0, drawn.label_N - 1, -drawn.label_N).astype(np.int64)
+        support_N = drawn.is_support_N
+        assert not set(group_N[row_N[support_N]]) & set(group_N[row_N[~support_N]])
+        moved += int((row_N != number_N[: len(row_N)]).sum())
+    assert moved

@@ -10,7 +10,7 @@ import matplotlib.image
 import numpy as np
 import pytest
 
-from gmeta.evaluation.report.chart_files import PALETTE, Chart, render_png, render_svg
+from gmeta.evaluation.report.chart_files import PALETTE, Chart, render_sheet, render_svg
 from gmeta.evaluation.report.charts import make_charts, make_series
 from gmeta.evaluation.report.evaluated_runs import EvaluatedRun
 from gmeta.evaluation.report.learning_curves import make_learning_curves
@@ -48,6 +48,8 @@ def test_clicks_have_all_four_charts() -> None:
     charts = charts_for(run_of("bce"), baseline_of("bce"))
     assert {name: [panel.title for panel in chart.panels] for name, chart in charts.items()} == {
         "groups": ["AUC", "GAUC", "Logloss"],
+        "task_gains": ["user-cold: 18% of tasks worse off", "item-cold: 38% of tasks worse off"],
+        "support_gain": ["user-cold", "item-cold"],
         "support_size": ["user-cold", "item-cold"],
         "calibration": ["user-cold", "item-cold"],
         "learning_curve": ["Training loss", "Validation AUC"],
@@ -55,11 +57,15 @@ def test_clicks_have_all_four_charts() -> None:
 
 
 def test_ratings_have_no_calibration_chart() -> None:
-    assert list(charts_for(run_of("mse"))) == ["groups", "support_size", "learning_curve"]
+    assert list(charts_for(run_of("mse"))) == [
+        "groups", "task_gains", "support_gain", "support_size", "learning_curve",
+    ]  # fmt: skip
 
 
 def test_what_there_is_no_data_for_is_not_drawn() -> None:
-    assert list(charts_for(replace(run_of("mse", support_rows=5), history=[]))) == ["groups"]
+    assert list(charts_for(replace(run_of("mse", support_rows=5), history=[]))) == [
+        "groups", "task_gains",
+    ]  # fmt: skip
 
 
 def test_series_tell_runs_by_colour_and_marker_and_stages_by_name() -> None:
@@ -127,11 +133,13 @@ def test_panels_and_sheets_are_the_same_bytes_each_time() -> None:
     first, second = charts_for(run_of("mse")), charts_for(run_of("mse"))
     for name, chart in first.items():
         assert render_svg(chart, 0) == render_svg(second[name], 0)
-        assert render_png(chart) == render_png(second[name])
+        assert render_sheet(chart) == render_sheet(second[name])
 
 
 def test_a_sheet_is_a_white_picture_with_something_on_it() -> None:
-    pixels = matplotlib.image.imread(io.BytesIO(render_png(charts_for(run_of("bce"))["groups"])))
+    pixels = matplotlib.image.imread(
+        io.BytesIO(render_sheet(charts_for(run_of("bce"))["groups"])["png"])
+    )
     assert pixels.shape[1] == 2160
     assert pixels[0, 0, :3].tolist() == [1.0, 1.0, 1.0]
     assert (pixels[..., :3].min(axis=2) < 0.9).mean() > 0.01
@@ -149,11 +157,11 @@ def test_names_with_dollar_signs_are_shown_as_they_are() -> None:
     charts = charts_for(run_of("bce"), replace(baseline_of("bce"), name="runs/p$100_$"))
     assert any("p$100_$" in one.label for chart in charts.values() for one in chart.series)
     for chart in charts.values():
-        assert render_png(chart)
+        assert render_sheet(chart)
 
 
 def test_a_name_that_the_font_lacks_is_no_warning_on_the_terminal() -> None:
     chart = charts_for(run_of("bce", "模型"), baseline_of("bce"))["groups"]
     with warnings.catch_warnings(action="error"):
-        render_png(chart)
+        render_sheet(chart)
     assert "模型, adapted" in [one.label for one in chart.series]

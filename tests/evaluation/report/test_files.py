@@ -32,7 +32,9 @@ def names_of(kind: Any) -> list[str]:
 
 def draw_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     """Have pictures be empty files: to draw them takes longer than all else of a report."""
-    monkeypatch.setattr(files, "render_png", lambda chart: b"")
+    monkeypatch.setattr(
+        files, "render_sheet", lambda chart: dict.fromkeys(files.SHEET_FILES, b"{}")
+    )
     monkeypatch.setattr(page, "render_svg", lambda chart, index: "<svg></svg>")
 
 
@@ -52,13 +54,29 @@ def written(tmp_path_factory: pytest.TempPathFactory) -> dict[Loss, files.Report
     return {loss: write(folder / loss, loss) for loss in losses}
 
 
+FILES = ["evaluation.json", "predictions.parquet", "report.html"]
+
+
+def list_pictures(*names: str) -> list[str]:
+    """The files of charts, in order."""
+    return sorted(f"charts/{name}.{end}" for name in names for end in files.SHEET_FILES)
+
+
 def test_a_report_is_a_page_json_and_pictures(written: dict[Loss, files.ReportPaths]) -> None:
     paths = written["bce"]
     folder = paths.html.parent
-    assert sorted(contents(folder)) == [
-        "charts/calibration.png", "charts/groups.png", "charts/learning_curve.png",
-        "charts/support_size.png", "evaluation.json", "predictions.parquet", "report.html",
-    ]  # fmt: skip
+    names = (
+        "calibration",
+        "groups",
+        "learning_curve",
+        "support_gain",
+        "support_size",
+        "task_gains",
+    )
+    assert sorted(contents(folder)) == [*list_pictures(*names), *FILES]
+    drawn = json.loads((folder / "charts" / "groups.json").read_text())
+    result = paths.evaluation.groups[0].results[0]
+    assert result.metrics["auc"].value in [x for x, _ in drawn["panels"][0]["points"][0]]
     assert paths.html == folder / "report.html"
     assert all(path.exists() for path in (paths.html, paths.evaluation_json, *paths.charts))
 
@@ -128,10 +146,8 @@ def test_pictures_of_an_earlier_evaluation_do_not_stay(
 ) -> None:
     folder = Path(shutil.copytree(written["bce"].html.parent, tmp_path / "report"))
     files.write_report(folder, [run_of("mse", support_rows=5)])
-    assert sorted(contents(folder)) == [
-        "charts/groups.png", "charts/learning_curve.png", "evaluation.json",
-        "predictions.parquet", "report.html",
-    ]  # fmt: skip
+    names = ("groups", "learning_curve", "task_gains")
+    assert sorted(contents(folder)) == [*list_pictures(*names), *FILES]
 
 
 def test_refused_runs_write_nothing(tmp_path: Path) -> None:

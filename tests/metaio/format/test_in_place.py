@@ -3,6 +3,7 @@
 import gc
 import mmap
 import os
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,12 @@ PLAIN: dict[str, Any] = {
     "data_page_size": 1 << 30, "max_rows_per_page": 1 << 30,
 }  # fmt: skip
 SCHEMA = pa.schema([pa.field("position", pa.int32(), nullable=False)])
+
+
+@pytest.fixture(autouse=True)
+def only_own_maps(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Count no map that another test of this process left open."""
+    monkeypatch.setattr("metaio.format.storage._open_maps", weakref.WeakSet())
 
 
 def is_mapped(array: np.ndarray) -> bool:

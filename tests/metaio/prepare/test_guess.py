@@ -12,6 +12,7 @@ from typer.testing import CliRunner
 
 from gmeta.cli.commands import init
 from gmeta.cli.main import app
+from gmeta.platform.files.checked_json import read_json
 from metaio.errors import DataError
 from metaio.format.dataset import open_dataset
 from metaio.prepare.source.infer_roles import InferredRoles, infer_roles
@@ -21,6 +22,7 @@ from tests.support.commands import gmeta, succeed
 from tests.support.refusals import catch_message
 
 ROWS = 4_000
+RUNS = ("maml", "maml-plain")
 
 
 def log() -> pa.Table:
@@ -429,11 +431,19 @@ def test_init_goes_from_a_log_to_a_report_and_stops_at_a_step_that_fails(tmp_pat
     steps = [line for line in made.splitlines() if line.startswith("[")]
     assert steps == [
         "[1 of 4] gmeta prepare --schema schema.toml log.csv data",
-        "[2 of 4] gmeta train train.toml",
-        "[3 of 4] gmeta train train.toml algorithm.name=none run.dir=runs/maml-plain",
+        "[2 of 4] gmeta train train.toml algorithm.name=none run.dir=runs/maml-plain",
+        "[3 of 4] gmeta train train.toml run.start_from=runs/maml-plain run.epochs=30",
         "[4 of 4] gmeta evaluate runs/maml --against runs/maml-plain",
     ]
     assert (tmp_path / "runs" / "maml" / "evaluation" / "report.html").is_file()
+    values = {name: read_json(tmp_path / "runs" / name / "adapting.json")["value"] for name in RUNS}
+    maml, plain = (values[name] for name in RUNS)
+    better = "maml-plain" if plain < maml else "maml"
+    assert made.endswith(
+        f"\nOn validation (logloss): maml {maml:.4f}, maml-plain {plain:.4f}. {better} is the "
+        "better one; it adapts to new tasks as it was evaluated:\n"
+        f"  gmeta export runs/{better} model\n"
+    )
     again = gmeta("init", "log.csv", "--run", "--overwrite", cwd=tmp_path)
     assert again.returncode == 2
     assert "[2 of 4]" not in again.stdout

@@ -4,17 +4,22 @@ from collections.abc import Iterable
 
 from torch.utils.data import DataLoader
 
-from metaio import FormatError, TaskColumns, TaskDataset
+from metaio import FormatError, TaskDataset
+from metaio.read.task_dataset import Tasks
 from tests.metaio.conftest import FEATURES, Episode, WriteFn, episodes_of_rows, make_rows
 from tests.support.refusals import catch_message
 
 
-def episodes_of(batches: Iterable[TaskColumns]) -> list[Episode]:
+def episodes_of(batches: Iterable[Tasks]) -> list[Episode]:
     """Each task as `episodes_of_rows` tells it, from the named columns."""
     found: list[Episode] = []
     for batch in batches:
-        bounds = batch.row_offsets_T1.tolist()
-        for task, first, end in zip(batch.task_T.tolist(), bounds, bounds[1:], strict=False):
+        ends, sizes = batch.lengths_T.cumsum(0), batch.lengths_T
+        for task, end, length, support in zip(
+            *(one.tolist() for one in (batch.task_T, ends, sizes, batch.support_lengths_T)),
+            strict=True,
+        ):
+            first = end - length
             lines: list[object] = []
             for row in range(first, end):
                 lists = [
@@ -25,12 +30,12 @@ def episodes_of(batches: Iterable[TaskColumns]) -> list[Episode]:
                 single = [int(batch.columns[one.name][row]) for one in FEATURES.single]
                 lines.append((float(batch.label_N[row]), dense, single, lists))
             is_support = batch.is_support_N[first:end].tolist()
-            assert is_support == sorted(is_support, reverse=True)
-            found.append((task, sum(is_support), lines))
+            assert is_support == [True] * support + [False] * (length - support)
+            found.append((task, support, lines))
     return found
 
 
-def load(dataset: TaskDataset, num_workers: int) -> list[TaskColumns]:
+def load(dataset: TaskDataset, num_workers: int) -> list[Tasks]:
     """The batches of an epoch."""
     return list(DataLoader(dataset, batch_size=None, num_workers=num_workers))
 

@@ -1,6 +1,7 @@
 """Windows that are not to be trusted are refused with their reason; what merely moves is told."""
 
 import errno
+import math
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -154,6 +155,22 @@ def test_rows_of_wrong_clocks_and_labels_are_set_aside_from_the_first_increment_
     with pytest.raises(QuarantinedError, match="is quarantined: 4 of 400 rows are quarantined"):
         append(stream, wrong, strict=True)
     assert append(stream, wrong, accept=True).window[1] == YEAR_2100 + 1
+
+
+@pytest.mark.parametrize("wrong", [None, math.nan, math.inf])
+def test_rows_whose_label_is_no_number_are_set_aside_and_no_other(
+    tmp_path: Path, wrong: float | None
+) -> None:
+    for day in range(2):
+        click = log(day)["click"].cast(pa.float64()).to_pylist()
+        click[5] = click[17] = wrong
+        table = changed(log(day), "click", pa.array(click, pa.float64()))
+        record = append(tmp_path / "s", table, schema=schema())
+        assert record.report["alarms"][0] == (
+            "2 of 400 rows are quarantined: label click is null or no number (2). "
+            "Mend them, and give them in a new file"
+        )
+        assert dict(record.report["account"])["quarantined"] == 2
 
 
 def test_a_partition_of_a_wrong_clock_or_of_wrong_labels_alone_is_quarantined(

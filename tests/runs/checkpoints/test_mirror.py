@@ -16,7 +16,7 @@ from gmeta.runs.checkpoints.progress_file import PROGRESS_FILE, format_progress
 from gmeta.runs.checkpoints.run_mirror import RunMirror, check_new_mirror, fetch_run
 from gmeta.runs.run_folder import CONFIG_FILE, RunFolder, list_checkpoints, parse_checkpoint_step
 from gmeta.runs.run_progress import RunProgress
-from gmeta.train import train
+from gmeta.training import train
 from tests.distributed.harness import on_ranks
 from tests.support.commands import metrics
 from tests.support.full_disk import files_of_at_most

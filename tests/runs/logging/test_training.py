@@ -16,7 +16,7 @@ from gmeta.errors import GMetaError
 from gmeta.runs.logging.callback import Callback, Run
 from gmeta.runs.logging.logger import Logger, Reading
 from gmeta.runs.run_folder import RunFolder, list_checkpoints
-from gmeta.train import train
+from gmeta.training import train
 from tests.distributed.harness import on_ranks
 from tests.support.commands import SMALL_MODEL, losses, metrics, write_config
 

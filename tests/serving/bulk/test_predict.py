@@ -267,13 +267,13 @@ def test_text_is_read_by_the_schema_of_the_model(served: ServedModel, tmp_path: 
     config = replace(served.config, columns=columns)
     path = tmp_path / "rows.csv"
     path.write_text("user::item::more\n7::12::x\n7::NA::y\n")
-    with open_rows(str(path), config, False) as rows:
+    with open_rows([str(path)], config, False) as rows:
         (batch,) = rows.batches()
         assert batch.to_pydict() == {"user": [7, 7], "item": ["12", None], "more": ["x", "y"]}
         assert rows.names == [str(path)]
     path.write_text("user::item::more\n7::12::x\n7::NA::y::z\n")
     with (
         pytest.raises(DataError, match="line 3: it has 4 fields"),
-        open_rows(str(path), config, False),
+        open_rows([str(path)], config, False),
     ):
         pass

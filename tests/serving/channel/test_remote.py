@@ -183,6 +183,18 @@ def left_at(url: str) -> set[str]:
     return {name for name in names if not name.startswith(".")}
 
 
+@pytest.mark.parametrize("name", ["current.json", "versions/00000003/delta.json"])
+def test_a_description_far_too_large_is_refused(
+    channel: Channel, url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    publish(channel, url)
+    monkeypatch.setattr("gmeta.serving.channel.current_version.MAX_DESCRIPTION_BYTES", 9_999)
+    with fsspec.open(f"{url}/{name}", "wb") as file:
+        file.write(b" " * 10_000)
+    message = catch_message(GMetaError, channel_at, url, tmp_path / "copy")
+    assert f"{name} has more than 9,999 bytes, the most that a description may have" in message
+
+
 def test_a_torn_pointer_leaves_the_old_version_and_is_mended(channel: Channel, url: str) -> None:
     channel.rollback(1)
     publish(channel, url)

@@ -1,5 +1,6 @@
 """`gmeta adapt`: the same states in any order of rows and processes; whole files or none."""
 
+import json
 import multiprocessing as mp
 import os
 import signal
@@ -51,6 +52,17 @@ def expected(model: Path, support: pa.Table) -> pa.Table:
     """The states of the tasks in their order, each task's rows in the order of the files."""
     order = np.argsort(support["user"].to_numpy(), kind="stable")
     return adapt_tasks(gmeta.load(model), support.take(pa.array(order))).sort_by("task")
+
+
+def test_json_lines_give_the_states_of_parquet(
+    model: Path, support: pa.Table, tmp_path: Path
+) -> None:
+    lines = tmp_path / "rows.jsonl"
+    lines.write_text("\n".join(json.dumps(row) for row in support.to_pylist()))
+    written = adapt_files(model, [str(lines)], tmp_path / "s.parquet", 1, True, lambda *_: None)
+    assert (written.num_tasks, written.num_rows) == (TASKS, 90)
+    found = pq.read_table(tmp_path / "s.parquet").sort_by("task")
+    assert found["state"].equals(expected(model, support)["state"])
 
 
 @pytest.mark.parametrize("processes", [1, 2])

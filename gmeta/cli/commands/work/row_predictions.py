@@ -19,8 +19,8 @@ def predict_rows(
     """Predict the rows of `query`, write them to `out` and print how many there were."""
     served = load(model, verify)
     with (
-        open_rows(support, served.config, True) as support_rows,
-        open_rows(query, served.config, False) as query_rows,
+        open_rows([support], served.config, True) as support_rows,
+        open_rows([query], served.config, False) as query_rows,
     ):
         sides = (("SUPPORT", support_rows.names), ("QUERY", query_rows.names))
         check_replaceable(out, [(what, name) for what, names in sides for name in names], True)

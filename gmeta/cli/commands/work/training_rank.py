@@ -11,7 +11,7 @@ from gmeta.distributed.ranks import Ranks
 from gmeta.runs.checkpoints.run_mirror import check_new_mirror
 from gmeta.runs.checkpoints.selected_checkpoint import best_not_kept
 from gmeta.runs.run_folder import CONFIG_FILE, RunFolder
-from gmeta.train import train
+from gmeta.training import train
 
 
 def train_on_rank(config: TrainConfig, is_new: bool) -> None:

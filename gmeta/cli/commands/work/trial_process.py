@@ -27,7 +27,7 @@ from gmeta.metrics.scores import evaluate_split
 from gmeta.platform.numerics import choose_products
 from gmeta.runs.build import check_on_data
 from gmeta.runs.early_stop import make_early_stop, make_scoring
-from gmeta.train import train
+from gmeta.training import train
 from gmeta.tuning.trials import TrialReport
 
 

@@ -150,6 +150,10 @@ class TrainingRun:
             self._forecast()
             self.hooks.show_lines(self._take_item_statistics())
         self._agent = open_agent(self._batches, self.feed, self._sharded, self._ranks, stop)
+        if self._beginning.how == "weights" and self._early_stop.patience:
+            # The weights of another run stay this one's best until training makes better ones.
+            self._validate(0)
+            self._save()
         while self._progress.epoch < self._config.run.epochs and not self._is_run_over():
             self._take_steps(stop)
             if stop.is_agreed:
@@ -242,12 +246,8 @@ class TrainingRun:
             and (last or not config.run.valid_every_steps)
         ):
             self._validate(epoch)
-        if (
-            last
-            or self._early_stop.is_over(self._progress)
-            or self._is_best()
-            or not config.run.checkpoint_every_steps
-        ):
+        over = self._early_stop.is_over(self._progress)
+        if last or over or self._is_best() or not config.run.checkpoint_every_steps:
             self._save()
 
     def _end_early(self, reason: str) -> None:

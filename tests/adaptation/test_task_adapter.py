@@ -1,14 +1,12 @@
 """MAML of a module of one's own, all tasks at once, against torch.func task by task; float64."""
 
-from collections.abc import Callable
-
 import pytest
 import torch
 from torch import Tensor, nn
 from torch.func import functional_call, grad
 from torch.nn import functional
 
-from gmeta.adaptation.adapted_module import adapt
+from gmeta.adaptation.task_adapter import TaskAdapter
 from gmeta.errors import ConfigError, UserError
 from tests.support.refusals import catch_message
 
@@ -33,7 +31,7 @@ class Own(nn.Module):
         return output.squeeze(1)
 
 
-def row_loss(output_N: Tensor, label_N: Tensor) -> Tensor:
+def row_losses(output_N: Tensor, label_N: Tensor) -> Tensor:
     return functional.mse_loss(output_N, label_N, reduction="none")
 
 
@@ -53,7 +51,7 @@ def loop_weights(
 
     def support_loss(adapting: dict[str, Tensor]) -> Tensor:
         output = functional_call(module, {**weights, **adapting}, tuple(inputs))
-        return row_loss(output, label).mean()
+        return row_losses(output, label).mean()
 
     for _ in range(STEPS if len(label) else 0):
         adapting = {name: weights[name] for name in names}
@@ -72,11 +70,12 @@ def test_it_equals_torch_func(second_order: bool, patterns: tuple[str, ...]) -> 
     (inputs, label, lengths), (query, query_label, query_lengths) = map(
         random_rows, (SUPPORT, QUERY)
     )
-    adapted = adapt(
-        module, inputs, label, lengths, row_loss, steps=STEPS, rate=RATE, adapt_layers=patterns,
+    adapter = TaskAdapter(
+        module, row_losses, inner_steps=STEPS, inner_lr=RATE, layers=patterns,
         second_order=second_order,
     )  # fmt: skip
-    losses = row_loss(adapted(query, query_lengths), query_label).split(QUERY)
+    adapted = adapter.adapt(inputs, label, lengths)
+    losses = row_losses(adapted(query, query_lengths), query_label).split(QUERY)
     linears = [name for name, one in module.named_modules() if isinstance(one, nn.Linear)]
     layers = linears if patterns == ("*",) else patterns
     names = [n for n, _ in module.named_parameters() if n.rpartition(".")[0] in layers]
@@ -89,20 +88,22 @@ def test_it_equals_torch_func(second_order: bool, patterns: tuple[str, ...]) -> 
         for name, weight in adapted.fast_weights(task).items():
             torch.testing.assert_close(weight, expected[name], rtol=1e-12, atol=1e-12)
         *asked, asked_label = (part[task] for part in query_split)
-        wanted = row_loss(functional_call(module, expected, tuple(asked)), asked_label)
+        wanted = row_losses(functional_call(module, expected, tuple(asked)), asked_label)
         torch.testing.assert_close(loss, wanted, rtol=1e-12, atol=1e-12)
         grads = [
             torch.autograd.grad(one.mean(), list(parameters.values()), retain_graph=True)
             for one in (loss, wanted)
         ]
         torch.testing.assert_close(*grads, rtol=1e-12, atol=1e-12)
+    mean = torch.stack([loss.mean() for loss in losses]).mean()
+    torch.testing.assert_close(adapted.mean_loss(query, query_label, query_lengths), mean)
 
 
 def test_a_prediction_needs_no_gradients() -> None:
     module = Own().double()
     (inputs, label, lengths), (query, _, query_lengths) = map(random_rows, (SUPPORT, QUERY))
     with torch.no_grad():
-        adapted = adapt(module, inputs, label, lengths, row_loss)
+        adapted = TaskAdapter(module, row_losses).adapt(inputs, label, lengths)
         predicted = adapted(query, query_lengths)
     assert not predicted.requires_grad
     assert not torch.equal(predicted, module(*query))
@@ -110,37 +111,25 @@ def test_a_prediction_needs_no_gradients() -> None:
 
 
 def mean_loss(output_N: Tensor, label_N: Tensor) -> Tensor:
-    return row_loss(output_N, label_N).mean()
+    return row_losses(output_N, label_N).mean()
 
 
-@pytest.mark.parametrize(
-    ("options", "kind", "message"),
-    [
-        (
-            {"row_loss": mean_loss},
-            UserError,
-            "row_loss gives a tensor of shape []: the loss of each of 9 rows is needed. Leave out "
-            "its mean: reduction='none'",
-        ),
-        (
-            {"adapt_layers": ["tail"]},
-            ValueError,
-            "algorithm.adapt_layers: 'tail' matches no layer; this model has first, again, head. "
-            'Name some of them, "*" for all, or none at all: []',
-        ),
-        (
-            {"lengths_T": torch.tensor([3, 5])},
-            ConfigError,
-            "layer 'first' works on 9 rows, the tasks have 8: only layers applied row by row can "
-            "adapt. Leave it out of algorithm.adapt_layers",
-        ),
-    ],
-)
-def test_a_wrong_argument_is_told(
-    options: dict[str, object], kind: type[Exception], message: str
-) -> None:
-    inputs, label, lengths = random_rows(SUPPORT)
-    given = {"lengths_T": lengths, "row_loss": row_loss, **options}
-    call: Callable[..., object] = adapt
-    module = Own().double()
-    assert catch_message(kind, call, module, inputs, label, **given) == message
+def test_a_wrong_argument_is_told() -> None:
+    (inputs, label, lengths), module = random_rows(SUPPORT), Own().double()
+    assert catch_message(
+        UserError, TaskAdapter(module, mean_loss).adapt, inputs, label, lengths
+    ) == (
+        "row_losses gives a tensor of shape []: the loss of each of 9 rows is needed. Leave out "
+        "its mean: reduction='none'"
+    )
+    assert catch_message(ValueError, TaskAdapter, module, row_losses, layers=["tail"]) == (
+        "algorithm.adapt_layers: 'tail' matches no layer; this model has first, again, head. "
+        'Name some of them, "*" for all, or none at all: []'
+    )
+    fewer = torch.tensor([3, 5])
+    assert catch_message(
+        ConfigError, TaskAdapter(module, row_losses).adapt, inputs, label, fewer
+    ) == (
+        "layer 'first' works on 9 rows, the tasks have 8: only layers applied row by row can "
+        "adapt. Leave it out of algorithm.adapt_layers"
+    )

@@ -1,0 +1,148 @@
+"""What library calls return: a dataset, a run, a report, a study, a verdict."""
+
+import json
+from dataclasses import dataclass
+from functools import cached_property
+from html import escape
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from gmeta.library.frames import Frame, make_frame
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+
+@dataclass(frozen=True)
+class PreparedData:
+    """A dataset that `gmeta.prepare` made: `path` for `data.path`."""
+
+    path: Path
+
+
+@dataclass(frozen=True)
+class Draft:
+    """The files that `gmeta.init` wrote: a schema for `prepare` and a config for `train`."""
+
+    schema: Path
+    config: Path
+
+
+@dataclass(frozen=True)
+class TrainedRun:
+    """A training run, read from its folder; `gmeta.TrainedRun(path)` opens any."""
+
+    path: Path
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "path", Path(self.path))
+
+    @cached_property
+    def config(self) -> dict[str, Any]:
+        """Return the resolved config."""
+        config: dict[str, Any] = json.loads((self.path / "config.json").read_text())
+        return config
+
+    @property
+    def metrics(self) -> Frame:
+        """Return the lines of metrics.jsonl: `step`, `loss`, `valid/auc` and so on, null where a
+        line has no such value; a pandas DataFrame where pandas is installed, else an Arrow table.
+        """
+        lines = [_flatten(line) for line in self._read_lines()]
+        names = list(dict.fromkeys(name for line in lines for name in line))
+        return make_frame({name: [line.get(name) for line in lines] for name in names})
+
+    @property
+    def valid(self) -> dict[str, float]:
+        """Return the newest validation; {} without one."""
+        found = [line["valid"] for line in self._read_lines() if "valid" in line]
+        return found[-1] if found else {}
+
+    def _read_lines(self) -> list[dict[str, Any]]:
+        path = self.path / "metrics.jsonl"
+        # The last line of a run under way may be half-written.
+        text = path.read_text() if path.exists() else ""
+        return [json.loads(line) for line in text.split("\n")[:-1]]
+
+    def _repr_html_(self) -> str:
+        cells = {"run": self.path, **self.valid}
+        return _html_table([list(cells), [_short(value) for value in cells.values()]])
+
+
+@dataclass(frozen=True)
+class EvaluationReport:
+    """An evaluation: `path` is its page, `evaluation` all its figures (docs/metrics.md)."""
+
+    path: Path
+    evaluation: dict[str, Any]
+
+    @property
+    def table(self) -> Frame:
+        """Return a row for each group, model and stage: its metrics with their intervals."""
+        rows: list[dict[str, Any]] = []
+        for group in self.evaluation["groups"]:
+            for result in group["results"]:
+                row = {"group": group["name"], "model": result["run"], "stage": result["stage"]}
+                for name, estimate in result["metrics"].items():
+                    row |= {name: estimate["value"]}
+                    row |= {f"{name} low": estimate["low"], f"{name} high": estimate["high"]}
+                rows.append(row)
+        return make_frame({name: [row[name] for row in rows] for name in rows[0]})
+
+    @property
+    def cautions(self) -> list[str]:
+        """Return what a reader must not miss."""
+        return [one["text"] for one in self.evaluation["cautions"]]
+
+    def figure(self) -> "Figure":
+        """Return one picture: the headline metric before and after, with rivals as ticks."""
+        from gmeta.evaluation.report.summary_figure import draw_summary
+
+        return draw_summary(self.evaluation)
+
+    def _repr_html_(self) -> str:
+        name = self.evaluation["headline"]
+        lines: list[list[Any]] = [["group", "model", "stage", name]]
+        for group in self.evaluation["groups"]:
+            lines += [
+                [group["name"], one["run"], one["stage"], _short(one["metrics"][name]["value"])]
+                for one in group["results"]
+            ]
+        return _html_table(lines) + f"<p>{escape(str(self.path))}</p>"
+
+
+@dataclass(frozen=True)
+class Tuned:
+    """What `gmeta.tune` found: `config` is the best one, for `gmeta.train`."""
+
+    config: Path
+    page: Path
+    results: dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Judgement:
+    """Whether a candidate may be promoted, why not, and all that was measured."""
+
+    promote: bool
+    reasons: list[str]
+    verdict: dict[str, Any]
+
+
+def _flatten(line: dict[str, Any]) -> dict[str, Any]:
+    values = {name: value for name, value in line.items() if not isinstance(value, dict | list)}
+    nested = ((name, found) for name, found in line.items() if isinstance(found, dict))
+    for name, found in nested:
+        values |= {f"{name}/{key}": value for key, value in _flatten(found).items()}
+    return values
+
+
+def _short(value: Any) -> str:
+    return f"{value:.4f}" if isinstance(value, float) else str(value)
+
+
+def _html_table(lines: list[list[Any]]) -> str:
+    head, *rows = [[escape(str(cell)) for cell in line] for line in lines]
+    body = "".join(f"<tr>{''.join(f'<td>{cell}</td>' for cell in row)}</tr>" for row in rows)
+    heads = "".join(f"<th>{cell}</th>" for cell in head)
+    return f"<table><thead><tr>{heads}</tr></thead><tbody>{body}</tbody></table>"

@@ -1,0 +1,1 @@
+"""The look of every page: colours, type, tiles, tables and states, in one place."""
