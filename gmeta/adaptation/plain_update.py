@@ -44,6 +44,11 @@ class LowRankUpdate:
             self.bias_rate,
         )
 
+    def to_matrix(self) -> MaterialisedUpdate:
+        """Return the same update as a matrix."""
+        bias_T1O = self.scaled_grads_TSO.sum(dim=1, keepdim=True) * self.bias_rate
+        return MaterialisedUpdate(self.activations_TSI.mT @ self.scaled_grads_TSO, bias_T1O)
+
     def output_change_THO(self, rows_THI: Tensor, has_bias: bool = True) -> Tensor:
         """Return what to subtract from the shared layer's outputs: (x A^T + c) (a G)."""
         weights_THS = rows_THI @ self.activations_TSI.mT
@@ -65,6 +70,10 @@ class MaterialisedUpdate:
         """Return this update and one more step."""
         return MaterialisedUpdate(self.weight_TIO + step.weight_TIO, self.bias_T1O + step.bias_T1O)
 
+    def to_matrix(self) -> MaterialisedUpdate:
+        """Return this update."""
+        return self
+
     def output_change_THO(self, rows_THI: Tensor, has_bias: bool = True) -> Tensor:
         """Return what to subtract from the shared layer's outputs: x (A^T a G) + c sum_s a G_s."""
         if has_bias:
@@ -85,11 +94,8 @@ def step_update(
 ) -> PlainUpdate:
     """Return the update of one inner step: W_t -= a A_t^T G_t and b_t -= c a sum_s G_ts."""
     if not isinstance(rate, WeightRates):
-        scaled_TSO = scale_grads(grads_TSO, rate)
-        if path == "low_rank":
-            return LowRankUpdate(activations_TSI, scaled_TSO, bias_rate)
-        bias_T1O = scaled_TSO.sum(dim=1, keepdim=True) * bias_rate
-        return MaterialisedUpdate(activations_TSI.mT @ scaled_TSO, bias_T1O)
+        factors = LowRankUpdate(activations_TSI, scale_grads(grads_TSO, rate), bias_rate)
+        return factors if path == "low_rank" else factors.to_matrix()
     # Meta-SGD, a rate a weight (arXiv 1707.09835): the outer product times a matrix of rates has
     # any rank, so it is a matrix whatever the path.
     weight_TIO = activations_TSI.mT @ grads_TSO * rate.weight_OI.mT

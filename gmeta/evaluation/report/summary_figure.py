@@ -1,5 +1,6 @@
 """One picture of an evaluation: the headline metric before and after, with rivals as ticks."""
 
+from io import BytesIO
 from typing import Any
 
 from matplotlib.figure import Figure
@@ -7,12 +8,20 @@ from matplotlib.figure import Figure
 from gmeta.platform.pages.palette import PALETTE
 
 
+class _ShownFigure(Figure):
+    def _repr_png_(self) -> bytes:
+        # A notebook shows matplotlib's own figures only once pyplot is imported.
+        self.savefig(file := BytesIO(), format="png", facecolor=self.get_facecolor())
+        return file.getvalue()
+
+
 def draw_summary(evaluation: dict[str, Any], theme: int = 0) -> Figure:
     """Return the picture of an evaluation.json; `theme` 0 is light, 1 dark."""
     colors = {name: both[theme] for name, both in PALETTE.items()}
     groups, name = evaluation["groups"], evaluation["headline"]
     run = evaluation["runs"][0]["name"]
-    figure = Figure((6.4, 0.9 + 0.75 * len(groups)), facecolor=colors["page"], layout="constrained")
+    size = 6.4, 0.9 + 0.75 * len(groups)
+    figure = _ShownFigure(size, facecolor=colors["page"], layout="constrained")
     axes = figure.subplots()
     axes.set_facecolor(colors["page"])
     for row, group in enumerate(groups):
