@@ -37,7 +37,8 @@ def inspect(
         bool, typer.Option("--verify", help="check every checksum; exit code 1 if one differs")
     ] = False,
     picture: Annotated[
-        Path | None, typer.Option(help="dataset: write a PNG of episode sizes and id skew")
+        Path | None,
+        typer.Option(help="dataset: write a PNG of episode sizes and id skew, or a page: .html"),
     ] = None,
 ) -> None:
     """Show what a dataset, stream, run, checkpoint, exported model or channel holds.
@@ -87,7 +88,13 @@ def inspect(
         summaries = summarise(dataset, advance)
     _print_summary(console, dataset, summaries)
     if picture is not None:
-        content = draw_summaries(summaries, picture)
+        if picture.suffix == ".html":
+            # Late: without a page nothing is drawn.
+            from gmeta.evaluation.report.dataset_page import render_dataset
+
+            content = render_dataset(dataset, summaries).encode()
+        else:
+            content = draw_summaries(summaries, picture)
         picture.parent.mkdir(parents=True, exist_ok=True)
         write_atomically(picture, content)
         console.print(f"picture: {picture}")

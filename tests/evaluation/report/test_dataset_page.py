@@ -1,0 +1,24 @@
+"""The page of a dataset counts what the table of `gmeta inspect` counts."""
+
+from pathlib import Path
+
+from metaio import Provenance, open_dataset, write_dataset
+from metaio.format.inspection import summarise
+from tests.metaio.conftest import FEATURES, make_rows
+from tests.support.commands import succeed
+
+
+def test_the_page_has_each_split_and_table(tmp_path: Path) -> None:
+    with write_dataset(str(tmp_path / "data"), FEATURES, Provenance("user", "click")) as writer:
+        for name, seed in (("train", 0), ("valid", 1)):
+            writer.split(name).write(make_rows(40, seed))
+    page_path = tmp_path / "data.html"
+    succeed("inspect", tmp_path / "data", "--picture", page_path)
+    page = page_path.read_text()
+    summaries = summarise(open_dataset(str(tmp_path / "data")))
+    for one in summaries:
+        assert f"episodes of {one.name}" in page
+        assert f"{one.num_rows:,} rows" in page
+    assert page.count("<svg role") == 4  # sizes of two splits, ids, unknown ones
+    assert "40 episodes to train on" in page
+    assert "http://" not in page.replace("http://www.w3.org", "")
