@@ -12,7 +12,7 @@ from metaio.ragged import Int64, find_firsts, owners, ragged_indices
 Floats = npt.NDArray[np.float64]
 
 
-class EpisodeRows(Protocol):
+class RaggedEpisodes(Protocol):
     """Episodes with contiguous rows, support before query, as tensors or arrays."""
 
     @property
@@ -32,7 +32,7 @@ class EpisodeRows(Protocol):
         """Return how many support rows each episode has."""
 
 
-def find_groups(rows: EpisodeRows) -> Int64:
+def find_groups(rows: RaggedEpisodes) -> Int64:
     """Return the group of each row, from 0 on: a group begins with each label above 0, each task
     and each side. Labels of query rows may be unknown."""
     begins_N = np.asarray(rows.label_N) > 0
@@ -55,7 +55,7 @@ def order_groups(
     return ragged_indices(firsts, sizes), rows.astype(np.int64)
 
 
-def redraw_groups(rows: EpisodeRows, group_N: Int64, draw_N: Floats) -> tuple[Int64, Int64]:
+def redraw_groups(rows: RaggedEpisodes, group_N: Int64, draw_N: Floats) -> tuple[Int64, Int64]:
     """Return each task's rows with its groups in the order of what was drawn for their first rows,
     and how many of them support it: those of as many groups as before."""
     rows_T, support_T = np.diff(rows.row_offsets_T1), np.asarray(rows.support_lengths_T)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from gmeta.data.hash_rng import draw_for_rows, mix_key, reorder_rows
-from gmeta.data.row_groups import EpisodeRows, find_groups, redraw_groups
+from gmeta.data.row_groups import RaggedEpisodes, find_groups, redraw_groups
 from metaio.ragged import Int64, owners, places
 from metaio.read.batch import TaskBatch
 
@@ -37,7 +37,7 @@ class SupportView:
         """Return whether the view has all rows as they are stored."""
         return not self.draw and self.max_support is None
 
-    def order_rows(self, rows: EpisodeRows) -> tuple[Int64, Int64]:
+    def order_rows(self, rows: RaggedEpisodes) -> tuple[Int64, Int64]:
         """Return which rows are seen, in their order, and how many of each episode support it."""
         task_T, row_offsets_T1 = np.asarray(rows.task_T), np.asarray(rows.row_offsets_T1)
         support_T = np.asarray(rows.support_lengths_T)
