@@ -183,8 +183,8 @@ FRESH_IMPORTS: dict[str, list[tuple[str, tuple[str, ...]]]] = {
         ("gmeta.cli.commands.evaluate", NO_DATA),
         ("gmeta.cli.commands.export", NO_DATA),
         ("gmeta.cli.commands.serve", NO_DATA),
-        ("gmeta.cli.commands.shard_service", NO_DATA),
-        ("gmeta.cli.commands.shards", NO_DATA),
+        ("gmeta.cli.commands.shard_service", (*NO_DATA, "jinja2")),
+        ("gmeta.cli.commands.shards", (*NO_DATA, "jinja2")),
         ("gmeta.cli.commands.sim_replay", NO_DATA),
         ("gmeta.cli.commands.tune", ("torch", "matplotlib", "duckdb", "optuna")),
         # They tell of a wrong option before they load more.

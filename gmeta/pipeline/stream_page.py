@@ -18,7 +18,7 @@ from gmeta.pipeline.pipeline import Pipeline
 from gmeta.pipeline.pipeline_status import PipelineStatus
 from gmeta.pipeline.stage_outcome import RunningStage
 from gmeta.pipeline.stream_charts import stream_chart
-from gmeta.platform.pages.page_kit import load_template
+from gmeta.platform.pages.templates import load_template
 from metaio.quantities import format_duration
 
 # matplotlib's settings belong to the process, and pages are drawn in threads.

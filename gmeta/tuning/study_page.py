@@ -9,7 +9,7 @@ from matplotlib.ticker import MaxNLocator
 
 from gmeta.evaluation.report.chart_files import Axes, Chart, Panel, PlotSeries, light_color
 from gmeta.evaluation.report.html_page import draw_panels
-from gmeta.platform.pages.page_kit import load_template
+from gmeta.platform.pages.templates import load_template
 from gmeta.runs.early_stop import EarlyStop
 from gmeta.tuning.outcome import TunedSide, format_score, shorten_keys
 

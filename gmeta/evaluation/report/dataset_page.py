@@ -8,7 +8,7 @@ from matplotlib.ticker import EngFormatter, MaxNLocator, PercentFormatter
 
 from gmeta.evaluation.report.chart_files import Axes, Chart, Panel, light_color
 from gmeta.evaluation.report.html_page import draw_panels
-from gmeta.platform.pages.page_kit import load_template
+from gmeta.platform.pages.templates import load_template
 from metaio.format.dataset import Dataset
 from metaio.format.inspection import SplitSummary
 

@@ -20,7 +20,7 @@ from gmeta.evaluation.report.evaluation_schema import (
 )
 from gmeta.evaluation.report.verdict import judge_groups, make_tiles
 from gmeta.metrics.metric_info import MetricInfo
-from gmeta.platform.pages.page_kit import load_template
+from gmeta.platform.pages.templates import load_template
 
 FILTERS = {"number": headlines.format_number, "signed": headlines.format_signed}
 

@@ -9,8 +9,8 @@ from matplotlib.ticker import EngFormatter, MaxNLocator
 from gmeta.evaluation.report.chart_files import Axes, Chart, Panel, PlotSeries, light_color
 from gmeta.evaluation.report.html_page import draw_panels
 from gmeta.evaluation.report.learning_curves import LearningCurve, make_learning_curves
-from gmeta.platform.pages.page_kit import load_template
 from gmeta.platform.pages.palette import MARKS, NUM_SERIES_COLORS
+from gmeta.platform.pages.templates import load_template
 from gmeta.runs.early_stop import make_early_stop, make_scoring
 from gmeta.runs.listing import RunSummary
 from gmeta.runs.run_folder import RunFolder

@@ -1,13 +1,8 @@
-"""Makes pages that load nothing from the network: of templates, or of a file with a script."""
+"""The style sheet of all pages, and pages with a script of their own."""
 
-from collections.abc import Callable, Mapping
 from importlib import resources
-from typing import Any
 
-from jinja2 import ChoiceLoader, Environment, PackageLoader, StrictUndefined, Template
-from markupsafe import Markup
-
-from gmeta.platform.pages.palette import MARKS, write_css_colors
+from gmeta.platform.pages.palette import write_css_colors
 
 
 def read_style() -> str:
@@ -19,22 +14,3 @@ def read_scripted_page(package: str) -> str:
     """Return the page.html of a package, with the style sheet in the place of `KIT`."""
     page = resources.files(package).joinpath("page.html").read_text()
     return page.replace("KIT", read_style(), 1)
-
-
-def load_template(
-    package: str, name: str, filters: Mapping[str, Callable[..., Any]] | None = None
-) -> Template:
-    """Return a template of a package, which may extend base.html and use tiles of kit.html."""
-    # Names are the user's words, so they are escaped; a name that the template misspells fails.
-    loader = ChoiceLoader([PackageLoader(package, "."), PackageLoader(str(__package__), ".")])
-    environment = Environment(
-        loader=loader,
-        autoescape=True,
-        undefined=StrictUndefined,
-        trim_blocks=True,
-        lstrip_blocks=True,
-    )
-    # Ours, so the style needs no escaping.
-    environment.globals.update(style=Markup(read_style()), marks=MARKS)
-    environment.filters.update(filters or {})
-    return environment.get_template(name)

@@ -262,7 +262,7 @@ def test_adapting_that_is_made_worse_is_told_in_red(runs: Path, tmp_path: Path) 
     assert "maml: adapts with inner_lr = 5.0 (its config: 0.05)" in found["stdout"]
     assert found["yardsticks"][0]["chosen"]["item_column"] == "maker"
     page = (tmp_path / "out" / "report.html").read_text()
-    assert f'<ul class="cautions"><li>{first["text"]}</li>' in page
+    assert f'<section class="alert" role="alert"><ul><li>{first["text"]}</li>' in page
 
 
 @pytest.mark.parametrize(
