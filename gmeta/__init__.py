@@ -25,6 +25,7 @@ if TYPE_CHECKING:
         judge,
         prepare,
         promote,
+        rollback,
         serve,
         train,
         tune,
@@ -34,21 +35,6 @@ if TYPE_CHECKING:
     from gmeta.serving.served_model import ServedModel
 
 __version__ = "0.1.0"  # pyproject.toml and `gmeta --version` take it from here
-# Importing gmeta alone loads nothing: the data-shard service must not load torch.
-_MODULES = {
-    **dict.fromkeys(("GMetaError", "UserError"), "gmeta.errors"),
-    **dict.fromkeys(
-        ("Draft", "Judgement", "PreparedData", "EvaluationReport", "TrainedRun", "Tuned"),
-        "gmeta.library.results",
-    ),
-    **dict.fromkeys(
-        ("init", "prepare", "train", "evaluate", "tune", "export", "judge", "promote", "serve"),
-        "gmeta.library.verbs",
-    ),
-    "follow": "gmeta.serving.channel.follower",
-    "load": "gmeta.serving.model_loader",
-    "ServedModel": "gmeta.serving.served_model",
-}
 __all__ = [
     "Draft",
     "EvaluationReport",
@@ -68,10 +54,23 @@ __all__ = [
     "load",
     "prepare",
     "promote",
+    "rollback",
     "serve",
     "train",
     "tune",
 ]
+# Importing gmeta alone loads nothing: the data-shard service must not load torch.
+_MODULES = {
+    **dict.fromkeys(__all__, "gmeta.library.verbs"),
+    **dict.fromkeys(("GMetaError", "UserError"), "gmeta.errors"),
+    **dict.fromkeys(
+        ("Draft", "Judgement", "PreparedData", "EvaluationReport", "TrainedRun", "Tuned"),
+        "gmeta.library.results",
+    ),
+    "follow": "gmeta.serving.channel.follower",
+    "load": "gmeta.serving.model_loader",
+    "ServedModel": "gmeta.serving.served_model",
+}
 
 former_paths.install()
 

@@ -5,6 +5,7 @@ settings of torch. A call is the command, so both give the same bits."""
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -14,11 +15,18 @@ from contextlib import contextmanager
 from typing import IO, Any
 
 from gmeta.errors import GMetaError, NotFiniteError, UserError
+from gmeta.tuning.config_toml import format_toml_value
 
 # The exit code of a verdict that refuses, which is a result.
 REFUSED = 3
-# How long a command may take to end by itself after Ctrl-C.
-PATIENCE_S = 30.0
+# How long a command may take to end by itself after Ctrl-C: ranks have 120 s for a checkpoint.
+PATIENCE_S = 150.0
+# What a notebook's kernel sets for what it shows itself: colours would hide an error's line.
+OF_NOTEBOOKS = ("FORCE_COLOR", "CLICOLOR_FORCE", "PY_COLORS", "TTY_COMPATIBLE", "MPLBACKEND")
+# The line of an error, of one rank among several, or of an option that a command does not have.
+ERROR = re.compile(r"(?:error(?: on rank \d+)?|Error): (.*)")
+# Options that are on unless --no-... is given.
+ON_BY_DEFAULT = ("access_log", "trees", "verify")
 
 
 def run_command(*arguments: str, show: bool = True, has_json: bool = True) -> dict[str, Any]:
@@ -33,24 +41,32 @@ def run_command(*arguments: str, show: bool = True, has_json: bool = True) -> di
     with tempfile.TemporaryFile("w+", encoding="utf-8") as out:
         with start_command(command, out) as process:
             assert process.stderr is not None
-            last = _read_lines(process.stderr, show)
+            try:
+                last = _read_lines(process.stderr, show)
+            except KeyboardInterrupt:
+                # Its last lines say what it kept.
+                rest = end_command(process)
+                if show:
+                    sys.stderr.write(rest)
+                raise
             code = process.wait()
         out.seek(0)
         found = out.read().strip().splitlines() if has_json else []
     if code == 0 or (code == REFUSED and found):
         result: dict[str, Any] = json.loads(found[-1]) if found else {}
         return result
-    raise _make_error(code, last or f"gmeta {arguments[0]} ended with exit code {code}")
+    raise make_error(code, last or f"gmeta {arguments[0]} ended with exit code {code}")
 
 
 @contextmanager
 def start_command(
-    arguments: Sequence[str], out: IO[str], err: IO[str] | int = subprocess.PIPE
+    arguments: Sequence[str], out: IO[Any], err: IO[Any] | int = subprocess.PIPE
 ) -> Iterator["subprocess.Popen[str]"]:
     """Yield the process of `gmeta ARGUMENTS`, which has ended behind the block."""
-    environment = dict(os.environ)
+    environment = {name: text for name, text in os.environ.items() if name not in OF_NOTEBOOKS}
     # What this process can import, the command can: a notebook may have extended sys.path.
     environment["PYTHONPATH"] = os.pathsep.join(path for path in sys.path if path)
+    environment["TYPER_USE_RICH"] = "0"  # it would draw a box around an error
     process = subprocess.Popen(
         [sys.executable, "-m", "gmeta.library.child", str(os.getpid()), *arguments],
         stdin=subprocess.DEVNULL,
@@ -65,44 +81,76 @@ def start_command(
     try:
         yield process
     finally:
-        if process.poll() is None:
-            process.send_signal(signal.SIGINT)
-            try:
-                process.wait(PATIENCE_S)
-            except subprocess.TimeoutExpired:
-                process.kill()
-                process.wait()
+        end_command(process)
 
 
-def write_overrides(overrides: Mapping[str, Any]) -> list[str]:
-    """Return `section.key=value` for each override, as on the command line."""
-    return [
-        # JSON's values are TOML's; a path is text.
-        f"{key}={json.dumps(value, default=str)}"
-        for key, value in overrides.items()
-    ]
+def end_command(process: "subprocess.Popen[str]") -> str:
+    """Interrupt a command that still runs, and return what it says then."""
+    if process.poll() is not None:
+        return ""
+    process.send_signal(signal.SIGINT)
+    try:
+        # Read to the end: a command that nobody reads could not end.
+        return process.communicate(timeout=PATIENCE_S)[1] or ""
+    except (subprocess.TimeoutExpired, KeyboardInterrupt):
+        # A second Ctrl-C, too, ends it at once.
+        process.kill()
+        process.wait()
+        return ""
+
+
+def write_settings(settings: Mapping[str, Any], within: str = "") -> list[str]:
+    """Return `section.key=value` for each value of nested dicts, as on the command line."""
+    words: list[str] = []
+    for name, value in settings.items():
+        if isinstance(value, Mapping):
+            words += write_settings(value, f"{within}{name}.")
+        else:
+            words.append(f"{within}{name}={format_toml_value(_as_plain(within + name, value))}")
+    return words
+
+
+def _as_plain(key: str, value: Any) -> Any:
+    """Return a value as TOML has it: of a path its text, of an array of any library a list."""
+    if isinstance(value, os.PathLike):
+        return os.fspath(value)
+    if isinstance(value, list | tuple):
+        return [_as_plain(key, one) for one in value]
+    value = value.tolist() if hasattr(value, "tolist") else value
+    if isinstance(value, str | int | float | list):
+        return value
+    raise UserError(
+        f"{key} = {value!r} is no value of a config: text, numbers, true, false and lists of them "
+        "are allowed. Correct it, or leave it out for the default"
+    )
 
 
 def write_options(**options: Any) -> list[str]:
-    """Return `--name value` for each option that is given: not None, False or empty."""
+    """Return `--name value` for each option that is given: not None or empty."""
     words: list[str] = []
     for name, value in options.items():
-        option = f"--{name.replace('_', '-')}"
-        if value is True:
-            words.append(option)
-        elif isinstance(value, list | tuple):
-            words += [word for one in value for word in (option, str(one))]
-        elif value is not None and value is not False and value != "":
-            words += [option, str(value)]
+        option = name.replace("_", "-")
+        if isinstance(value, bool):
+            if value != (name in ON_BY_DEFAULT):
+                words.append(f"--{option}" if value else f"--no-{option}")
+        elif value is not None and value != "":
+            for one in value if isinstance(value, list | tuple) else [value]:
+                text = os.fspath(one) if isinstance(one, os.PathLike) else str(one)
+                words += [f"--{option}", text]
     return words
+
+
+def find_error(line: str) -> str:
+    """Return the text of a line that tells an error; "" of any other."""
+    found = ERROR.fullmatch(line.rstrip("\n"))
+    return found[1] if found else ""
 
 
 def _read_lines(stream: IO[str], show: bool) -> str:
     """Show lines as they come, and return the text of the last error among them."""
     error = ""
     for line in stream:
-        head, _, text = line.rstrip("\n").partition(": ")
-        if head == "error" or head.startswith("error on rank "):
+        if text := find_error(line):
             error = text
         elif show:
             sys.stderr.write(line)
@@ -110,6 +158,7 @@ def _read_lines(stream: IO[str], show: bool) -> str:
     return error
 
 
-def _make_error(code: int, message: str) -> GMetaError:
+def make_error(code: int, message: str) -> GMetaError:
+    """Return the error of an exit code."""
     kinds = {UserError.exit_code: UserError, NotFiniteError.exit_code: NotFiniteError}
     return kinds.get(code, GMetaError)(message)

@@ -1,5 +1,6 @@
 """Frames in and out: pandas, polars and Arrow."""
 
+import re
 from collections.abc import Sequence
 from importlib.util import find_spec
 from pathlib import Path
@@ -10,6 +11,7 @@ import pyarrow.parquet as pq
 
 from gmeta.errors import UserError
 
+UNNAMED_INDEX = re.compile(r"__index_level_\d+__")
 # A pandas or polars DataFrame, an Arrow table, or whatever Arrow reads as one.
 Frame: TypeAlias = Any
 Log: TypeAlias = str | Path | Sequence[str | Path] | Frame
@@ -19,19 +21,35 @@ def list_inputs(log: Log, folder: Path) -> list[str]:
     """Return the paths of a log; a frame is written into `folder` first."""
     if isinstance(log, str | Path):
         return [str(log)]
-    if isinstance(log, list | tuple):
+    if isinstance(log, list | tuple) and all(isinstance(path, str | Path) for path in log):
         return [str(path) for path in log]
+    path = folder / "log.parquet"
     try:
-        table = log if isinstance(log, pa.Table) else pa.table(log)
+        table = _without_row_numbers(log if isinstance(log, pa.Table) else pa.table(log))
+        columns = [_decode(column) for column in table.columns]
+        pq.write_table(pa.table(columns, names=table.column_names), path)
     except (TypeError, ValueError, pa.ArrowException) as error:
         raise UserError(
             f"a log of type {type(log).__name__} cannot be read as columns: "
             f"{str(error).splitlines()[0]}. Give a path, several of them, or a pandas, polars or "
             "Arrow frame"
         ) from error
-    path = folder / "log.parquet"
-    pq.write_table(table.replace_schema_metadata(None), path)
     return [str(path)]
+
+
+def _without_row_numbers(table: pa.Table) -> pa.Table:
+    """Return a table without the index of a pandas DataFrame that has no name: no column of the
+    log, it would become a feature as soon as rows were filtered."""
+    return table.select([name for name in table.column_names if not UNNAMED_INDEX.fullmatch(name)])
+
+
+def _decode(column: pa.ChunkedArray) -> pa.ChunkedArray:
+    """Return a categorical column of polars as text, as Parquet cannot hold it otherwise."""
+    kind = column.type
+    if not (pa.types.is_dictionary(kind) and pa.types.is_string_view(kind.value_type)):
+        return column
+    words = [one.dictionary.cast(pa.large_string()).take(one.indices) for one in column.chunks]
+    return pa.chunked_array(words, pa.large_string())
 
 
 def make_frame(columns: dict[str, list[Any]]) -> Frame:

@@ -1,6 +1,5 @@
 """What library calls return: a dataset, a run, a report, a study, a verdict."""
 
-import json
 from dataclasses import dataclass
 from functools import cached_property
 from html import escape
@@ -8,6 +7,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from gmeta.library.frames import Frame, make_frame
+from gmeta.runs.listing import summarise_run
+from gmeta.runs.run_folder import RunFolder
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -15,9 +16,19 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class PreparedData:
-    """A dataset that `gmeta.prepare` made: `path` for `data.path`."""
+    """A dataset that `gmeta.prepare` made: a path, such as for `data.path`; the number of
+    `episodes` and `rows` of each split, and what the report counts, such as tasks left out."""
 
     path: Path
+    splits: dict[str, dict[str, int]]
+    report: dict[str, Any]
+
+    def __fspath__(self) -> str:
+        return str(self.path)
+
+    def _repr_html_(self) -> str:
+        lines = [[name, one["episodes"], one["rows"]] for name, one in self.splits.items()]
+        return _html_table([[self.path, "episodes", "rows"], *lines])
 
 
 @dataclass(frozen=True)
@@ -36,33 +47,36 @@ class TrainedRun:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "path", Path(self.path))
+        # Now, not where it is used: UserError, as this is no run folder.
+        _ = self.config
+
+    def __fspath__(self) -> str:
+        return str(self.path)
 
     @cached_property
     def config(self) -> dict[str, Any]:
         """Return the resolved config."""
-        config: dict[str, Any] = json.loads((self.path / "config.json").read_text())
-        return config
+        return RunFolder(self.path).read_config().to_json()
+
+    @property
+    def best_step(self) -> int | None:
+        """Return the step of the best validation so far; None without one."""
+        return summarise_run(RunFolder(self.path)).best_step
 
     @property
     def metrics(self) -> Frame:
         """Return the lines of metrics.jsonl: `step`, `loss`, `valid/auc` and so on, null where a
         line has no such value; a pandas DataFrame where pandas is installed, else an Arrow table.
         """
-        lines = [_flatten(line) for line in self._read_lines()]
+        lines = [_flatten(line) for line in RunFolder(self.path).read_metrics()]
         names = list(dict.fromkeys(name for line in lines for name in line))
         return make_frame({name: [line.get(name) for line in lines] for name in names})
 
     @property
     def valid(self) -> dict[str, float]:
         """Return the newest validation; {} without one."""
-        found = [line["valid"] for line in self._read_lines() if "valid" in line]
+        found = [line["valid"] for line in RunFolder(self.path).read_metrics() if "valid" in line]
         return found[-1] if found else {}
-
-    def _read_lines(self) -> list[dict[str, Any]]:
-        path = self.path / "metrics.jsonl"
-        # The last line of a run under way may be half-written.
-        text = path.read_text() if path.exists() else ""
-        return [json.loads(line) for line in text.split("\n")[:-1]]
 
     def _repr_html_(self) -> str:
         cells = {"run": self.path, **self.valid}
@@ -76,9 +90,13 @@ class EvaluationReport:
     path: Path
     evaluation: dict[str, Any]
 
+    def __fspath__(self) -> str:
+        return str(self.path)
+
     @property
     def table(self) -> Frame:
-        """Return a row for each group, model and stage: its metrics with their intervals."""
+        """Return a row for each group, model and stage: its metrics with their intervals, of
+        several labels those of the one that is judged."""
         rows: list[dict[str, Any]] = []
         for group in self.evaluation["groups"]:
             for result in group["results"]:

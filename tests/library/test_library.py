@@ -2,6 +2,7 @@
 
 import json
 import os
+import signal
 import subprocess
 import sys
 import urllib.request
@@ -10,9 +11,13 @@ from typing import Any
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 
 import gmeta
+from gmeta.errors import UserError
+from gmeta.library.command import write_options, write_settings
+from gmeta.library.frames import list_inputs
 from gmeta.platform.files.tensor_files import read_tensors
 from tests.support.refusals import catch_message
 
@@ -57,6 +62,7 @@ def test_a_run_has_its_metrics_and_config(run: gmeta.TrainedRun) -> None:
     assert run.config["run"]["epochs"] == 2
     assert {"step", "loss"} <= set(as_arrow(run.metrics).column_names)
     assert run.valid
+    assert run.best_step in as_arrow(run.metrics)["step"].to_pylist()
     assert "<table>" in run._repr_html_()
 
 
@@ -97,7 +103,12 @@ def test_a_model_is_exported_loaded_promoted_and_served(
     user = model.adapt(rows)
     assert len(user.predict(rows)) == 10
     assert gmeta.promote(tmp_path / "model", tmp_path / "channel", show=False) == 1
-    with gmeta.serve(tmp_path / "model") as url, urllib.request.urlopen(f"{url}/status") as answer:
+    with pytest.raises(UserError, match="no channel"):
+        gmeta.rollback(tmp_path, show=False)
+    with (
+        gmeta.serve(tmp_path / "model", verify=False) as url,
+        urllib.request.urlopen(f"{url}/status") as answer,
+    ):
         assert json.load(answer)["model"] == "model"
 
 
@@ -108,6 +119,63 @@ def test_an_error_is_the_line_of_the_command(prepared: gmeta.Draft, run: gmeta.T
     assert "is not empty: a new run needs a new folder" in message
     message = catch_message(gmeta.UserError, gmeta.train, {"outer": {"loss": "x"}}, show=False)
     assert "outer.loss" in message
+
+
+def test_a_notebook_hides_no_error(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    # As the kernel of a notebook sets it: the line would have colours.
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    message = catch_message(UserError, gmeta.evaluate, tmp_path, show=False)
+    assert message.startswith(f"{tmp_path} is no run folder")
+    # typer's, in its box.
+    assert catch_message(UserError, gmeta.prepare, "log", "schema", "out", foo=1, show=False) == (
+        "No such option: --foo"
+    )
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("nproc", [1, 2])
+def test_ctrl_c_ends_every_rank_and_says_what_is_kept(
+    prepared: gmeta.Draft, tmp_path: Path, nproc: int
+) -> None:
+    settings = SETTINGS | {"run.epochs": 100_000, "run.dir": str(tmp_path / "run")}
+    code = f"import gmeta; gmeta.train({str(prepared.config)!r}, {settings!r}, nproc={nproc})"
+    with subprocess.Popen(
+        [sys.executable, "-c", code], stderr=subprocess.PIPE, text=True, start_new_session=True
+    ) as process:
+        assert process.stderr is not None
+        assert any(line.startswith("epoch 1") for line in process.stderr)
+        process.send_signal(signal.SIGINT)
+        # Its end is that of the ranks, too: they hold the other side of the pipe.
+        said = process.stderr.read()
+    assert "KeyboardInterrupt" in said
+    assert "interrupted" in said
+
+
+def test_settings_are_written_as_toml() -> None:
+    settings = {
+        "run.dir": Path("é\U0001f600"),
+        "outer": {"dense_lr": np.float32(0.5)},
+        "a.b": (1, 2),
+    }
+    written = ['run.dir="é\U0001f600"', "outer.dense_lr=0.5", "a.b=[1, 2]"]
+    assert write_settings(settings) == written
+    message = catch_message(UserError, write_settings, {"model": {"hidden": None}})
+    assert message.startswith("model.hidden = None is no value of a config")
+
+
+def test_an_option_that_is_on_is_turned_off() -> None:
+    options = write_options(trees=True, verify=False, force=False, step=0, against=[Path("a"), "b"])
+    assert options == ["--no-verify", "--step", "0", "--against", "a", "--against", "b"]
+
+
+def test_a_frame_is_written_without_its_index_and_categories_as_text(tmp_path: Path) -> None:
+    words = pa.DictionaryArray.from_arrays([1, None, 0], pa.array(["x", "y"], pa.string_view()))
+    frame = pa.table({"__index_level_0__": [7, 8, 9], "word": words})
+    (path,) = list_inputs(frame, tmp_path)
+    assert pq.read_table(path).to_pydict() == {"word": ["y", None, "x"]}
+    # Rows are no paths.
+    message = catch_message(UserError, list_inputs, [{"word": "x"}], tmp_path)
+    assert message.startswith("a log of type list cannot be read as columns: ")
 
 
 def test_a_log_that_is_no_frame_is_refused_by_its_type(tmp_path: Path) -> None:
