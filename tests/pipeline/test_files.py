@@ -361,7 +361,7 @@ def test_killed_around_its_commit_what_is_late_is_taken_or_refused_once(
     left = left_at_each_change(asked[0], root, copies)
     assert len(left) > 9
     for copy in left[-9:]:
-        restored(copy, root)
+        restored(copy.folder, root)
         loop = new_loop(root)
         prepared(loop)
         assert inputs(root)[2:] == [["day=002/part-0.parquet"]]
