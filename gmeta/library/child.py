@@ -14,7 +14,10 @@ def run() -> None:
     parent = int(sys.argv.pop(1))
     if sys.platform == "linux":
         # A kernel that is killed leaves no training behind that nobody sees. SIGTERM keeps every
-        # step. The parent may be gone by now.
+        # step, for which the pipe of its lines stays open: one that nobody reads would end it
+        # before its checkpoint.
+        os.open("/proc/self/fd/2", os.O_RDONLY)
+        # The parent may be gone by now.
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
         if os.getppid() != parent:
             sys.exit(128 + signal.SIGTERM)

@@ -10,6 +10,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from gmeta.errors import UserError
+from metaio.prepare.schema.values import decode_views
 
 UNNAMED_INDEX = re.compile(r"__index_level_\d+__")
 # A pandas or polars DataFrame, an Arrow table, or whatever Arrow reads as one.
@@ -26,7 +27,7 @@ def list_inputs(log: Log, folder: Path) -> list[str]:
     path = folder / "log.parquet"
     try:
         table = _without_row_numbers(log if isinstance(log, pa.Table) else pa.table(log))
-        columns = [_decode(column) for column in table.columns]
+        columns = [decode_views(column) for column in table.columns]
         pq.write_table(pa.table(columns, names=table.column_names), path)
     except (TypeError, ValueError, pa.ArrowException) as error:
         raise UserError(
@@ -43,16 +44,14 @@ def _without_row_numbers(table: pa.Table) -> pa.Table:
     return table.select([name for name in table.column_names if not UNNAMED_INDEX.fullmatch(name)])
 
 
-def _decode(column: pa.ChunkedArray) -> pa.ChunkedArray:
-    """Return a categorical column of polars as text, as Parquet cannot hold it otherwise."""
-    kind = column.type
-    if not (pa.types.is_dictionary(kind) and pa.types.is_string_view(kind.value_type)):
-        return column
-    words = [one.dictionary.cast(pa.large_string()).take(one.indices) for one in column.chunks]
-    return pa.chunked_array(words, pa.large_string())
-
-
 def make_frame(columns: dict[str, list[Any]]) -> Frame:
     """Return columns as a pandas DataFrame where pandas is installed, else as an Arrow table."""
-    table = pa.table(columns)
+    arrays = {name: pa.array(values) for name, values in columns.items()}
+    table = pa.table(
+        # Intervals of which none is known are numbers, too.
+        {
+            name: one if one.null_count < len(one) else one.cast("double")
+            for name, one in arrays.items()
+        }
+    )
     return table.to_pandas() if find_spec("pandas") else table

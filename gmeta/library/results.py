@@ -1,6 +1,6 @@
 """What library calls return: a dataset, a run, a report, a study, a verdict."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from html import escape
 from pathlib import Path
@@ -21,7 +21,7 @@ class PreparedData:
 
     path: Path
     splits: dict[str, dict[str, int]]
-    report: dict[str, Any]
+    report: dict[str, Any] = field(repr=False)
 
     def __fspath__(self) -> str:
         return str(self.path)
@@ -88,7 +88,7 @@ class EvaluationReport:
     """An evaluation: `path` is its page, `evaluation` all its figures (docs/metrics.md)."""
 
     path: Path
-    evaluation: dict[str, Any]
+    evaluation: dict[str, Any] = field(repr=False)
 
     def __fspath__(self) -> str:
         return str(self.path)
@@ -135,7 +135,7 @@ class Tuned:
 
     config: Path
     page: Path
-    results: dict[str, Any]
+    results: dict[str, Any] = field(repr=False)
 
 
 @dataclass(frozen=True)
@@ -144,7 +144,7 @@ class Judgement:
 
     promote: bool
     reasons: list[str]
-    verdict: dict[str, Any]
+    verdict: dict[str, Any] = field(repr=False)
 
 
 def _flatten(line: dict[str, Any]) -> dict[str, Any]:

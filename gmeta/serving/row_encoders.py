@@ -23,7 +23,14 @@ from metaio.format.features import Features, FeatureSpec
 from metaio.prepare.episodes.encode import Encoder, FittedEncoding
 from metaio.prepare.schema.rules import SplitRule
 from metaio.prepare.schema.schema import Schema
-from metaio.prepare.schema.values import hash_values, infer_kind, to_float32, to_float64, to_int64
+from metaio.prepare.schema.values import (
+    decode_views,
+    hash_values,
+    infer_kind,
+    to_float32,
+    to_float64,
+    to_int64,
+)
 from metaio.quantities import format_count
 from metaio.ragged import Float32, Int64, offsets, reorder_row_by_row
 
@@ -183,7 +190,9 @@ def as_table(rows: object, what: str) -> pa.Table:
     if isinstance(rows, Mapping):
         rows = {str(name): _as_column(str(name), values, what) for name, values in rows.items()}
     try:
-        return pa.table(rows)
+        table = pa.table(rows)
+        columns = [decode_views(column) for column in table.columns]
+        return pa.table(columns, names=table.column_names)
     except _NOT_READ as error:
         raise UserError(
             f"{what} rows of type {type(rows).__name__} cannot be read as columns: "

@@ -6,6 +6,8 @@ import signal
 import subprocess
 import sys
 import urllib.request
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +21,9 @@ from gmeta.errors import UserError
 from gmeta.library.command import write_options, write_settings
 from gmeta.library.frames import list_inputs
 from gmeta.platform.files.tensor_files import read_tensors
+from gmeta.runs.run_folder import LOCK_FILE, RunFolder, list_checkpoints
 from tests.support.refusals import catch_message
+from tests.support.waiting import wait_until
 
 SETTINGS: dict[str, Any] = {
     "run.epochs": 2, "run.device": "cpu", "model.hidden": [8], "model.embedding_dim": 4,
@@ -91,6 +95,7 @@ def test_a_report_has_a_table_and_a_picture(run: gmeta.TrainedRun, tmp_path: Pat
     table = as_arrow(report.table)
     assert {"group", "model", "stage", "auc", "auc low"} <= set(table.column_names)
     figure = report.figure()
+    assert figure._repr_png_().startswith(b"\x89PNG")  # type: ignore[attr-defined]
     assert figure.axes[0].get_xlabel().startswith("AUC")
 
 
@@ -132,23 +137,46 @@ def test_a_notebook_hides_no_error(monkeypatch: pytest.MonkeyPatch, tmp_path: Pa
     )
 
 
-@pytest.mark.distributed
-@pytest.mark.parametrize("nproc", [1, 2])
-def test_ctrl_c_ends_every_rank_and_says_what_is_kept(
-    prepared: gmeta.Draft, tmp_path: Path, nproc: int
-) -> None:
-    settings = SETTINGS | {"run.epochs": 100_000, "run.dir": str(tmp_path / "run")}
+@contextmanager
+def start_training(
+    prepared: gmeta.Draft, root: Path, nproc: int
+) -> Iterator["subprocess.Popen[str]"]:
+    """A program that trains for ever, once it is under way."""
+    settings = SETTINGS | {"run.epochs": 100_000, "run.dir": str(root)}
     code = f"import gmeta; gmeta.train({str(prepared.config)!r}, {settings!r}, nproc={nproc})"
     with subprocess.Popen(
         [sys.executable, "-c", code], stderr=subprocess.PIPE, text=True, start_new_session=True
     ) as process:
         assert process.stderr is not None
         assert any(line.startswith("epoch 1") for line in process.stderr)
+        yield process
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("nproc", [1, 2])
+def test_ctrl_c_ends_every_rank_and_says_what_is_kept(
+    prepared: gmeta.Draft, tmp_path: Path, nproc: int
+) -> None:
+    with start_training(prepared, tmp_path / "run", nproc) as process:
+        assert process.stderr is not None
         process.send_signal(signal.SIGINT)
         # Its end is that of the ranks, too: they hold the other side of the pipe.
         said = process.stderr.read()
     assert "KeyboardInterrupt" in said
     assert "interrupted" in said
+
+
+@pytest.mark.distributed
+@pytest.mark.skipif(sys.platform != "linux", reason="elsewhere a process outlives its parent")
+@pytest.mark.parametrize("nproc", [1, 2])
+def test_a_run_whose_caller_is_killed_keeps_its_steps(
+    prepared: gmeta.Draft, tmp_path: Path, nproc: int
+) -> None:
+    with start_training(prepared, tmp_path / "run", nproc) as process:
+        process.kill()
+    folder = RunFolder(tmp_path / "run")
+    wait_until(lambda: list_checkpoints(folder.checkpoints), "a checkpoint")
+    wait_until(lambda: not (folder.root / LOCK_FILE).exists(), "the lock")
 
 
 def test_settings_are_written_as_toml() -> None:

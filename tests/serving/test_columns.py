@@ -49,6 +49,20 @@ def test_rows_encode_as_prepare_encoded_them(tmp_path: Path) -> None:
         assert episodes_of_batch(batch) == [(0, num_support, rows)]
 
 
+class PolarsFrame:
+    """What Arrow sees of a frame of polars whose column is categorical."""
+
+    def __arrow_c_stream__(self, requested_schema: object = None) -> object:
+        words = pa.DictionaryArray.from_arrays([1, None, 0], pa.array(["x", "y"], pa.string_view()))
+        return pa.table({"city": words}).__arrow_c_stream__(requested_schema)
+
+
+def test_categories_of_polars_are_text() -> None:
+    table = as_table(PolarsFrame(), "support")
+    assert table.schema.field("city").type == pa.large_string()
+    assert table["city"].to_pylist() == ["y", None, "x"]
+
+
 def test_text_where_the_training_data_had_integers_is_refused(tmp_path: Path) -> None:
     table = raw_table()
     encoder = encoder_of(prepared(tmp_path, table, SCHEMA))

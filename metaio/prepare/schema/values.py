@@ -33,6 +33,16 @@ def infer_kind(name: str, kind: pa.DataType, role: str) -> Kind:
     )
 
 
+def decode_views(column: pa.ChunkedArray) -> pa.ChunkedArray:
+    """Return a categorical column of polars as text, others as they are: Arrow neither writes nor
+    casts categories that are views."""
+    kind = column.type
+    if not (pa.types.is_dictionary(kind) and pa.types.is_string_view(kind.value_type)):
+        return column
+    words = [one.dictionary.cast(pa.large_string()).take(one.indices) for one in column.chunks]
+    return pa.chunked_array(words, pa.large_string())
+
+
 def check_cases(where: str, names: Sequence[str], wanted: Iterable[str]) -> None:
     """Raise DataError for a wanted column that `names` has twice, perhaps in other letters."""
     for column in wanted:
