@@ -8,7 +8,7 @@ BIN := $(VENV)/bin
 VARIANT ?= $(shell $(PYTHON) -c 'import ctypes; ctypes.CDLL("libnvidia-ml.so.1")' 2>/dev/null && echo cuda || echo cpu)
 
 .PHONY: setup format check test bench demo demo-stream clean protos protos-lint mutants antdt-faults deploy-check deploy-tools deploy-pin \
-	deploy-cluster config-page benchmarks-page kills fuzz docs docs-serve docs-release demo-picture dist install-check
+	deploy-cluster config-page benchmarks-page kills fuzz docs docs-serve docs-release demo-picture dist install-check lowest-check
 setup: $(VENV)/.developer
 
 # What gmeta runs with, then the tools of a contributor: the demo does not wait for these.
@@ -135,6 +135,14 @@ dist: setup
 	$(PIP) --quiet build twine
 	$(BIN)/python -m build
 	$(BIN)/twine check dist/*
+
+# The lowest versions that pyproject.toml admits, in an environment of their own: what serves, reads and adapts.
+lowest-check: setup
+	$(BIN)/python -m tests.support.lowest > $(VENV)/lowest.txt
+	rm -rf $(VENV)/lowest && $(PYTHON) -m venv $(VENV)/lowest
+	$(VENV)/lowest/bin/pip install -c $(VENV)/lowest.txt '.[serve]' pytest pytest-timeout pytest-xdist hypothesis
+	$(VENV)/lowest/bin/gmeta install-torchrec
+	$(VENV)/lowest/bin/python -m pytest tests/metaio/format tests/metaio/read tests/serving/test_columns.py tests/adaptation tests/library
 
 # The wheel in an environment of its own: to serve without torchrec, then to train. Minutes, and 2 GB.
 install-check: dist

@@ -132,9 +132,9 @@ def test_a_notebook_hides_no_error(monkeypatch: pytest.MonkeyPatch, tmp_path: Pa
     message = catch_message(UserError, gmeta.evaluate, tmp_path, show=False)
     assert message.startswith(f"{tmp_path} is no run folder")
     # typer's, in its box.
-    assert catch_message(UserError, gmeta.prepare, "log", "schema", "out", foo=1, show=False) == (
-        "No such option: --foo"
-    )
+    message = catch_message(UserError, gmeta.prepare, "log", "schema", "out", foo=1, show=False)
+    # As some versions of click and typer have it, and as others do.
+    assert message in ("No such option: --foo", "No such option '--foo'.")
 
 
 @contextmanager
