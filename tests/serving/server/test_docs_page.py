@@ -124,6 +124,7 @@ def test_a_visit_of_the_page_is_answered_by_the_server(server: RunningServer) ->
     assert rows.keys() >= {name.removeprefix("support.") for name in told}
     assert rows["item"] == ["item", "INT64", "[N]", "single", "ids 0 to 49; 0: unknown", "yes"]
     assert rows["click"][-1] == "in support rows"
+    assert ", predicts probabilities; POST /v2/models/model/infer" in shown["about"]
     first, stored, again, wrong = shown["seen"]
     assert [each[:2] for each in (first, stored, again)] == [
         ["good", "200 : adapted by 3 support rows"],
