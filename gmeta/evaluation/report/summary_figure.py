@@ -20,7 +20,7 @@ def draw_summary(evaluation: dict[str, Any], theme: int = 0) -> Figure:
     colors = {name: both[theme] for name, both in PALETTE.items()}
     groups, name = evaluation["groups"], evaluation["headline"]
     run = evaluation["runs"][0]["name"]
-    size = 6.4, 0.9 + 0.75 * len(groups)
+    size = 6.4, 0.9 + 0.9 * len(groups)
     figure = _ShownFigure(size, facecolor=colors["page"], layout="constrained")
     axes = figure.subplots()
     axes.set_facecolor(colors["page"])
@@ -52,7 +52,7 @@ def draw_summary(evaluation: dict[str, Any], theme: int = 0) -> Figure:
                 axes.annotate(
                     key[0],
                     (found[key], row),
-                    xytext=(0, -20 - 10 * (at % 2)),
+                    xytext=(0, -20 - 11 * (at % 3)),
                     textcoords="offset points",
                     ha="center",
                     fontsize=8,
