@@ -50,5 +50,6 @@ class Day:
         gain, margin = self.verdict.get("difference") or {}, self.verdict.get("margin")
         if gain.get("value") is None:
             return "promoted", "nothing to compare with", "good"
-        bound = "" if margin is None else f", at least {-margin:+.4f} asked"
-        return "promoted", f"loss lower by {gain['value']:+.4f}{bound}", "good"
+        side = "lower" if gain["value"] >= 0 else "higher"
+        bound = "" if margin is None else f"; up to {margin:.4f} higher is allowed"
+        return "promoted", f"loss {side} by {abs(gain['value']):.4f}{bound}", "good"

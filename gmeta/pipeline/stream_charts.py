@@ -147,9 +147,11 @@ def _line_panel(
     """Return a panel of lines; a hero is wide, by date, with what became of each candidate."""
     drawn_lines = []
     numbers = [day.record.number for day in days]
-    dates = [datetime.fromtimestamp(day.window_s[1], UTC) for day in days] if is_hero else numbers
+    dates = _find_dates(days) if is_hero else []
+    is_dated = bool(dates)
+    places = dates or numbers
     for label, values, style in lines:
-        pairs = zip(dates, values, strict=True)
+        pairs = zip(places, values, strict=True)
         known = [(place, value) for place, value in pairs if value is not None]
         if known:
             drawn_lines.append((label, known, style))
@@ -162,13 +164,21 @@ def _line_panel(
             shape |= {"color": light_color(color), "linewidth": 1.6, "label": label}
             axes.plot(*zip(*known, strict=True), **shape)
         _frame_axes(axes, days, format_axis_label(info), counts=False)
-        if is_hero:
+        if is_dated:
             _mark_decisions(axes, days, dates)
         _add_legend(axes)
 
     summary = ", ".join(f"{label} {known[-1][1]:.4f}" for label, known, _ in drawn_lines)
     description = f"{title}, by increment; at the newest: {summary}"
     return Panel(title, description, draw, width_inches=6.4 if is_hero else PANEL_WIDTH_INCHES)
+
+
+def _find_dates(days: Sequence[Day]) -> list[datetime]:
+    """Return the end of each increment's window; none where one is beyond all dates."""
+    try:
+        return [datetime.fromtimestamp(day.window_s[1], UTC) for day in days]
+    except (OverflowError, OSError, ValueError):
+        return []
 
 
 def _mark_decisions(axes: Axes, days: Sequence[Day], dates: Sequence[Any]) -> None:

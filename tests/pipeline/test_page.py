@@ -6,12 +6,14 @@ import shutil
 import time
 import urllib.error
 import urllib.request
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from gmeta.access.address import AddressError
 from gmeta.errors import UserError
+from gmeta.evaluation.report.chart_files import render_svg
 from gmeta.pipeline.live_page import StreamPageServer
 from gmeta.pipeline.outcome_reader import read_days
 from gmeta.pipeline.pipeline_metrics import PipelineMetrics
@@ -196,6 +198,19 @@ def test_a_stream_without_an_increment_has_a_page(tmp_path: Path) -> None:
     age = metrics.registry.get_sample_value("gmeta_follow_event_age_seconds")
     assert age is not None
     assert age != age  # NaN: no rule fires for it
+
+
+@pytest.mark.distributed
+def test_the_page_stands_without_a_chart_and_with_times_beyond_all_dates(followed: Path) -> None:
+    loop = loop_of(followed / "stream.toml")
+    status, days = read_status(loop), read_days(loop)
+    far = [replace(day, window_s=(1e15, 2e15)) for day in days]
+    assert [panel.title for panel in stream_chart(far).panels] == [
+        panel.title for panel in stream_chart(days).panels
+    ]
+    render_svg(stream_chart(far), 0)
+    bare = replace(draw_stream(loop), panels=[])
+    assert "Increments, the newest first" in render_page(bare, status)
 
 
 def test_alarms_say_what_to_look_at() -> None:

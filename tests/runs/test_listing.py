@@ -107,6 +107,19 @@ def test_a_page_shows_which_run_is_ahead_by_the_metric_that_kept_its_best(
     assert "--page draws 2 to 4 runs that can be read and are named one by one" in refused.stderr
 
 
+@pytest.mark.parametrize(
+    ("auc", "told"),
+    [(0.6, "These runs are level on validation, at 0.6000 auc."), (None, "none is")],
+)
+def test_a_page_calls_no_run_ahead_that_is_not(
+    tmp_path: Path, auc: float | None, told: str
+) -> None:
+    make_run(tmp_path / "a", LOGGED)
+    make_run(tmp_path / "b", [{"step": 5, "epoch": 0, "valid": {"auc": auc, "logloss": 0.6}}])
+    succeed("runs", "a", "b", "--page", "runs.html", cwd=tmp_path)
+    assert told in (tmp_path / "runs.html").read_text()
+
+
 def test_a_resolved_config_can_be_copied(tmp_path: Path) -> None:
     path = tmp_path / "mine.toml"
     path.write_text('[data]\npath = "d"\n[run]\ndir = "r"\n[model]\nhidden = [8, 4]\n')

@@ -11,6 +11,7 @@ from gmeta.evaluation.report.html_page import draw_panels
 from gmeta.platform.pages.templates import load_template
 from metaio.format.dataset import Dataset
 from metaio.format.inspection import SplitSummary
+from metaio.quantities import format_count
 
 NUM_BARS = 40
 # More rows than that in a task are counted in the last bar: a few tasks would press all others.
@@ -63,19 +64,20 @@ def render_dataset(dataset: Dataset, summaries: Sequence[SplitSummary]) -> str:
 
 def _judge(summaries: Sequence[SplitSummary]) -> tuple[str, str]:
     """Return the first thing to know, and whether it is a warning."""
-    for one in summaries:
-        for table in one.tables:
-            if table.unknown_share > MANY_UNKNOWN:
-                return (
-                    f"{table.unknown_share:.0%} of the uses of {table.name} in {one.name} are of "
-                    "ids that the training rows do not have: a model can say nothing of them.",
-                    "warn",
-                )
-    first = summaries[0]
+    first, *others = summaries
+    found = [(table, one.name) for one in others for table in one.tables]
+    if found:
+        table, split = max(found, key=lambda pair: pair[0].unknown_share)
+        if table.unknown_share > MANY_UNKNOWN:
+            return (
+                f"{table.unknown_share:.0%} of the uses of {table.name} in {split} are of ids "
+                "that the training rows do not have: a model can say nothing of them.",
+                "warn",
+            )
     support = float(np.median(first.support_T)) if len(first.support_T) else 0.0
     return (
-        f"{len(first.support_T):,} episodes to train on, with {support:g} support rows in the "
-        f"median, and {len(summaries) - 1} splits to score.",
+        f"{format_count(len(first.support_T), 'episode')} to train on, with {support:g} support "
+        f"rows in the median, and {format_count(len(others), 'split')} to score.",
         "",
     )
 
@@ -101,7 +103,9 @@ def _make_id_panels(summaries: Sequence[SplitSummary]) -> list[Panel]:
 
 def _draw_sizes(rows_T: np.ndarray, support_T: np.ndarray, axes: Axes) -> None:
     longest = max(1, int(np.quantile(rows_T, SHOWN_SHARE)))
-    edges = np.unique(np.linspace(0, longest + 1, NUM_BARS + 1).round())
+    # Bars of equally many sizes: of unequal ones the wider would stand out for nothing.
+    width = -(-(longest + 1) // NUM_BARS)
+    edges = np.arange(0, longest + 1 + width, width)
     for values_T, alpha in ((rows_T, 0.35), (support_T, 1.0)):
         shown_T = np.minimum(values_T, longest)
         axes.hist(shown_T, edges.tolist(), color=light_color("series-0"), alpha=alpha)

@@ -1,5 +1,6 @@
 """Draws runs beside each other as one HTML page: learning curves, best scores, keys that differ."""
 
+import math
 from collections.abc import Sequence
 from functools import partial
 from typing import Any
@@ -65,7 +66,10 @@ def _make_panel(
 def _draw_curves(drawn: Sequence[tuple[LearningCurve, PlotSeries]], axes: Axes) -> None:
     for curve, one in drawn:
         values = curve.smooth if curve.smooth.size else curve.values
-        axes.plot(curve.steps, values, color=light_color(one.color_name), linewidth=1.8)
+        # A single validation makes no line.
+        marker = one.marker if len(values) == 1 else ""
+        color = light_color(one.color_name)
+        axes.plot(curve.steps, values, color=color, linewidth=1.8, marker=marker)
     axes.set(xlabel="outer step", ylabel=drawn[0][0].axis_label)
     axes.xaxis.set_major_locator(MaxNLocator(5, integer=True))
     axes.xaxis.set_major_formatter(EngFormatter(sep=""))
@@ -80,11 +84,13 @@ def _describe_best(one: RunSummary) -> str:
 
 def judge_runs(summaries: Sequence[RunSummary], higher_is_better: bool) -> str:
     """Return which run is ahead, if all were validated by one metric."""
-    scored = [one for one in summaries if one.best is not None]
+    scored = [one for one in summaries if one.best is not None and math.isfinite(one.best)]
     if len(scored) < len(summaries) or len({one.metric for one in scored}) > 1:
         return "Not all of these runs have a validation by the same metric: none is ahead."
     first, second, *_ = sorted(scored, key=lambda one: one.best or 0.0, reverse=higher_is_better)
     gap = abs((first.best or 0.0) - (second.best or 0.0))
+    if not gap:
+        return f"These runs are level on validation, at {first.best:.4f} {first.metric}."
     return (
         f"{first.run} is ahead on validation, by {gap:.4f} {first.metric}. "
         "Validation chose its checkpoint: gmeta evaluate says whether the difference is more than "

@@ -31,7 +31,9 @@ def measure_task_gains(draws: Sequence[SplitRows], scoring: Scoring) -> TaskGain
     if not gain_T.size:
         return None
     limit = float(np.quantile(np.abs(gain_T), SHOWN_SHARE)) or 1.0
-    edges = np.linspace(-limit, limit, NUM_BINS + 1)
+    half = NUM_BINS // 2
+    # The middle one is exactly 0: a task that nothing changes is not among those worse off.
+    edges = limit * np.arange(-half, half + 1) / half
     counts, _ = np.histogram(np.clip(gain_T, -limit, limit), edges)
     return TaskGains(
         loss=loss_metric(scoring.loss),
@@ -66,13 +68,17 @@ def tell_story(
     gain_T = _measure_gains_T([rows], predicted_by(scoring.loss) == "probability")
     task = int(tasks[fitting[np.argsort(gain_T[fitting], kind="stable")[fitting.size // 2]]])
     first = limited[limits[0]]
-    label_N = first.label_N[first.task_N == task][:MAX_STORY_ROWS]
+    label_N = first.label_N[first.task_N == task]
+    is_high_N = label_N > label_N.mean()
+    # As many of either kind as there is room for.
+    sides = (np.flatnonzero(is_high_N), np.flatnonzero(~is_high_N))
+    chosen = np.sort(np.concatenate([side[: MAX_STORY_ROWS // 2] for side in sides]))
     return TaskStory(
         task=task,
-        labels=tuple(label_N.tolist()),
+        labels=tuple(label_N[chosen].tolist()),
         support_rows=tuple(limits),
         predictions=tuple(
-            tuple(found.after_N[found.task_N == task][:MAX_STORY_ROWS].tolist())
+            tuple(found.after_N[found.task_N == task][chosen].tolist())
             for found in (limited[limit] for limit in limits)
         ),
     )
