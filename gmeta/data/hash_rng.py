@@ -59,4 +59,7 @@ def reorder_rows(batch: TaskBatch, order_N: Int64, support_T: Int64) -> TaskBatc
         multi_lengths_NM=batch.multi_lengths_NM[rows],
         row_id_N=batch.row_id_N[rows] if batch.row_id_N.numel() else batch.row_id_N,
         weight_N=batch.weight_N[rows] if batch.weight_N.numel() else batch.weight_N,
+        events_before_N=batch.events_before_N[rows]
+        if batch.events_before_N.numel()
+        else batch.events_before_N,
     )

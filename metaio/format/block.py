@@ -4,7 +4,7 @@ In a split of bundles (consecutive episodes) ids are distinct in each bundle ins
 bundles then copies them, and looks no position up.
 
 Shape suffixes: T tasks, N rows, F single-id or pooled features, M multi-id features, V values, K
-dense columns, B tables, U unique ids"""
+dense columns, B tables, U unique ids, E events"""
 
 import itertools
 import threading
@@ -38,6 +38,21 @@ def make_no_weights() -> Float32:
     return np.zeros(0, dtype=np.float32)
 
 
+def make_no_counts() -> Int32:
+    """Return the numbers of known events [0] of a dataset without events."""
+    return np.zeros(0, dtype=np.int32)
+
+
+def make_no_numbers() -> Float32:
+    """Return the numbers of events [0, 0] of a dataset without events."""
+    return np.zeros((0, 0), dtype=np.float32)
+
+
+def make_no_events() -> Int64:
+    """Return the number of events of each episode [0] of a dataset without events."""
+    return np.zeros(0, dtype=np.int64)
+
+
 @dataclass(frozen=True)
 class Rows:
     """Episodes with raw table ids, before deduplication: what a writer takes."""
@@ -55,6 +70,11 @@ class Rows:
     multi_lengths_NM: Int32
     row_id_N: Int64 = field(default_factory=make_no_row_ids)
     weight_N: Float32 = field(default_factory=make_no_weights)
+    # Of a dataset with events: how many each episode has, what they are beside their ids, and how
+    # many of them each row knows. Their ids are lists of the episode's first row.
+    num_events_T: Int64 = field(default_factory=make_no_events)
+    event_numbers_EK: Float32 = field(default_factory=make_no_numbers)
+    events_before_N: Int32 = field(default_factory=make_no_counts)
 
 
 @dataclass(frozen=True)
@@ -85,6 +105,9 @@ class Block:
     unique_offsets_B1: Int64
     row_id_N: Int64 = field(default_factory=make_no_row_ids)
     weight_N: Float32 = field(default_factory=make_no_weights)
+    num_events_T: Int64 = field(default_factory=make_no_events)
+    event_numbers_EK: Float32 = field(default_factory=make_no_numbers)
+    events_before_N: Int32 = field(default_factory=make_no_counts)
     bundles: Bundles | None = None
 
     @property
@@ -140,7 +163,7 @@ def build_block(features: Features, rows: Rows) -> Block:
         columns = [i for i, feature in enumerate(features.single) if feature.table == table.name]
         values = [
             np.flatnonzero(multi_of_V == i)
-            for i, feature in enumerate(features.multi)
+            for i, feature in enumerate(features.lists)
             if feature.table == table.name
         ]
         parts = [ids_FN[column] for column in columns]
@@ -169,6 +192,9 @@ def build_block(features: Features, rows: Rows) -> Block:
         unique_offsets_B1=offsets([len(unique) for unique in uniques[1:]]),
         row_id_N=rows.row_id_N,
         weight_N=rows.weight_N,
+        num_events_T=rows.num_events_T,
+        event_numbers_EK=rows.event_numbers_EK,
+        events_before_N=rows.events_before_N,
     )
 
 
@@ -281,7 +307,7 @@ def bundle_ids(block: Block, num_tasks: int) -> Block:
 
 def are_positions_valid(features: Features, block: Block) -> bool:
     """Return whether every position points to an id of its feature's table, in its own bundle."""
-    table_F, table_M = features.table_of_single, features.table_of_multi
+    table_F, table_M = features.table_of_single, features.table_of_lists
     all_lengths_B = np.diff(block.unique_offsets_B1)
     bundles = block.bundles or make_bundles(max(block.num_episodes, 1), all_lengths_B[None])
     bounds = find_bundle_bounds(block.num_episodes, bundles.num_tasks)

@@ -76,9 +76,10 @@ def slice_rows(rows: Rows, first: int, stop: int) -> Rows:
     value_offsets = offsets(sum_rows(rows.multi_lengths_NM))
     row = slice(int(row_offsets[first]), int(row_offsets[stop]))
     value = slice(int(value_offsets[row.start]), int(value_offsets[row.stop]))
-    episode = slice(first, stop)
-    by_axis = {"T": episode, "N": row, "V": value}
-    # The shape suffix of a field tells its first axis: T episodes, N rows, V values.
+    event_offsets = offsets(rows.num_events_T)
+    event = slice(*event_offsets[[first, stop]]) if rows.num_events_T.size else slice(0)
+    by_axis = {"T": slice(first, stop), "N": row, "V": value, "E": event}
+    # The shape suffix of a field tells its first axis: T episodes, N rows, V values, E events.
     axes = {field.name: field.name.rsplit("_", 1)[1][0] for field in fields(Rows)}
     return Rows(**{name: getattr(rows, name)[by_axis[axis]] for name, axis in axes.items()})
 
@@ -219,7 +220,7 @@ def _check_rows(features: Features, rows: Rows) -> None:
     for index, feature in enumerate(features.single):
         _check_ids(feature.name, rows.ids_NF[:, index], limits[feature.table])
     owner_V = find_features_of_values(rows.multi_lengths_NM)
-    for index, feature in enumerate(features.multi):
+    for index, feature in enumerate(features.lists):
         _check_ids(feature.name, rows.multi_ids_V[owner_V == index], limits[feature.table])
 
 

@@ -20,6 +20,9 @@ from metaio.format.block import (
     Block,
     Bundles,
     are_positions_valid,
+    make_no_counts,
+    make_no_events,
+    make_no_numbers,
     make_no_row_ids,
     make_no_weights,
 )
@@ -185,10 +188,28 @@ def _find_contradictions(
     support_T = decoded.support_lengths_T
     if support_T.min(initial=0) < 0 or (support_T > rows_T).any():
         yield "num_support"
+    if features.events and not _are_events_valid(features, decoded):
+        yield "events_before"
     if not are_positions_valid(features, decoded):
         yield "position"
     if not _are_ids(features, decoded.unique_ids_U, decoded.unique_offsets_B1):
         yield "id"
+
+
+def _are_events_valid(features: Features, decoded: Block) -> bool:
+    """Return whether lists of events stand in first rows, equally long, and rows know parts."""
+    lengths_NC = decoded.multi_lengths_NM[:, len(features.multi) :]
+    num_events_T, before_N = decoded.num_events_T, decoded.events_before_N
+    first_T, rows_T = decoded.row_offsets_T1[:-1], np.diff(decoded.row_offsets_T1)
+    if len(before_N) != decoded.num_rows or len(decoded.event_numbers_EK) != num_events_T.sum():
+        return False
+    in_first_C = lengths_NC[first_T].sum(axis=0, dtype=np.int64)
+    return bool(
+        (lengths_NC[first_T] == num_events_T[:, None]).all()
+        and (in_first_C == lengths_NC.sum(axis=0, dtype=np.int64)).all()
+        and before_N.min(initial=0) >= 0
+        and (before_N <= np.repeat(num_events_T, rows_T)).all()
+    )
 
 
 def _are_ids(features: Features, unique_ids_U: Int64, unique_offsets_B1: Int64) -> bool:
@@ -225,7 +246,8 @@ def assemble_block(
     labels, length_columns = of_rows[:num_labels], of_rows[num_labels:]
     label_N = labels[0] if num_labels == 1 else np.stack(labels, axis=1)
     weight_N = length_columns.pop(0) if features.weight else make_no_weights()
-    num_rows = len(label_N)
+    before_N = length_columns.pop(0) if features.events else make_no_counts()
+    num_rows, row_offsets_T1 = len(label_N), offsets(num_rows_T)
     empty = np.zeros(0, dtype=np.int32)
 
     def flat(stream: str, absent: Any = empty) -> Any:
@@ -234,9 +256,15 @@ def assemble_block(
     lengths_NM = np.empty((num_rows, len(length_columns)), dtype=np.int32)
     for index, column in enumerate(length_columns):
         lengths_NM[:, index] = column
+    num_events_T, numbers_EK = make_no_events(), make_no_numbers()
+    if features.events:
+        # Clipped: a count that a foreign writer got wrong is found by `check_counts`.
+        first_T = np.minimum(row_offsets_T1[:-1], max(num_rows - 1, 0))
+        num_events_T = lengths_NM[first_T, len(features.multi)].astype(np.int64)
+        numbers_EK = flat("events").reshape(-1, 1 + len(features.event_dense))
     return Block(
         task_T=task_T.astype(np.int64, copy=False),
-        row_offsets_T1=offsets(num_rows_T),
+        row_offsets_T1=row_offsets_T1,
         support_lengths_T=num_support_T.astype(np.int64),
         value_offsets_T1=offsets(num_values_T),
         label_N=label_N.astype(np.float32, copy=False),
@@ -250,5 +278,8 @@ def assemble_block(
         unique_offsets_B1=offsets(unique_lengths_B),
         row_id_N=flat("row_ids", make_no_row_ids()),
         weight_N=weight_N.astype(np.float32, copy=False),
+        num_events_T=num_events_T,
+        event_numbers_EK=numbers_EK,
+        events_before_N=before_N,
         bundles=bundles,
     )

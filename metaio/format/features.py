@@ -40,6 +40,11 @@ def name_component(column: str, index: int) -> str:
     return f"{column}[{index}]"
 
 
+def name_event_column(column: str) -> str:
+    """Return the name of a column of events among those that are stored as lists."""
+    return f"events.{column}"
+
+
 def find_vector_column(name: str) -> str:
     """Return the column of a dense input: its vector's name, or its own.
 
@@ -65,6 +70,10 @@ class Features:
     labels: tuple[str, ...] = ()
     # The raw column of the rows' weights; "": none.
     weight: str = ""
+    # Columns of ids of a task's events in time; a row knows as many of them as it says.
+    events: tuple[FeatureSpec, ...] = ()
+    # Numbers of an event, behind the seconds since the first event that its episode holds.
+    event_dense: tuple[str, ...] = ()
     # Whether rows of label 0 were drawn, and stand behind the positive that each was drawn for.
     # Files stay what they are: Dataset has it from the recipe, an export in its features.
     draws_negatives: bool = field(default=False, compare=False)
@@ -73,6 +82,12 @@ class Features:
     def num_labels(self) -> int:
         """Return the number of labels of a row."""
         return max(len(self.labels), 1)
+
+    @property
+    def lists(self) -> tuple[FeatureSpec, ...]:
+        """Return the columns stored as lists: multi, then events, whose lists stand in the first
+        row of an episode and are empty in the others."""
+        return self.multi + self.events
 
     @property
     def sparse(self) -> tuple[FeatureSpec, ...]:
@@ -85,9 +100,9 @@ class Features:
         return self._tables_of(self.single)
 
     @cached_property
-    def table_of_multi(self) -> npt.NDArray[np.int64]:
-        """Return the index of each multi feature's table."""
-        return self._tables_of(self.multi)
+    def table_of_lists(self) -> npt.NDArray[np.int64]:
+        """Return the index of the table of each column of `lists`."""
+        return self._tables_of(self.lists)
 
     def _tables_of(self, kind: tuple[FeatureSpec, ...]) -> npt.NDArray[np.int64]:
         index = {table.name: index for index, table in enumerate(self.tables)}
@@ -104,6 +119,8 @@ class Features:
             **({"row_id": self.row_id} if self.row_id else {}),
             **({"labels": list(self.labels)} if self.labels else {}),
             **({"weight": self.weight} if self.weight else {}),
+            **({"events": [vars(feature) for feature in self.events]} if self.events else {}),
+            **({"event_dense": list(self.event_dense)} if self.event_dense else {}),
             **({"draws_negatives": True} if self.draws_negatives else {}),
         }
 
@@ -118,6 +135,8 @@ class Features:
             row_id=value.get("row_id", ""),
             labels=tuple(value.get("labels", ())),
             weight=value.get("weight", ""),
+            events=tuple(FeatureSpec(**feature) for feature in value.get("events", ())),
+            event_dense=tuple(value.get("event_dense", ())),
             draws_negatives=value.get("draws_negatives", False),
         )
 
@@ -137,6 +156,8 @@ class Features:
                     f"table {table.name} is {table.width} wide; multiples of 4 up to "
                     f"{MAX_TABLE_WIDTH} are allowed"
                 )
-        for feature in self.sparse:
+        if self.event_dense and not self.events:
+            raise ValueError("numbers of events without a column of their ids")
+        for feature in self.sparse + self.events:
             if feature.table not in tables:
                 raise ValueError(f"feature {feature.name} has no table {feature.table}")

@@ -64,11 +64,12 @@ def _make_schema(*columns: tuple[str, pa.DataType]) -> pa.Schema:
 def list_streams(features: Features) -> tuple[ShardStream, ...]:
     """Return the files of every shard, but for those that would always be empty."""
     # Lengths of the streams: episodes [T], rows and row_ids [N], dense [N * K], positions [N * F],
-    # multi [V], unique [U].
+    # multi [V], unique [U], events [E * numbers].
     counts = [(name, pa.int32()) for name in ("num_rows", "num_support", "num_values")]
     names = [f"label_{name}" for name in features.labels] or ["label"]
     labels = [(name, pa.float32()) for name in names + ["weight"] * bool(features.weight)]
-    lengths = [(f"length_{feature.name}", pa.int32()) for feature in features.multi]
+    lengths = [("events_before", pa.int32())] * bool(features.events)
+    lengths += [(f"length_{feature.name}", pa.int32()) for feature in features.lists]
     found = [
         ShardStream("episodes", _make_schema(("task", pa.int64()), *counts)),
         ShardStream("rows", _make_schema(*labels, *lengths)),
@@ -77,10 +78,11 @@ def list_streams(features: Features) -> tuple[ShardStream, ...]:
         ShardStream("multi", _make_schema(("position", pa.int32()))),
         ShardStream("unique", _make_schema(("id", pa.int64()))),
         ShardStream("row_ids", _make_schema(("row_id", pa.int64()))),
+        ShardStream("events", _make_schema(("value", pa.float32()))),
     ]
     absent = {"dense": not features.dense, "positions": not features.single}
-    absent |= {"multi": not features.multi, "unique": not features.sparse}
-    absent["row_ids"] = not features.row_id
+    absent |= {"multi": not features.lists, "unique": not features.sparse}
+    absent |= {"row_ids": not features.row_id, "events": not features.events}
     return tuple(stream for stream in found if not absent.get(stream.name, False))
 
 

@@ -35,13 +35,15 @@ def _list_columns(block: Block, stream: ShardStream) -> list[Any]:
     if stream.name == "rows":
         labels = [block.label_N] if block.label_N.ndim == 1 else block.label_N.T
         weights = [block.weight_N] if "weight" in stream.schema.names else []
-        return [*labels, *weights, *np.ascontiguousarray(block.multi_lengths_NM.T)]
+        known = [block.events_before_N] if "events_before" in stream.schema.names else []
+        return [*labels, *weights, *known, *np.ascontiguousarray(block.multi_lengths_NM.T)]
     flat: dict[str, Any] = {
         "dense": block.dense_NK,
         "positions": block.positions_NF,
         "multi": block.multi_positions_V,
         "unique": block.unique_ids_U,
         "row_ids": block.row_id_N,
+        "events": block.event_numbers_EK,
     }
     return [flat[stream.name].ravel()]
 

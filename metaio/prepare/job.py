@@ -32,6 +32,7 @@ from metaio.prepare.episodes.negatives import Catalogue, CatalogueBuilder
 from metaio.prepare.episodes.splits import copy_to_windows
 from metaio.prepare.episodes.spool import BucketPlan, plan_buckets, split_by_bucket
 from metaio.prepare.episodes.survey import Survey
+from metaio.prepare.schema.event_columns import EventClock
 from metaio.prepare.schema.schema import IdColumn, Schema, make_features
 from metaio.prepare.schema.side_columns import QUERY
 from metaio.prepare.schema.values import Kind, infer_kind, parse_time
@@ -83,6 +84,7 @@ class Job:
     task_kind: str
     cut_time: int | None
     bundle_tasks: int = 0  # of the train split
+    clock: EventClock | None = None  # of a schema with [events]
     # The items for negatives; known once all rows are encoded.
     catalogue: Catalogue | None = None
 
@@ -148,7 +150,7 @@ class Job:
         name = self.fitted.splits.names[split]
         is_train = name == self.schema.splits.train
         episodes, dropped = make_episodes(
-            self.schema, rows, self.cut_time, cutting, self.catalogue, is_train
+            self.schema, rows, self.cut_time, cutting, self.catalogue, is_train, self.clock
         )
         bundle_tasks = self.bundle_tasks if is_train else 0
         index = bucket - self.plan.list_buckets(split).start
@@ -198,6 +200,9 @@ def make_job(
         if schema.time and at is not None
         else None,
         bundle_tasks=bundle_tasks,
+        clock=EventClock.of(schema, types[schema.time.column])
+        if schema.time and schema.events
+        else None,
     )
 
 

@@ -1,7 +1,7 @@
 """TaskBatch: the episodes of one rank's share of a step as tensors, ready for one embedding lookup.
 
 Shape suffixes: T tasks, N rows, F single-id or pooled features, M multi-id features, V values, B
-tables, U unique ids, K dense columns, P task-row pairs"""
+tables, U unique ids, K dense columns, P task-row pairs, E events, C columns of an event's ids"""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field, fields
@@ -37,6 +37,14 @@ class TaskBatch:
     row_id_N: Tensor = field(default_factory=lambda: torch.zeros(0, dtype=torch.int64))
     # float32, what each row's loss is multiplied by; empty where the dataset stores no weights
     weight_N: Tensor = field(default_factory=lambda: torch.zeros(0))
+    # Events, in time, of each episode; empty where the dataset stores none. A row knows the first
+    # `events_before_N` of its episode's.
+    num_events_T: Tensor = field(default_factory=lambda: torch.zeros(0, dtype=torch.int64))
+    event_positions_EC: Tensor = field(  # int32, into unique_ids_U: C columns of ids
+        default_factory=lambda: torch.zeros(0, 0, dtype=torch.int32)
+    )
+    event_numbers_EK: Tensor = field(default_factory=lambda: torch.zeros(0, 0))
+    events_before_N: Tensor = field(default_factory=lambda: torch.zeros(0, dtype=torch.int32))
 
     @property
     def num_tasks(self) -> int:
@@ -54,6 +62,7 @@ class TaskBatch:
         # Ids of multi-id features lie row by row, so neighbouring rows are one range of them.
         values_before = self.multi_lengths_NM[:first].sum()
         values = slice(values_before, values_before + self.multi_lengths_NM[first:last].sum())
+        events = slice(*(int(self.num_events_T[:task].sum()) for task in (begin, end)))
         return TaskBatch(
             task_T=self.task_T[begin:end],
             row_offsets_T1=self.row_offsets_T1[begin : end + 1] - first,
@@ -67,6 +76,10 @@ class TaskBatch:
             multi_lengths_NM=self.multi_lengths_NM[first:last],
             row_id_N=self.row_id_N[first:last],
             weight_N=self.weight_N[first:last],
+            num_events_T=self.num_events_T[begin:end],
+            event_positions_EC=self.event_positions_EC[events],
+            event_numbers_EK=self.event_numbers_EK[events],
+            events_before_N=self.events_before_N[first:last],
         )
 
     def map(self, move: Callable[[Tensor], Tensor]) -> "TaskBatch":

@@ -5,7 +5,7 @@ dense columns, B tables, U unique ids, E chosen episodes"""
 
 import itertools
 from collections.abc import Iterator, Sequence
-from dataclasses import fields
+from dataclasses import fields, replace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -15,12 +15,14 @@ from torch import Tensor
 
 from metaio.format.block import Block, Bundles, borrow_scratch, find_distinct
 from metaio.format.features import Features
-from metaio.ragged import Int32, Int64, index_entries, offsets
+from metaio.ragged import Int32, Int64, index_entries, offsets, ragged_indices, sum_rows
 from metaio.read.array_pool import ArrayPool
 from metaio.read.batch import TaskBatch, empty_batch
 
 # Columns whose values are copied unchanged.
-_OF_ROWS = ("label_N", "dense_NK", "multi_lengths_NM", "row_id_N", "weight_N")
+_OF_ROWS = (
+    "label_N", "dense_NK", "multi_lengths_NM", "row_id_N", "weight_N", "events_before_N",
+)  # fmt: skip
 _ROWS_AT_ONCE = 64
 
 
@@ -60,8 +62,10 @@ def compose(
     # whose arrays may be views of its file.
     first, episodes_E = chosen[0]
     if len(chosen) == 1 and len(episodes_E) == first.num_episodes and first.bundles is None:
-        return _compose_whole_block(first)
-    return _join(features, chosen, memory or ArrayPool(keep=0))
+        batch = _compose_whole_block(first)
+    else:
+        batch = _join(features, chosen, memory or ArrayPool(keep=0))
+    return _separate_events(features, batch) if features.events else batch
 
 
 def _tensor(array: npt.NDArray[np.generic]) -> Tensor:
@@ -73,7 +77,29 @@ def _tensor(array: npt.NDArray[np.generic]) -> Tensor:
 
 def _compose_whole_block(block: Block) -> TaskBatch:
     columns = {"unique_lengths_B": np.diff(block.unique_offsets_B1), **vars(block)}
-    return TaskBatch(**{own.name: _tensor(columns[own.name]) for own in fields(TaskBatch)})
+    names = [own.name for own in fields(TaskBatch) if own.name in columns]
+    return TaskBatch(**{name: _tensor(columns[name]) for name in names})
+
+
+def _separate_events(features: Features, batch: TaskBatch) -> TaskBatch:
+    """Return the batch with the ids of events out of the lists of its first rows."""
+    lengths_NC, num_multi = batch.multi_lengths_NM.numpy(), len(features.multi)
+    num_columns, num_events_T = len(features.events), batch.num_events_T.numpy()
+    first_T = batch.row_offsets_T1[:-1].numpy()
+    values_T = offsets(sum_rows(lengths_NC))[first_T] + sum_rows(lengths_NC[first_T, :num_multi])
+    # Column by column, as a row's lists stand one after another.
+    starts_TC = values_T[:, None] + num_events_T[:, None] * np.arange(num_columns)
+    event_C = [ragged_indices(start_T, num_events_T) for start_T in starts_TC.T]
+    kept_V = np.ones(len(batch.multi_positions_V), np.bool_)
+    for index_E in event_C:
+        kept_V[index_E] = False
+    positions_V = batch.multi_positions_V
+    return replace(
+        batch,
+        multi_positions_V=positions_V[torch.from_numpy(kept_V)],
+        multi_lengths_NM=batch.multi_lengths_NM[:, :num_multi].contiguous(),
+        event_positions_EC=torch.stack([positions_V[torch.from_numpy(e)] for e in event_C], dim=1),
+    )
 
 
 def _join(features: Features, chosen: list[tuple[Block, Int64]], memory: ArrayPool) -> TaskBatch:
@@ -88,11 +114,19 @@ def _join(features: Features, chosen: list[tuple[Block, Int64]], memory: ArrayPo
         features, parts, (new_starts - part_starts).astype(np.int32), memory
     )
     columns["unique_lengths_B"] = part_lengths.sum(axis=0)
-    for name in ("task_T", "support_lengths_T"):
+    of_tasks = "task_T", "support_lengths_T", "num_events_T"
+    for name in of_tasks if features.events else of_tasks[:2]:
         columns[name] = np.concatenate([getattr(block, name)[own_E] for block, own_E in chosen])
     ends = [block.row_offsets_T1[own_E + 1] for block, own_E in chosen]
     begins = [block.row_offsets_T1[own_E] for block, own_E in chosen]
     columns["row_offsets_T1"] = offsets(np.concatenate(ends) - np.concatenate(begins))
+    if features.events:
+        columns["event_numbers_EK"] = np.concatenate(
+            [
+                block.event_numbers_EK[_index_ranges(offsets(block.num_events_T), own_E)[0]]
+                for block, own_E in chosen
+            ]
+        )
     return TaskBatch(**{name: torch.from_numpy(column) for name, column in columns.items()})
 
 
@@ -202,7 +236,7 @@ def _renumber(
     into_NF = memory.allocate("positions_NF", (num_rows, len(features.single)), np.int32)
     num_values = sum(part.num_values for part in parts)
     into_V = memory.allocate("multi_positions_V", (num_values,), np.int32)
-    of_lists = sorted(set(features.table_of_multi.tolist()))
+    of_lists = sorted(set(features.table_of_lists.tolist()))
     shifts_of_single = shifts[:, features.table_of_single]
     shift_of_many = np.tile(shifts_of_single, _ROWS_AT_ONCE)
     row = value = 0

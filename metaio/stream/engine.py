@@ -20,7 +20,7 @@ from metaio.prepare.episodes.ordered_map import Progress, count_parallel_buckets
 from metaio.prepare.episodes.spool import Spool, split_by_bucket
 from metaio.prepare.job import HashedTableUse, Job, PrepareOptions, Use, WrittenShard
 from metaio.prepare.schema.schema import Schema
-from metaio.prepare.schema.side_columns import QUERY, SUPPORT
+from metaio.prepare.schema.side_columns import EVENT_ONLY, QUERY, SUPPORT
 from metaio.prepare.source.source import DuckSource
 from metaio.ragged import Int64
 from metaio.stream.newest_rows import (
@@ -29,6 +29,7 @@ from metaio.stream.newest_rows import (
     clear_freed_ids,
     drop_old_rows,
     merge_in_task_order,
+    order_newest_rows,
     select_newest_rows,
     split_by_tasks,
 )
@@ -188,7 +189,9 @@ def write_bucket(
 ) -> BucketResult:
     """Write the rows of a bucket below `folder` as a shard, and count its ids in `use`."""
     job, schema = window.job, window.job.schema
-    most = find_stream_rule(schema).support
+    support = find_stream_rule(schema).support
+    # Rows beyond the support are kept for the rows that know them as events.
+    most = max(support, schema.events.longest if schema.events is not None else 0)
     buckets = job.plan.list_buckets(job.plan.find_split(bucket))
     # Most tasks of a long history are not in the window: their rows pass through unchanged.
     touched = np.unique(rows.task_hash_N)
@@ -215,6 +218,8 @@ def write_bucket(
     # Tasks of the window that have earlier rows.
     returning = len(np.unique(past.task_hash_N))
     newest = merge_in_task_order(schema, old, waiting, newest)
+    if most > support:
+        episodes = _as_events(schema, episodes, support)
     shard = job.write_shard(folder, bucket, episodes, use)
     lost = Counter[str]()
     if shard.num_query_side < rows.num_rows:
@@ -225,6 +230,16 @@ def write_bucket(
         lost["short_tasks"] = int((is_short_N & (episodes.side_NS[:, 0] == QUERY)).sum())
         lost["left_out"] = rows.num_rows - shard.num_query_side - lost["short_tasks"]
     return BucketResult(shard, newest, rows.num_rows, lost, len(present) - returning, returning)
+
+
+def _as_events(schema: Schema, rows: EncodedRows, support: int) -> EncodedRows:
+    """Return the rows, of which support rows beyond the newest `support` of a task are events."""
+    side_NS = rows.side_NS.copy()
+    past = np.flatnonzero(side_NS[:, 0] == SUPPORT)
+    order = order_newest_rows(schema, select_rows(rows, past), support)
+    side_NS[past] = EVENT_ONLY
+    side_NS[past[order]] = SUPPORT
+    return replace(rows, side_NS=side_NS)
 
 
 def adopt_buckets(

@@ -29,11 +29,17 @@ from metaio.ragged import Int64, find_run_starts, offsets, places, ragged_indice
 
 def select_newest_rows(schema: Schema, rows: EncodedRows, most: int) -> EncodedRows:
     """Return the newest `most` rows of each task, tasks in the order of their hash."""
+    return select_rows(rows, order_newest_rows(schema, rows, most))
+
+
+def order_newest_rows(schema: Schema, rows: EncodedRows, most: int) -> Int64:
+    """Return which rows are the newest `most` of their task, tasks in the order of their hash."""
     order_N = sort_rows(schema, rows, hash_row_identity(schema, rows), True)
     task_N = rows.task_hash_N[order_N]
     # Run lengths from the end: the last rows of a task get the places below `most`.
     lengths = np.diff(np.flatnonzero(find_run_starts(task_N[::-1])), append=len(task_N))
-    return select_rows(rows, order_N[places(lengths)[::-1] < most])
+    newest: Int64 = order_N[places(lengths)[::-1] < most]
+    return newest
 
 
 def split_by_tasks(rows: EncodedRows, task_hashes: UInt64) -> tuple[EncodedRows, Int64]:

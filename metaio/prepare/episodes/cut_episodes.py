@@ -11,13 +11,15 @@ import numpy.typing as npt
 
 from metaio.errors import DataError, TooFewRowsError
 from metaio.prepare.episodes.encoded_rows import EncodedRows
+from metaio.prepare.episodes.events import BucketEvents
 from metaio.prepare.episodes.gather import BucketEpisodes
 from metaio.prepare.episodes.negatives import Catalogue, NegativeSampler
 from metaio.prepare.episodes.row_order import hash_row_identity, sort_rows
 from metaio.prepare.episodes.splits import Cutting
+from metaio.prepare.schema.event_columns import EventClock
 from metaio.prepare.schema.rules import EpisodeRule
 from metaio.prepare.schema.schema import Schema
-from metaio.prepare.schema.side_columns import QUERY, SUPPORT
+from metaio.prepare.schema.side_columns import EVENT_ONLY, QUERY, SUPPORT
 from metaio.quantities import format_count
 from metaio.ragged import Int64, find_run_starts, offsets, owners, places, ragged_indices
 
@@ -90,6 +92,7 @@ def make_episodes(
     cutting: Cutting = "rule",
     catalogue: Catalogue | None = None,
     is_train: bool = True,
+    clock: EventClock | None = None,
 ) -> tuple[BucketEpisodes, DroppedRows]:
     """Return the episodes of all rows, which hold complete tasks, and what was dropped."""
     rule = schema.episodes
@@ -107,8 +110,11 @@ def make_episodes(
     else:
         side_N = rows.side_NS[order_N, 0]
         bounds_T1 = np.append(starts_T, rows.num_rows)
-        of_sides = (np.diff(offsets(side_N == side)[bounds_T1]) for side in (SUPPORT, QUERY))
-        tasks = _SidedTasks(starts_T, lengths_T, *of_sides)
+        support_T, query_T, others_T = (
+            np.diff(offsets(side_N == side)[bounds_T1]) for side in (SUPPORT, QUERY, EVENT_ONLY)
+        )
+        # Rows that are events alone stand last in their task.
+        tasks = _SidedTasks(starts_T, lengths_T - others_T, support_T, query_T)
         ranges, dropped = _cut_by_sides(schema, cutting, tasks, task_N)
     # Dropped rows are left out here, so they are never copied.
     parts = np.stack([ranges.support_start_T, ranges.query_start_T], axis=1).ravel()
@@ -116,7 +122,8 @@ def make_episodes(
     chosen_N = order_N[ragged_indices(parts, lengths)]
     sampler = NegativeSampler(schema, catalogue, is_train, rows, identity_N) if catalogue else None
     length_T = ranges.support_T + ranges.query_T
-    return BucketEpisodes(rows, chosen_N, length_T, ranges.support_T, sampler), dropped
+    events = None if clock is None else BucketEvents(schema, rows, clock)
+    return BucketEpisodes(rows, chosen_N, length_T, ranges.support_T, sampler, events), dropped
 
 
 def _cut_by_rule(

@@ -19,6 +19,7 @@ from metaio.hashing import UInt64, splitmix64
 from metaio.prepare.episodes.encoded_rows import EncodedRows, list_array_types
 from metaio.prepare.episodes.splits import PLACE, Splits, assign_splits
 from metaio.prepare.episodes.vocabulary import RowIndex, make_index
+from metaio.prepare.schema.event_columns import find_events
 from metaio.prepare.schema.label_columns import read_labels, read_weights
 from metaio.prepare.schema.raw_columns import read_dense, read_lists, read_vectors
 from metaio.prepare.schema.schema import DenseColumn, IdColumn, Schema
@@ -71,6 +72,7 @@ def check_nulls(schema: Schema, nulls: dict[str, int]) -> None:
     required |= {schema.negatives.item} if schema.negatives else set()
     if schema.membership is not None and schema.membership.column is not None:
         allowed.add(schema.membership.column)
+    allowed.update(schema.event_conditions)
     for name in schema.columns:
         count = nulls.get(name, 0)
         if count and (name in required or name not in allowed):
@@ -152,6 +154,7 @@ class Encoder:
             dense_NK,
             lengths_NM,
             self._encode_sides(batch),
+            find_events(schema, batch),
             self._hash_items(batch),
             values_V.astype(types["values_V"][0]),
         )

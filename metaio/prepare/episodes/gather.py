@@ -14,7 +14,10 @@ from metaio.format.block import Rows
 from metaio.prepare.episodes.encoded_rows import EncodedRows, find_value_starts
 from metaio.ragged import Int64, offsets, ragged_indices
 
-if TYPE_CHECKING:  # which negatives are drawn is the business of whoever makes the sampler
+if TYPE_CHECKING:
+    from metaio.prepare.episodes.events import BucketEvents, EpisodeEvents
+
+    # Which negatives are drawn is the business of whoever makes the sampler.
     from metaio.prepare.episodes.negatives import NegativeSampler
 
 # The row id of a negative: the raw data has no such row.
@@ -31,11 +34,13 @@ class BucketEpisodes:
         row_lengths_T: Int64,
         support_lengths_T: Int64,
         sampler: NegativeSampler | None = None,
+        events: BucketEvents | None = None,
     ) -> None:
         self._rows = rows
         self._order_N = order_N
         self._row_offsets_T1 = offsets(row_lengths_T)
         self._sampler = sampler
+        self._events = events
         self._value_starts_NM, self._values_V = find_value_starts(rows), rows.values_V
         self.row_lengths_T, self._support_lengths_T = row_lengths_T, support_lengths_T
         if sampler is not None:
@@ -47,6 +52,10 @@ class BucketEpisodes:
             self.row_lengths_T = row_lengths_T + added[ends] - added[first]
             in_support = added[first + support_lengths_T] - added[first]
             self._support_lengths_T = support_lengths_T + in_support
+        # So do the ids of events, column by column.
+        self._first_event_value = len(self._values_V)
+        if events is not None:
+            self._values_V = np.concatenate([self._values_V, *events.ids_CE])
 
     def count_side(self, side: int) -> int:
         """Return how many rows of the episodes are of a side that the bucket's rows were given."""
@@ -64,9 +73,10 @@ class BucketEpisodes:
             chosen_N, items_N = _insert_negatives(sampler, chosen_N)
         lengths_NM = np.take(rows.lengths_NM, chosen_N, axis=0)
         starts_NM = np.take(self._value_starts_NM, chosen_N, axis=0)
+        row_lengths_T, events = self.row_lengths_T[first:stop], self._events
         gathered = Rows(
             task_T=task_T,
-            row_lengths_T=self.row_lengths_T[first:stop],
+            row_lengths_T=row_lengths_T,
             support_lengths_T=self._support_lengths_T[first:stop],
             label_N=rows.label_N[chosen_N],
             dense_NK=np.take(rows.dense_NK, chosen_N, axis=0),
@@ -78,8 +88,33 @@ class BucketEpisodes:
         )
         if sampler is not None and items_N is not None:
             _write_items(gathered, starts_NM, sampler, items_N, len(rows.values_V))
+        if events is not None and stop > first:
+            known = events.gather(chosen_N, row_lengths_T)
+            gathered, starts_NM = self._with_events(gathered, starts_NM, events, known)
+            lengths_NM = gathered.multi_lengths_NM
         values = ragged_indices(starts_NM.ravel(), lengths_NM.ravel().astype(np.int64))
         return replace(gathered, multi_ids_V=self._values_V[values])
+
+
+    def _with_events(
+        self, rows: Rows, starts_NM: Int64, events: BucketEvents, known: EpisodeEvents
+    ) -> tuple[Rows, Int64]:
+        """Return the rows, and where their lists begin, with events in each first row."""
+        num_columns, num_stored = len(events.ids_CE), len(events.ids_CE[0])
+        first_T = offsets(rows.row_lengths_T)[:-1]
+        starts_NC = np.zeros((len(rows.label_N), num_columns), np.int64)
+        lengths_NC = np.zeros((len(rows.label_N), num_columns), np.int32)
+        starts_C = self._first_event_value + num_stored * np.arange(num_columns)
+        starts_NC[first_T] = known.first_T[:, None] + starts_C
+        lengths_NC[first_T] = known.num_events_T[:, None]
+        found = replace(
+            rows,
+            multi_lengths_NM=np.concatenate([rows.multi_lengths_NM, lengths_NC], axis=1),
+            num_events_T=known.num_events_T,
+            event_numbers_EK=known.numbers_EK,
+            events_before_N=known.before_N,
+        )
+        return found, np.concatenate([starts_NM, starts_NC], axis=1)
 
 
 def _insert_negatives(sampler: NegativeSampler, chosen: Int64) -> tuple[Int64, Int64]:

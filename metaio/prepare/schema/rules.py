@@ -110,6 +110,19 @@ class ItemRule:
         return tuple(dict.fromkeys((self.column, *self.columns)))
 
 
+@dataclass(frozen=True)
+class EventsRule:
+    """What a row knows of its task's earlier rows: its events, in time."""
+
+    columns: tuple[str, ...]  # [[single]] columns, whose ids an event has
+    dense: tuple[str, ...] = ()  # [[dense]] columns, whose numbers an event has
+    # Which rows are events, as in "click = 1 and kind != 'ad'"; absent: all of them.
+    where: str = ""
+    longest: int = key(200, "newest events kept before each row; 0: all", min=0)
+    # How much older than a row its events are: seconds, or units of a [time] of numbers; or "10m".
+    delay: float | str = 0.0
+
+
 VALIDATION = "valid"  # the split that validation_from makes
 VALIDATION_ITEMS = ("valid-item-cold", "valid-both-cold")  # and those of validation_items
 

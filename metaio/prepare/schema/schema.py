@@ -8,9 +8,17 @@ from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
 from gmeta_keys import key
-from metaio.format.features import Features, FeatureSpec, TableSpec, name_component
+from metaio.format.features import (
+    Features,
+    FeatureSpec,
+    TableSpec,
+    name_component,
+    name_event_column,
+)
+from metaio.prepare.schema.event_columns import parse_where
 from metaio.prepare.schema.rules import (
     EpisodeRule,
+    EventsRule,
     ItemRule,
     MembershipRule,
     NegativesRule,
@@ -140,6 +148,7 @@ class Schema:
     weight: WeightColumn | None = None
     row_id: RowIdColumn | None = None
     item: ItemRule | None = None
+    events: EventsRule | None = None
     single: tuple[IdColumn, ...] = ()
     multi: tuple[IdColumn, ...] = ()
     dense: tuple[DenseColumn, ...] = ()
@@ -205,7 +214,14 @@ class Schema:
         names += [self.splits.column] if self.splits.column else []
         sides = self.membership.column if self.membership else None
         names += [sides] if sides else []
+        names += self.event_conditions
         return list(dict.fromkeys(names))
+
+    @property
+    def event_conditions(self) -> list[str]:
+        """Return the columns that decide which rows are events."""
+        where = self.events.where if self.events is not None else ""
+        return [condition.column for condition in parse_where(where)]
 
     @property
     def item_rule(self) -> ItemRule | None:
@@ -256,4 +272,11 @@ def make_features(schema: Schema, vocabulary_sizes: dict[str, int]) -> Features:
         row_id=schema.row_id.column if schema.row_id else "",
         labels=schema.label_names,
         weight=schema.weight.column if schema.weight else "",
+        events=tuple(
+            FeatureSpec(name_event_column(column.column), column.table_name)
+            for name in (schema.events.columns if schema.events else ())
+            for column in schema.single
+            if column.column == name
+        ),
+        event_dense=schema.events.dense if schema.events else (),
     )

@@ -11,9 +11,10 @@ import xxhash
 
 from gmeta_keys import Wording, parse, read_toml
 from metaio.errors import SchemaError
-from metaio.format.features import MAX_TABLE_WIDTH, find_vector_column
+from metaio.format.features import MAX_TABLE_WIDTH, find_vector_column, name_event_column
 from metaio.format.manifest import Manifest, canonical_json
 from metaio.format.names import NAME_RULE, is_name
+from metaio.prepare.schema.event_columns import parse_delay, parse_where
 from metaio.prepare.schema.rule_checks import (
     check_episodes,
     check_membership,
@@ -155,6 +156,7 @@ def check_schema(schema: Schema) -> None:
         }
         check_stream(schema.stream, given, by)
     _check_item(schema)
+    _check_events(schema)
 
 
 def check_separator(rule: TextRule) -> None:
@@ -239,6 +241,37 @@ def _check_item(schema: Schema) -> None:
             f"{', '.join(others) or 'there is none'}. Name one of them, or leave out [item]"
         )
     _check_inputs(schema, rule.columns, "item.columns names")
+
+
+def _check_events(schema: Schema) -> None:
+    rule = schema.events
+    if rule is None:
+        return
+    if schema.time is None:
+        raise SchemaError("[events] stand in time, and the schema has no [time] column. Add it")
+    if not rule.columns:
+        raise SchemaError("events.columns is empty; at least one [[single]] column is needed")
+    for key, names, kind, known in (
+        ("columns", rule.columns, "[[single]]", [column.column for column in schema.single]),
+        ("dense", rule.dense, "[[dense]]", [column.column for column in schema.dense]),
+    ):
+        for name in names:
+            if name not in known or names.count(name) > 1:
+                raise SchemaError(
+                    f"events.{key} names {name}; {kind} columns, each once, are allowed: "
+                    f"{', '.join(known) or 'there is none'}. Correct it"
+                )
+    lists = {column.column for column in schema.multi}
+    for name in map(name_event_column, rule.columns):
+        if name in lists:
+            raise SchemaError(f"[[multi]] column {name} is called like one of events. Rename it")
+    parse_where(rule.where)
+    if isinstance(rule.delay, str):
+        parse_delay(rule.delay)
+    elif rule.delay < 0:
+        raise SchemaError(
+            f"events.delay is {rule.delay:g}; below 0 a row would know its own events. Raise it"
+        )
 
 
 def _check_negatives(schema: Schema) -> None:

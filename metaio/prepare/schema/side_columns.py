@@ -10,8 +10,8 @@ import pyarrow.compute as pc
 from metaio.errors import DataError
 from metaio.prepare.schema.rules import MembershipRule
 
-# UNDECIDED leaves a row to [episodes].
-SUPPORT, QUERY, UNDECIDED = 0, 1, 2
+# UNDECIDED leaves a row to [episodes]; EVENT_ONLY rows are in no episode, but later rows know them.
+SUPPORT, QUERY, UNDECIDED, EVENT_ONLY = 0, 1, 2, 3
 _SIDE_WORDS = ("support", "query", "0", "1", "false", "true")  # in turn
 # The column of a batch that holds the side of its file.
 SIDE_OF_FILE = "side of the file"

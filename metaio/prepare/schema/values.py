@@ -170,6 +170,12 @@ def _to_ordered_bits(values: npt.NDArray[np.float64]) -> Int64:
     return np.where(bits < 0, bits ^ np.int64(0x7FFFFFFFFFFFFFFF), bits)
 
 
+def from_ordered_bits(bits: Int64) -> npt.NDArray[np.float64]:
+    """Return the floats behind the ticks of a float column, see `to_time_ticks`."""
+    unflipped: Int64 = np.where(bits < 0, bits ^ np.int64(0x7FFFFFFFFFFFFFFF), bits)
+    return unflipped.view(np.float64)
+
+
 def parse_time(value: float | str, kind: pa.DataType, key: str = "episodes.at") -> int:
     """Return a time of the schema, written under `key`, on the scale of `to_time_ticks`."""
     try:
