@@ -24,6 +24,7 @@ from gmeta.adaptation.algorithms.registry import find_algorithm
 from gmeta.adaptation.closed_form import check_solvable
 from gmeta.adaptation.fused.fused_loop import FusedLoop, MovingLoop, StillLoop
 from gmeta.adaptation.general_loop import GeneralLoop
+from gmeta.adaptation.layout.event_inputs import with_event_inputs
 from gmeta.adaptation.layout.padded_layout import PaddedTasks, kind_of_device
 from gmeta.adaptation.layout.ragged import RowLayout
 from gmeta.adaptation.layout.sides import Side, Sides, TaskGroups, WorkingRows
@@ -31,7 +32,8 @@ from gmeta.adaptation.learned_parts import NOTHING_LEARNED
 from gmeta.config.algorithm import ALGORITHM_OPTIONS, AlgorithmConfig
 from gmeta.data.collate import CollateOptions
 from gmeta.data.cuda_graphs import Capture, LossGraphs
-from gmeta.data.episodes import Episodes, collate_support_query
+from gmeta.data.episodes import CollatedRows, Episodes, collate_support_query
+from gmeta.data.event_layout import EventColumns
 from gmeta.data.features.item_statistics import ItemStatistics
 from gmeta.data.features.neighbours import Neighbours
 from gmeta.data.features.regression import Regression, fit_regression, select_query_rows
@@ -42,8 +44,10 @@ from gmeta.losses.objectives import Objectives
 from gmeta_keys.plugins import is_ours
 from gmeta_keys.translate_errors import format_foreign_error, translate_errors
 from gmeta_models.decision_model import DecisionModel
+from gmeta_models.eval_mode import in_eval_mode
 from gmeta_models.initial_sum import list_sum_layers, start_as_sum
 from gmeta_models.mlp import DropoutReLU
+from gmeta_models.sequence.encoder import EventEncoder
 from gmeta_models.table_projections import TableProjections
 from metaio.read.batch import TaskBatch
 
@@ -76,9 +80,13 @@ class MetaLearner(nn.Module):
         items: ItemStatistics | None = None,
         neighbours: Neighbours | None = None,
         projections: TableProjections | None = None,
+        events: EventEncoder | None = None,
+        event_columns: EventColumns | None = None,
     ) -> None:
         super().__init__()
         self.model = model
+        # Its vector of each row stands before the dense columns; no inner step moves it.
+        self.events, self.event_columns = events, event_columns
         self.tables = tables
         # Rows of narrow tables come to the model through projections, and adapt as their outputs.
         self.projections = projections or TableProjections({}, tables.width)
@@ -111,6 +119,8 @@ class MetaLearner(nn.Module):
                 )
             model.requires_grad_(False)
             self.projections.requires_grad_(False)
+            if events is not None:
+                events.requires_grad_(False)
         self.general_loop = GeneralLoop(model, self._plan, objectives, self.rates, self._parts)
         self.in_buckets = False  # whether batches have few shapes: data/buckets.py
         self._graphs: LossGraphs | None = None
@@ -168,6 +178,8 @@ class MetaLearner(nn.Module):
         own = [part for part in (*self.model.modules(), self.rates) if not is_ours(part)]
         if self.route != "fused":
             return f"{self._config.name} adapts this model in the general loop"
+        if self.events is not None:
+            return "the events of a batch have shapes of their own"
         if own:
             return f"{type(own[0]).__name__} is no part of gmeta, and may read values or draw them"
         if any(isinstance(part, DropoutReLU) for part in self.model.modules()):
@@ -199,6 +211,7 @@ class MetaLearner(nn.Module):
             rows_per_task=self._plan.adapts_rows,
             least_gain=least_gain(GROUP_WORK, device, self._plan.num_weights),
             learns_from_support=self._algorithm.learns_from == "support",
+            events=self.event_columns,
         )
 
     def with_items(self, batch: TaskBatch) -> TaskBatch:
@@ -212,11 +225,13 @@ class MetaLearner(nn.Module):
 
     def collate_to_predict(self, batch: TaskBatch) -> Episodes:
         """Return the input of `predict`, from a batch on the host."""
-        return collate_support_query(
+        episodes = collate_support_query(
             self.with_support(self.with_items(batch)),
             rows_per_task=self._plan.adapts_rows,
             to_predict=True,
         )
+        columns = self.event_columns
+        return episodes if columns is None else episodes.with_events(columns.lay_out(batch))
 
     def forward(self, rows_UD: Tensor, episodes: Episodes, weight: float) -> Tensor:
         """Return `weight` times the sum of the loss terms, whose gradient is the meta-gradient."""
@@ -238,7 +253,7 @@ class MetaLearner(nn.Module):
 
     def _loss_sum(self, started_UD: Tensor, episodes: Episodes) -> Tensor:
         rows, general = self._working_rows(started_UD, episodes), self.general_loop
-        match episodes.rows:
+        match self._with_events(started_UD, episodes):
             case Side() as query:
                 loss_sum = general.losses_N(general.unadapted(rows, query), query).sum()
                 # What only an algorithm uses must still join every collective.
@@ -296,15 +311,21 @@ class MetaLearner(nn.Module):
             raise ValueError(
                 "episodes arranged for training have no sides of all tasks: use collate_to_predict"
             )
-        inner, (support, query) = self.general_loop, episodes.rows
+        inner = self.general_loop
         started_UD = self.starting_rows_UD(rows_UD.detach(), episodes.rows_of_tables)
+        sides = episodes.rows
+        if self.events is not None:
+            with torch.no_grad(), in_eval_mode(self.events):
+                sides = self._with_events(started_UD, episodes)
+        assert isinstance(sides, Sides)
+        support, query = sides
         rows = self._working_rows(started_UD, episodes)
         with torch.no_grad():
             unknown = self._without_support(query)
             before_N = inner.output_N(inner.unadapted(rows, unknown), unknown)
         # Adapting takes gradients, also where the caller has turned them off.
         with torch.enable_grad():
-            adapted = inner.start(rows, episodes.rows, second_order=False)
+            adapted = inner.start(rows, sides, second_order=False)
         # All numbers of steps lie on one path: they cost no more than the last of them.
         found, lengths_T = [], support.layout.lengths_T
         for steps_taken, num_steps in pairwise((0, *steps)):
@@ -328,6 +349,14 @@ class MetaLearner(nn.Module):
         kept_U1.narrow(0, sum(rows_of_tables[:table]), rows_of_tables[table]).zero_()
         return rows_UD * kept_U1
 
+    def _with_events(self, started_UD: Tensor, episodes: Episodes) -> CollatedRows:
+        """Return the collated rows, with the vectors of events where an encoder makes them."""
+        if self.events is None:
+            return episodes.rows
+        layout = episodes.inputs.events
+        assert layout is not None  # collating reads the same columns
+        return with_event_inputs(episodes.rows, self.events(layout, started_UD))
+
     def _without_support(self, query: Side) -> Side:
         if not self.statistics.width:
             return query
@@ -337,7 +366,7 @@ class MetaLearner(nn.Module):
         return replace(query, dense_NK=dense_NK)
 
     def _working_rows(self, started_UD: Tensor, episodes: Episodes) -> WorkingRows:
-        lengths_B, fetched_row_P, _, _ = episodes.inputs
+        lengths_B, fetched_row_P, *_ = episodes.inputs
         if fetched_row_P is None:
             return WorkingRows(started_UD, 0.0)
         rate = self.rates.of_rows(lengths_B, fetched_row_P)

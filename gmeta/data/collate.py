@@ -24,6 +24,7 @@ from gmeta.adaptation.layout.padded_layout import (
 from gmeta.adaptation.layout.sparse_matrix import Bags
 from gmeta.data.accumulate import MicroBatches
 from gmeta.data.buckets import FETCHED, ROWS, ROWS_OF_LONG, TASKS, VALUES, choose_cuts
+from gmeta.data.event_layout import EventColumns
 from gmeta.data.episodes import (
     Episodes,
     collate_plain_rows,
@@ -60,6 +61,7 @@ class CollateOptions:
     rows_per_task: bool
     least_gain: float  # rows that one more group of tasks must save in that loop
     learns_from_support: bool
+    events: EventColumns | None = None  # None: no encoder reads them
 
     def collator_of(self, epoch: int) -> Callable[[TaskBatch], Episodes]:
         """Return `collate` for the batches of one epoch."""
@@ -74,6 +76,10 @@ class CollateOptions:
     def collate(self, batch: TaskBatch, epoch: int) -> Episodes:
         """Return the input of the learner's `forward` in this epoch of a run, counted from 0."""
         batch = self.with_features(batch)
+        episodes = self._collate_rows(batch, epoch)
+        return episodes if self.events is None else episodes.with_events(self.events.lay_out(batch))
+
+    def _collate_rows(self, batch: TaskBatch, epoch: int) -> Episodes:
         if self.route == "plain" or epoch < self.plain_epochs:
             return collate_plain_rows(batch, self.device)
         if self.layout is not None:
@@ -292,6 +298,7 @@ def _pad_features(
         num_features=batch.positions_NF.shape[1] + batch.multi_lengths_NM.shape[1],
         history=_make_history(batch, rows_N, layout, num_rows, constant) if has_history else None,
         dense_NK=dense_NK * there_N1,
+        row_N=torch.from_numpy(np.maximum(rows_N, 0)) if batch.event_positions_EC.shape[1] else None,
     )
 
 

@@ -21,6 +21,7 @@ from gmeta.adaptation.layout.sparse_matrix import Bags
 from gmeta.data.task_groups import group_tasks
 from gmeta.data.transfer import Packed, pack, send_to_device, unpack
 from gmeta.losses.objectives import label_weights
+from gmeta_models.sequence.encoder import EventLayout
 from metaio.ragged import Int64
 from metaio.read.batch import TaskBatch, deduplicate_task_rows
 
@@ -63,6 +64,7 @@ class LearnerInputs(NamedTuple):
     fetched_row_P: Tensor | None
     copies: Bags | None
     rows: CollatedRows
+    events: EventLayout | None = None  # None: the learner reads none
 
 
 @dataclass(frozen=True)
@@ -141,6 +143,10 @@ class Episodes:
         """Return a copy on a device."""
         (there,) = move_episodes((self,), device)
         return there
+
+    def with_events(self, events: EventLayout) -> "Episodes":
+        """Return these episodes with what their rows know of events."""
+        return replace(self, held=self.inputs._replace(events=events))
 
     def pack(self) -> "Episodes":
         """Return the episodes in one block of memory, which `to` copies to a GPU at once."""
@@ -309,4 +315,5 @@ def _make_side(
         bag_rows=Bags.single(bag_positions_V, num_rows, constant, device),
         bag_index_V=torch.repeat_interleave(torch.arange(bag_sizes.numel()), bag_sizes),
         longest_M=tuple(lengths_NM.numpy().max(axis=0, initial=0).tolist()),
+        row_N=index if batch.event_positions_EC.shape[1] else None,
     )

@@ -26,6 +26,7 @@ from gmeta.config.table_names import module_name
 from gmeta.config.table_widths import widths_of_tables
 from gmeta.config.train_config import DataConfig, TrainConfig
 from gmeta.data.augment import check_augment
+from gmeta.data.event_layout import EventColumns
 from gmeta.data.features.item_statistics import ItemStatistics
 from gmeta.data.features.neighbours import Neighbours
 from gmeta.data.features.support_statistics import NO_STATISTICS, SupportStatistics
@@ -44,6 +45,7 @@ from gmeta_models.gated import head_layers
 from gmeta_models.initial_sum import keep_sum_units, list_sum_layers
 from gmeta_models.model_config import InputSizes, ModelConfig, SparseColumn
 from gmeta_models.registry import NAMED_MODELS, build_model, check_outputs
+from gmeta_models.sequence.registry import build_encoder
 from gmeta_models.table_projections import TableProjections
 from metaio.format.dataset import Dataset
 from metaio.format.features import Features
@@ -304,7 +306,12 @@ def build_learner(
     near = None
     if neighbours.column:
         near = Neighbours(neighbours, features, statistics.prior)
+    events, event_columns = None, None
+    if model.events != "none":
+        event_columns = EventColumns.of(features, model)
+        events = build_encoder(model, 1 + len(features.event_dense))
     width = statistics.width + (items.width if items is not None else 0)
+    width += 0 if events is None else events.outputs
     # Statistics reach the model as dense columns.
     sizes = replace(sizes, num_dense=sizes.num_dense + width)
     names = tuple(table.name for table in features.tables)
@@ -335,6 +342,8 @@ def build_learner(
         items=items,
         neighbours=near,
         projections=projections,
+        events=events,
+        event_columns=event_columns,
     )
     if features.labels:
         _check_one_label(features.labels, algorithm.name, learner)

@@ -54,6 +54,20 @@ class ModelConfig:
         'tables whose ids the model does not see, e.g. ["item"]; statistics of items stay inputs',
     )
     options: dict[str, Any] = key(dict, "keys of one model alone, as [model.options]")
+    events: Literal["none", "sasrec", "hstu", "sim", "din"] = key(
+        "none",
+        "encoder of the dataset's events, whose vector stands beside the dense columns; none: "
+        "events are not read",
+    )
+    event_blocks: int = key(2, "sasrec, hstu: layers", min=1)
+    event_heads: int = key(2, "sasrec, hstu, sim: heads, which divide embedding_dim", min=1)
+    event_dropout: float = key(0.0, "sasrec, hstu: share of units left out", min=0.0, max=0.9)
+    event_attention: Literal["softmax", "linear"] = key("softmax", "sasrec: weights of events")
+    event_search: Literal["category", "hash"] = key(
+        "category", "sim: events of the target's category, or with nearly its bits"
+    )
+    event_category: str = key("", "sim: column of the category; empty: the events' second")
+    event_newest: int = key(100, "sim: events found for a row, the newest first", min=1)
 
 
 @dataclass(frozen=True)

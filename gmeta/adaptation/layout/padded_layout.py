@@ -95,6 +95,8 @@ class PaddedFeatures:
     num_features: int
     history: PaddedHistory | None  # its pooled feature is then zero
     dense_NK: Tensor
+    # Which row of the batch each is, where events make inputs of it; any row for padding.
+    row_N: Tensor | None = None
 
     def values(self, rows_PD: Tensor) -> RowFeatures:
         """Return what the model sees when the embedding rows have these values."""

@@ -36,6 +36,8 @@ class Side:
     longest_M: tuple[int, ...]  # of each multi-id feature, the longest bag
     # Of each label in its row's loss: objectives.label_weights.
     weight: Tensor | None = None
+    # Which row of the batch each is, where events make inputs of it; None: they do not.
+    row_N: Tensor | None = None
 
     def inputs(self, rows_PD: Tensor) -> RowInputs:
         """Return what the model sees when the embedding rows have these values."""
