@@ -23,7 +23,7 @@ from gmeta.adaptation.algorithms.maml import QueryLoss
 from gmeta.adaptation.algorithms.registry import find_algorithm
 from gmeta.adaptation.closed_form import check_solvable
 from gmeta.adaptation.fused.fused_loop import FusedLoop, MovingLoop, StillLoop
-from gmeta.adaptation.general_loop import GeneralLoop
+from gmeta.adaptation.general_loop import AdaptedModel, GeneralLoop
 from gmeta.adaptation.layout.event_inputs import with_event_inputs
 from gmeta.adaptation.layout.padded_layout import PaddedTasks, kind_of_device
 from gmeta.adaptation.layout.ragged import RowLayout
@@ -41,13 +41,15 @@ from gmeta.data.features.support_statistics import NO_STATISTICS, SupportStatist
 from gmeta.data.task_groups import GROUP_WORK, least_gain
 from gmeta.errors import ConfigError, GMetaError
 from gmeta.losses.objectives import Objectives
+from gmeta.losses.step_softmax import sampled_softmax_P
 from gmeta_keys.plugins import is_ours
 from gmeta_keys.translate_errors import format_foreign_error, translate_errors
 from gmeta_models.decision_model import DecisionModel
+from gmeta_models.dot import Dot, find_user_vectors
 from gmeta_models.eval_mode import in_eval_mode
 from gmeta_models.initial_sum import list_sum_layers, start_as_sum
 from gmeta_models.mlp import DropoutReLU
-from gmeta_models.sequence.encoder import EventEncoder
+from gmeta_models.sequence.encoder import EventEncoder, EventLayout, EventVectors
 from gmeta_models.table_projections import TableProjections
 from metaio.read.batch import TaskBatch
 
@@ -61,6 +63,8 @@ class QueryPrediction:
     label_N: Tensor  # NaN: not known
     layout: RowLayout
     support_lengths_T: Tensor
+    # Of a model that scores by a product with an item's vector: before and after adapting.
+    users_ND: tuple[Tensor, Tensor] | None = None
 
 
 class MetaLearner(nn.Module):
@@ -145,7 +149,10 @@ class MetaLearner(nn.Module):
     @property
     def inner_steps(self) -> int:
         """Return the number of inner steps on a task's support rows."""
-        return self._config.inner_steps
+        columns = self.event_columns
+        # A loss over the step's items has no inner form: what a task has is in its events.
+        is_of_steps = columns is not None and columns.log_share_I is not None
+        return 0 if is_of_steps else self._config.inner_steps
 
     def fit_regression(self, batches: Iterable[TaskBatch]) -> Regression:
         """Return the regression of labels on the inputs that training gives query rows."""
@@ -253,7 +260,10 @@ class MetaLearner(nn.Module):
 
     def _loss_sum(self, started_UD: Tensor, episodes: Episodes) -> Tensor:
         rows, general = self._working_rows(started_UD, episodes), self.general_loop
-        match self._with_events(started_UD, episodes):
+        sides, vectors = self._with_events(started_UD, episodes)
+        match sides:
+            case Side() as query if vectors is not None and episodes.inputs.events.item_N.numel():
+                return self._step_softmax_sum(vectors, episodes.inputs.events, query)
             case Side() as query:
                 loss_sum = general.losses_N(general.unadapted(rows, query), query).sum()
                 # What only an algorithm uses must still join every collective.
@@ -269,6 +279,19 @@ class MetaLearner(nn.Module):
                     )
                 query_loss, loop = self._fused
                 return query_loss(loop, rows, tasks)
+
+    def _step_softmax_sum(self, vectors: EventVectors, events: EventLayout, side: Side) -> Tensor:
+        """Return the sum of the positive rows' losses among the items of all rows."""
+        assert isinstance(self.model, Dot)
+        own_P = (side.label_N > 0).nonzero().squeeze(1)
+        user_PD = self.model.user_vectors_ND(vectors.interest_ND[own_P])
+        losses_P = sampled_softmax_P(
+            user_PD, vectors.target_ND, own_P, events.item_N, events.log_share_N
+        )
+        if side.weight is not None:
+            losses_P = losses_P * side.weight[own_P].to(losses_P.dtype)
+        # The head's bias changes no softmax, but joins the collectives.
+        return losses_P.sum() + self._zero(vectors.target_ND)
 
     def _general_loss_sum(self, rows: WorkingRows, groups: Sequence[Sides]) -> Tensor:
         loss_sum = self._algorithm.loss_sum
@@ -316,13 +339,14 @@ class MetaLearner(nn.Module):
         sides = episodes.rows
         if self.events is not None:
             with torch.no_grad(), in_eval_mode(self.events):
-                sides = self._with_events(started_UD, episodes)
+                sides, _ = self._with_events(started_UD, episodes)
         assert isinstance(sides, Sides)
         support, query = sides
         rows = self._working_rows(started_UD, episodes)
         with torch.no_grad():
             unknown = self._without_support(query)
-            before_N = inner.output_N(inner.unadapted(rows, unknown), unknown)
+            unadapted = inner.unadapted(rows, unknown)
+            before_N = inner.output_N(unadapted, unknown)
         # Adapting takes gradients, also where the caller has turned them off.
         with torch.enable_grad():
             adapted = inner.start(rows, sides, second_order=False)
@@ -334,8 +358,20 @@ class MetaLearner(nn.Module):
                     adapted = inner.step(adapted, second_order=False)
             with torch.no_grad():
                 after_N = inner.output_N(adapted, query)
-            found.append(QueryPrediction(before_N, after_N, query.label_N, query.layout, lengths_T))
+            users = None
+            if isinstance(self.model, Dot):
+                users = self._users_ND(unadapted, unknown), self._users_ND(adapted, query)
+            found.append(
+                QueryPrediction(before_N, after_N, query.label_N, query.layout, lengths_T, users)
+            )
         return found
+
+    def _users_ND(self, adapted: AdaptedModel, query: Side) -> Tensor:
+        """Return the vector of each query row's user, as its task has adapted."""
+        with torch.enable_grad():
+            dense_NK = query.dense_NK.detach().requires_grad_()
+            output_N = self.general_loop.output_N(adapted, replace(query, dense_NK=dense_NK))
+            return find_user_vectors(dense_NK, output_N, self.tables.width)
 
     def starting_rows_UD(self, rows_UD: Tensor, rows_of_tables: Sequence[int]) -> Tensor:
         """Return the fetched rows, `rows_of_tables` of each table, as the inner loop takes them."""
@@ -349,13 +385,16 @@ class MetaLearner(nn.Module):
         kept_U1.narrow(0, sum(rows_of_tables[:table]), rows_of_tables[table]).zero_()
         return rows_UD * kept_U1
 
-    def _with_events(self, started_UD: Tensor, episodes: Episodes) -> CollatedRows:
-        """Return the collated rows, with the vectors of events where an encoder makes them."""
+    def _with_events(
+        self, started_UD: Tensor, episodes: Episodes
+    ) -> tuple[CollatedRows, EventVectors | None]:
+        """Return the collated rows, with inputs made of events where an encoder makes them."""
         if self.events is None:
-            return episodes.rows
+            return episodes.rows, None
         layout = episodes.inputs.events
         assert layout is not None  # collating reads the same columns
-        return with_event_inputs(episodes.rows, self.events(layout, started_UD))
+        vectors: EventVectors = self.events(layout, started_UD)
+        return with_event_inputs(episodes.rows, vectors.inputs_NX()), vectors
 
     def _without_support(self, query: Side) -> Side:
         if not self.statistics.width:

@@ -192,7 +192,13 @@ class GeneralLoop:
         wanted = [*tape.outputs, rows_PD] if adapts_rows else tape.outputs
         # All tasks at once: they share no adapted value, so the sum's gradient is each task's own.
         grads = torch.autograd.grad(
-            loss_sum, wanted, create_graph=second_order, retain_graph=second_order or keep_path
+            loss_sum,
+            wanted,
+            create_graph=second_order,
+            retain_graph=second_order or keep_path,
+            # A model may read no row but through what its encoder made of events.
+            allow_unused=adapts_rows,
+            materialize_grads=adapts_rows,
         )
         adapted.layers.step(tape, grads[: len(tape.outputs)], second_order)
         return replace(

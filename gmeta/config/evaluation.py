@@ -24,8 +24,8 @@ class EvaluationConfig:
     candidates: int = key(
         0,
         "rank each positive query row among so many sampled items (docs/metrics.md); 0: among "
-        "the task's query rows",
-        min=0,
+        "the task's query rows; -1: among all items that its events do not hold (model.name = dot)",
+        min=-1,
         max=10_000,
     )
     unit: str = key("rating points", "unit of a rating, shown beside mae and rmse")
@@ -33,3 +33,8 @@ class EvaluationConfig:
     tuning_tasks: int = key(
         1_000, "tasks of each validation split on which inner rate and steps are chosen", min=1
     )
+
+    @property
+    def ranks_all(self) -> bool:
+        """Return whether each positive row is ranked among all items."""
+        return self.candidates < 0

@@ -104,6 +104,11 @@ class OuterConfig:
         "bce: labels 0 and 1 (clicks); mse, huber, mae: any number (ratings); softmax, "
         "pairwise: the order of a task's rows",
     )
+    negatives: Literal["task", "step"] = key(
+        "task",
+        "softmax: what a positive row competes with: the rows of its task, or the items of all rows "
+        "of a rank's step, less their popularity (model.name = dot, algorithm.name = none)",
+    )
     huber_delta: float = key(1.0, "huber: the error up to which its loss is squared", min=1e-6)
     dense_optimizer: Literal["adam", "adamw", "adagrad", "sgd"] = key(
         "adam", "optimizer of the data-parallel layers"

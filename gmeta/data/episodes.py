@@ -22,7 +22,7 @@ from gmeta.data.task_groups import group_tasks
 from gmeta.data.transfer import Packed, pack, send_to_device, unpack
 from gmeta.losses.objectives import label_weights
 from gmeta_models.sequence.encoder import EventLayout
-from metaio.ragged import Int64
+from metaio.ragged import Int64, ragged_indices
 from metaio.read.batch import TaskBatch, deduplicate_task_rows
 
 CollatedRows = Side | Sides | TaskGroups | PaddedTasks
@@ -86,6 +86,8 @@ class Episodes:
     query_item_N: Tensor = field(default_factory=lambda: torch.zeros(0, dtype=torch.int64))
     # Which query rows are candidates that were sampled beside the stored ones; as above.
     query_sampled_N: Tensor = field(default_factory=lambda: torch.zeros(0, dtype=torch.bool))
+    # Items of the events that each query row knows, and how many it knows; as above.
+    query_known: tuple[Tensor, Tensor] | None = None
     # How many rows shapes are made for, where sizes are rounded up to few (buckets.py); else 0.
     num_fetched: int = 0
     plan: RowPlan | None = None  # None: no exchange has looked at the ids yet
@@ -220,6 +222,18 @@ def with_query_items(episodes: Episodes, batch: TaskBatch, item: int) -> Episode
     """Return the episodes of a batch with the item of each query row, from a single-id feature."""
     position_N = batch.positions_NF[~_support_rows_N(batch), item]
     return replace(episodes, query_item_N=batch.unique_ids_U[position_N])
+
+
+def with_known_items(episodes: Episodes, batch: TaskBatch) -> Episodes:
+    """Return the episodes of a batch with the items of the events that each query row knows."""
+    query_N = ~_support_rows_N(batch)
+    rows_T, num_events_T = batch.row_offsets_T1.diff(), batch.num_events_T
+    task_N = torch.repeat_interleave(torch.arange(batch.num_tasks), rows_T)[query_N]
+    before_N = batch.events_before_N[query_N].to(torch.int64)
+    first_N = (num_events_T.cumsum(0) - num_events_T)[task_N]
+    index_V = torch.from_numpy(ragged_indices(first_N.numpy(), before_N.numpy()))
+    item_E = batch.unique_ids_U[batch.event_positions_EC[:, 0].to(torch.int64)]
+    return replace(episodes, query_known=(item_E[index_V], before_N))
 
 
 def with_sampled(episodes: Episodes, batch: TaskBatch, is_sampled_N: Tensor) -> Episodes:

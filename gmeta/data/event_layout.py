@@ -4,7 +4,7 @@ for each row the few events that a search finds. All of it is integer bookkeepin
 Shape suffixes: T tasks, R rows of a task, N rows, E events, C columns of an event's ids, K numbers of
 an event, L events of a task"""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 import torch
@@ -12,7 +12,7 @@ import torch
 from gmeta_models.model_config import ModelConfig
 from gmeta_models.sequence.encoder import EventLayout, EventRectangle
 from metaio.format.features import Features, name_event_column
-from metaio.ragged import Int64, offsets, owners, ragged_indices
+from metaio.ragged import Float32, Int64, offsets, owners, ragged_indices
 from metaio.read.batch import TaskBatch
 
 # Tasks of fewer events share a rectangle: one more costs more in calls than padding does.
@@ -26,6 +26,8 @@ class EventColumns:
     target: tuple[int, ...]  # for each column of the events, the single-id feature of the rows
     category: int = -1  # the events' column that a search goes by; -1: a row knows all before it
     newest: int = 0  # of a search
+    # Of each item; None: no loss asks.
+    log_share_I: Float32 | None = field(default=None, compare=False)
 
     @classmethod
     def of(cls, features: Features, model: ModelConfig) -> "EventColumns":
@@ -51,15 +53,24 @@ class EventColumns:
 
     def lay_out(self, batch: TaskBatch) -> EventLayout:
         """Return the events of a batch, and what each of its rows knows of them."""
+        layout = self._lay_out(batch)
+        if self.log_share_I is None:
+            return layout
+        item_N = batch.unique_ids_U[layout.target_NC[:, 0]]
+        return layout._replace(item_N=item_N, log_share_N=torch.from_numpy(self.log_share_I)[item_N])
+
+    def _lay_out(self, batch: TaskBatch) -> EventLayout:
+        none = torch.zeros(0, dtype=torch.int64), torch.zeros(0)
         target_NC = batch.positions_NF[:, list(self.target)].to(torch.int64)
         rows_T = batch.row_offsets_T1.diff().numpy()
         if self.category >= 0:
             rectangle = self._found_events(batch, rows_T, target_NC.numpy())
             place_N = torch.arange(batch.num_rows)
-            return EventLayout((rectangle,) if batch.num_rows else (), place_N, target_NC)
+            rectangles = (rectangle,) if batch.num_rows else ()
+            return EventLayout(rectangles, place_N, target_NC, *none)
         num_events_T = batch.num_events_T.numpy()
         size_T = np.ceil(np.log2(np.maximum(num_events_T, _SHORT))).astype(np.int64)
-        rectangles, place_N, first = [], np.zeros(batch.num_rows, np.int64), 0
+        found, place_N, first = list[EventRectangle](), np.zeros(batch.num_rows, np.int64), 0
         for size in np.unique(size_T):
             tasks = np.flatnonzero(size_T == size)
             rectangle = _make_rectangle(batch, tasks, rows_T[tasks])
@@ -67,8 +78,8 @@ class EventColumns:
             there = np.arange(width) < rows_T[tasks][:, None]
             place_N[rectangle.row_TR.numpy()[there]] = first + np.flatnonzero(there)
             first += there.size
-            rectangles.append(rectangle)
-        return EventLayout(tuple(rectangles), torch.from_numpy(place_N), target_NC)
+            found.append(rectangle)
+        return EventLayout(tuple(found), torch.from_numpy(place_N), target_NC, *none)
 
     def _found_events(self, batch: TaskBatch, rows_T: Int64, target_NC: Int64) -> EventRectangle:
         """Return each row as a task of its own, with the newest events of its target's category."""

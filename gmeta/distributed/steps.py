@@ -152,4 +152,6 @@ def batch_without_tasks(features: Features) -> TaskBatch:
         len(features.multi),
         len(features.dense),
         features.num_labels,
+        len(features.events),
+        (1 + len(features.event_dense)) * bool(features.events),
     )

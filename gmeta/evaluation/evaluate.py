@@ -96,7 +96,7 @@ def evaluate_run(
     chosen = choose_splits(config.data, dataset, splits)
     judging_splits: list[tuple[str, ...]] = []
     is_few = False
-    if is_as_trained:
+    if is_as_trained and learner.inner_steps:
         judging_splits = choose_judging_splits(config.algorithm, config.data, dataset, chosen)
         is_few = has_tunable_rates(config.algorithm) and has_too_few_tasks(config.data, dataset)
     # A plain run is fine-tuned for the label in question; a meta-learned run adapts in one way,

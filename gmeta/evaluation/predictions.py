@@ -10,7 +10,7 @@ import pyarrow as pa
 import torch
 
 from gmeta.config.train_config import TrainConfig
-from gmeta.data.episodes import Episodes, with_query_items, with_sampled
+from gmeta.data.episodes import Episodes, with_known_items, with_query_items, with_sampled
 from gmeta.data.label_checks import check_labels, scored_labels
 from gmeta.data.reader import open_reader
 from gmeta.data.support_views import STORED, SupportView
@@ -22,9 +22,16 @@ from gmeta.distributed.stopping import Stop
 from gmeta.errors import UserError
 from gmeta.evaluation.baselines.block_rows import pack_rows, unpack_block
 from gmeta.evaluation.baselines.candidates import Candidates, rank_among_candidates_N2
+from gmeta.evaluation.item_vectors import (
+    ALL_ITEMS,
+    Catalogue,
+    ItemVectors,
+    fetch_item_vectors,
+)
 from gmeta.evaluation.report.evaluated_runs import PLACES
 from gmeta.learner import QueryPrediction
 from gmeta.metrics.scored_label import ScoredLabel
+from gmeta_models.dot import Dot
 from metaio.format.block import build_block
 from metaio.format.dataset import Dataset
 from metaio.prepare.episodes.raw_ids import find_item_feature
@@ -45,6 +52,7 @@ class EvalContext:
     dataset: Dataset
     sharded: DistributedLearner
     ranks: Ranks
+    items: ItemVectors | None = None  # of all items, while these weights stay
 
     @property
     def kinds(self) -> tuple[str, ...]:
@@ -67,6 +75,8 @@ def predict_split(
     one's, with `label:NAME`, ... of each other; an unknown label is NaN. `advance` gets the tasks
     of each batch that is read."""
     config, dataset, ranks = context.config, context.dataset, context.ranks
+    if config.evaluation.ranks_all and context.items is None:
+        context = replace(context, items=_fetch_items(context))
     reads = config.data, config.run.seed, dataset, split
     with open_reader(*reads, ranks.rank, ranks.world_size) as reader:
         stop = Stop()
@@ -90,6 +100,20 @@ def predict_split(
             "Name other splits with --split"
         )
     return pa.table({"split": pa.array([split] * len(table["task"])), **table})
+
+
+def _fetch_items(context: EvalContext) -> ItemVectors:
+    """Return the vectors of all items. Raises UserError: the model has none. Collective."""
+    learner = context.sharded.local.learner
+    item, columns = find_item_feature(context.dataset), learner.event_columns
+    if columns is None or not isinstance(learner.model, Dot) or item != columns.target[0]:
+        raise UserError(
+            f"evaluation.candidates = {ALL_ITEMS} ranks among all items, by the vectors of users "
+            'and items: model.name = "dot" is needed, and [item] in the schema must name the first '
+            "column of [events]. Set them, or sample candidates"
+        )
+    catalogue = Catalogue.of(context.dataset, columns)
+    return fetch_item_vectors(context.sharded, context.dataset, catalogue)
 
 
 def _count_tasks(
@@ -131,6 +155,8 @@ def _predict_batches(
         episodes = learner.learner.collate_to_predict(batch)
         if len(is_sampled_N):
             episodes = with_sampled(episodes, batch, torch.from_numpy(is_sampled_N))
+        if context.items is not None:
+            episodes = with_known_items(episodes, batch)
         return episodes if item is None else with_query_items(episodes, batch, item)
 
     idle = collate((batch_without_tasks(dataset.features), np.zeros(0, np.bool_)))
@@ -218,7 +244,19 @@ def _make_columns(
     for name, of_row_N in (("row_id", episodes.query_row_id_N), ("item", episodes.query_item_N)):
         if of_row_N.numel():
             columns[name] = of_row_N.numpy()[stored_N]
-    if sampled_N.size:
+    if context.items is not None:
+        assert prediction.users_ND is not None
+        assert episodes.query_known is not None
+        known = episodes.query_known[0].numpy(), episodes.query_known[1].numpy()
+        item_N = episodes.query_item_N.numpy()
+        places = [
+            context.items.rank_N2(user_ND.cpu().float(), item_N, known)
+            for user_ND in prediction.users_ND
+        ]
+        of_rows = np.concatenate(places, axis=1)
+        of_rows[columns["label"] <= 0] = -1  # only positive rows are ranked
+        columns |= dict(zip(PLACES, of_rows.T, strict=True))
+    elif sampled_N.size:
         (judged,) = (label for label in labels if label.is_judged)
         scores = judged.prediction_N(before_NL), judged.prediction_N(after_NL)
         places = [rank_among_candidates_N2(score_N, sampled_N) for score_N in scores]

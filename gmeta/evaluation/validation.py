@@ -12,7 +12,7 @@ from gmeta.config.train_config import TrainConfig
 from gmeta.data.label_checks import scored_labels
 from gmeta.data.opening import data_config_for
 from gmeta.evaluation.predictions import EvalContext, predict_split
-from gmeta.evaluation.report.evaluated_runs import drop_unknown_rows
+from gmeta.evaluation.report.evaluated_runs import AFTER_PLACES, drop_unknown_rows
 from gmeta.metrics.catalogue import label_of
 from gmeta.metrics.scores import evaluate_split
 from gmeta.runs.checkpoints.lineage import Lineage
@@ -48,10 +48,17 @@ def score_predictions(
         scoring = make_scoring(config, name_of_label)
         # Early stopping may go by a metric that is not reported.
         metric_names = [*scoring.names, *[stops_by][: label_of_stop == name_of_label]]
-        # Only gmeta evaluate samples candidates.
-        names = dict.fromkeys(name for name in metric_names if not scoring.is_over_candidates(name))
+        # Only gmeta evaluate samples candidates; all items need no sample.
+        ranks_all = config.evaluation.ranks_all
+        names = dict.fromkeys(
+            name for name in metric_names if ranks_all or not scoring.is_over_candidates(name)
+        )
         known_N, after_N, task_N = (rows[name].to_numpy() for name in ("label", "after", "task"))
-        for name, value in evaluate_split(known_N, after_N, task_N, scoring, list(names)).items():
+        places_N2 = None
+        if AFTER_PLACES[0] in rows.column_names:
+            places_N2 = np.stack([rows[name].to_numpy() for name in AFTER_PLACES], axis=1)
+        arrays = known_N, after_N, task_N
+        for name, value in evaluate_split(*arrays, scoring, list(names), places_N2).items():
             # JSON has no NaN.
             is_known = not np.isnan(value.value)
             found.scores[f"{name}{label.suffix}"] = value.value if is_known else None

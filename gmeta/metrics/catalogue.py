@@ -197,8 +197,12 @@ class Scoring:
             unit = self.config.unit
         gain = "rating" if is_rating else "label"
         if self.is_over_candidates(name):
-            label += f" of {self.config.candidates + 1}"
-            explanation = CANDIDATE_TEXTS[family] + OVER_CANDIDATES.format(n=self.config.candidates)
+            if self.config.ranks_all:
+                label, number = f"{label} of all items", "all items that its events do not hold"
+            else:
+                label += f" of {self.config.candidates + 1}"
+                number = f"{self.config.candidates} sampled items that its task has no row of"
+            explanation = CANDIDATE_TEXTS[family] + OVER_CANDIDATES.format(n=number)
         cut = {"k": str(k or ""), "gain": gain}
         return MetricInfo(label.format(**cut), higher_is_better, unit, explanation.format(**cut))
 

@@ -23,7 +23,7 @@ CANDIDATE_TEXTS = {
     "recall": "Whether a positive row is among the {k} best",
 }
 OVER_CANDIDATES = (
-    " of itself and {n} sampled items that its task has no row of; mean over the positive rows; "
+    " of itself and {n}; mean over the positive rows; "
     "equal scores share their ranks."
 )
 _OVER_TASKS = "mean over the tasks that hold one; equal scores share their ranks"

@@ -38,17 +38,22 @@ from gmeta.metrics.terms import (
 
 
 def evaluate_split(
-    label: Array, prediction: Array, task: Array, scoring: Scoring, names: Sequence[str] = ()
+    label: Array,
+    prediction: Array,
+    task: Array,
+    scoring: Scoring,
+    names: Sequence[str] = (),
+    places_N2: Array | None = None,
 ) -> dict[str, Value]:
     """Return the metrics of one split: those of the scoring, or `names`. The rows of label,
-    prediction (probabilities for bce, else ratings) and task (any integers) are aligned. Raises
-    ValueError: their shapes differ.
+    prediction (probabilities for bce, else ratings) and task (any integers) are aligned;
+    `places_N2`: see split_terms. Raises ValueError: their shapes differ.
 
     >>> labels, tasks = np.array([0, 1, 0, 1, 1]), np.array([7, 7, 8, 8, 8])
     >>> scores = np.array([0.1, 0.9, 0.8, 0.3, 0.4])
     >>> evaluate_split(labels, scores, tasks, Scoring("bce"), ["gauc"])["gauc"].value
     0.4"""
-    terms = split_terms(label, prediction, task, scoring, names, resampled=False)
+    terms = split_terms(label, prediction, task, scoring, names, places_N2, resampled=False)
     return {name: Value(one.value, one.num_tasks, one.reason) for name, one in terms.items()}
 
 

@@ -30,6 +30,7 @@ from gmeta.data.event_layout import EventColumns
 from gmeta.data.features.item_statistics import ItemStatistics
 from gmeta.data.features.neighbours import Neighbours
 from gmeta.data.features.support_statistics import NO_STATISTICS, SupportStatistics
+from gmeta.data.item_counts import log_shares
 from gmeta.data.label_checks import check_first_labels, scored_labels
 from gmeta.data.opening import open_data
 from gmeta.errors import ConfigError, GMetaError
@@ -130,9 +131,25 @@ def build(config: TrainConfig) -> tuple[Dataset, MetaLearner]:
             labels,
             config.neighbours,
         )
+        if config.outer.negatives == "step":
+            _compete_in_steps(config, learner, dataset)
     except ValueError as error:
         raise ConfigError(str(error)) from error
     return dataset, learner
+
+
+def _compete_in_steps(config: TrainConfig, learner: MetaLearner, dataset: Dataset) -> None:
+    """Have the learner's loss be the softmax over a step's items. Raises ValueError: config."""
+    columns = learner.event_columns
+    wanted = config.outer.loss, config.model.name, config.algorithm.name
+    if wanted != ("softmax", "dot", PLAIN) or columns is None:
+        raise ValueError(
+            f'outer.negatives = "step" with outer.loss = {wanted[0]!r}, model.name = {wanted[1]!r} '
+            f"and algorithm.name = {wanted[2]!r}: softmax, dot and none are needed. Set them, or "
+            'outer.negatives = "task"'
+        )
+    shares = log_shares(dataset, config.data.train_split, columns.target[0])
+    learner.event_columns = replace(columns, log_share_I=shares)
 
 
 def _check_plain_epochs(algorithm: AlgorithmConfig, epochs: int) -> None:

@@ -122,7 +122,7 @@ def make_early_stop(config: TrainConfig) -> EarlyStop:
     scoring = make_scoring(config, label)
     metric = named or scoring.names[0]
     scoring.check("run.early_stop_metric", metric)
-    if scoring.is_over_candidates(metric):
+    if scoring.is_over_candidates(metric) and not config.evaluation.ranks_all:
         raise ConfigError(
             f"the metric of early stopping is {metric}, over evaluation.candidates = "
             f"{config.evaluation.candidates}: that takes as many predictions a row, which gmeta "

@@ -101,7 +101,13 @@ class TaskBatch:
 
 
 def empty_batch(
-    num_tables: int, num_single: int, num_multi: int, num_dense: int, num_labels: int = 1
+    num_tables: int,
+    num_single: int,
+    num_multi: int,
+    num_dense: int,
+    num_labels: int = 1,
+    num_event_columns: int = 0,
+    num_event_numbers: int = 0,
 ) -> TaskBatch:
     """Return a batch without episodes."""
 
@@ -120,6 +126,8 @@ def empty_batch(
         positions_NF=zeros(0, num_single, dtype=torch.int32),
         multi_positions_V=zeros(0, dtype=torch.int32),
         multi_lengths_NM=zeros(0, num_multi, dtype=torch.int32),
+        event_positions_EC=zeros(0, num_event_columns, dtype=torch.int32),
+        event_numbers_EK=zeros(0, num_event_numbers, dtype=torch.float32),
     )
 
 

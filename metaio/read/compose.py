@@ -57,7 +57,9 @@ def compose(
     if not chosen:
         num_single, num_multi = len(features.single), len(features.multi)
         num_dense, num_labels = len(features.dense), features.num_labels
-        return empty_batch(len(features.tables), num_single, num_multi, num_dense, num_labels)
+        of_events = len(features.events), (1 + len(features.event_dense)) * bool(features.events)
+        num_tables = len(features.tables)
+        return empty_batch(num_tables, num_single, num_multi, num_dense, num_labels, *of_events)
     # BlockOrder composes one block at a time: that costs ten views. Not of a block in bundles,
     # whose arrays may be views of its file.
     first, episodes_E = chosen[0]

@@ -19,7 +19,7 @@ class ModelConfig:
 
     name: str = key(
         "dlrm",
-        "dlrm, melu, cbml, din, deepfm, dcnv2, mmoe or ple; or one of your own (docs/extending.md)",
+        "dlrm, melu, cbml, din, deepfm, dcnv2, dot, mmoe or ple; or one of your own (docs/extending.md)",
     )
     # fbgemm's kernels read a row four values at a time.
     embedding_dim: int = key(

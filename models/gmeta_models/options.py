@@ -70,6 +70,7 @@ MODEL_OPTIONS: dict[str, type | None] = {
     "deepfm": None,
     "din": DinOptions,
     "dlrm": DlrmOptions,
+    "dot": None,
     "melu": None,
     "mmoe": ExpertOptions,
     "ple": PleOptions,

@@ -16,6 +16,7 @@ from gmeta_models.dcnv2 import dcnv2
 from gmeta_models.deepfm import DeepFM
 from gmeta_models.din import DIN
 from gmeta_models.dlrm import DLRM
+from gmeta_models.dot import Dot
 from gmeta_models.eval_mode import in_eval_mode
 from gmeta_models.gated import head_layers, row_layers
 from gmeta_models.inputs import RowInputs
@@ -31,6 +32,7 @@ MODELS: dict[str, Callable[..., nn.Module]] = {
     "deepfm": DeepFM,
     "din": DIN,
     "dlrm": DLRM,
+    "dot": Dot,
     "melu": MeLU,
     "mmoe": MMoE,
     "ple": PLE,

@@ -22,6 +22,7 @@ from metaio.recipes.by_time import ByTimeConfig
 from metaio.recipes.metaemb import MetaEmbConfig, prepare_metaemb
 from metaio.recipes.movielens import MovieLensConfig, prepare_movielens
 from metaio.recipes.movielens_100k import prepare_movielens_100k
+from metaio.recipes.next_item import prepare_next_item
 from metaio.recipes.synthetic import SyntheticConfig, prepare_synthetic
 from metaio.recipes.synthetic_days import DaysConfig, write_days
 
@@ -34,6 +35,7 @@ OPTIONS = {
     "--recipe metaemb": {"recipe", "validation", "seed"},
     "--recipe movielens-100k": {"recipe", "label", "seed"},
     "--recipe amazon": {"recipe", "label", "seed"},
+    "--recipe next-item": {"recipe", "seed"},
     "--schema": {"schema", "memory", "threads", "block_rows", "bundle_tasks", "compact"},
     # Memory and threads are set in Spark's own configuration.
     "--schema --spark": {"schema", "spark", "block_rows", "bundle_tasks", "compact"},
@@ -56,7 +58,13 @@ _LOSSES = {
 
 # Datasets that need no schema file.
 Recipe = Literal[
-    "movielens-1m", "metaemb", "movielens-100k", "amazon", "synthetic", "synthetic-days"
+    "movielens-1m",
+    "metaemb",
+    "movielens-100k",
+    "amazon",
+    "next-item",
+    "synthetic",
+    "synthetic-days",
 ]
 Paths = Annotated[
     list[str],
@@ -227,6 +235,11 @@ def prepare(
             num_tasks=tasks, num_items=items, min_rows=rows[0], max_rows=rows[1], seed=seed
         )
         prepare_synthetic(out, config, overwrite)
+    elif recipe == "next-item":
+        # A file of users, and one of the items' attributes if there is one.
+        _expect_inputs(recipe, inputs[:1], 1)
+        _expect_inputs(recipe, inputs[1:], min(len(inputs) - 1, 1))
+        prepare_next_item(inputs[0], inputs[1] if inputs[1:] else None, out, seed, overwrite)
     elif recipe is not None:
         _expect_inputs(recipe, inputs, 1)
         by_time = ByTimeConfig(label=label, seed=seed)

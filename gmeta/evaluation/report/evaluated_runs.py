@@ -31,6 +31,7 @@ COLUMNS = {
 
 # Columns of rank metrics over sampled candidates; a baseline has the last two only.
 PLACES = ("before_above", "before_tied", "after_above", "after_tied")
+AFTER_PLACES = PLACES[2:]
 
 
 @dataclass(frozen=True)

@@ -35,10 +35,24 @@ class EventLayout(NamedTuple):
     rectangles: tuple[EventRectangle, ...]
     place_N: Tensor  # int64: each row's place among the T * R of all rectangles
     target_NC: Tensor  # int64: the fetched rows that make the row's target
+    # The item of each row and the logarithm of its share of the rows; [0] unless a loss asks.
+    item_N: Tensor
+    log_share_N: Tensor
+
+
+class EventVectors(NamedTuple):
+    """What each row's events say, and its target: [N, D] each."""
+
+    interest_ND: Tensor
+    target_ND: Tensor
+
+    def inputs_NX(self) -> Tensor:
+        """Return a row's inputs of a model: the interest, and its product with the target."""
+        return torch.cat([self.interest_ND, self.interest_ND * self.target_ND], dim=1)
 
 
 class EventEncoder(nn.Module, ABC):
-    """Turns events into a vector a row: [N, outputs]."""
+    """Turns events into a vector a row."""
 
     def __init__(self, config: ModelConfig, num_numbers: int) -> None:
         super().__init__()
@@ -49,7 +63,7 @@ class EventEncoder(nn.Module, ABC):
 
     @property
     def outputs(self) -> int:
-        """Return the width of a row's vector: the interest, and its product with the target."""
+        """Return the width of a row's inputs, see EventVectors."""
         return 2 * self.width
 
     @abstractmethod
@@ -66,8 +80,8 @@ class EventEncoder(nn.Module, ABC):
         numbers_TLK = torch.cat([gap_TL.unsqueeze(2), dense_TLK], dim=2).to(events_TLD.dtype)
         return events_TLD + self.numbers(numbers_TLK)
 
-    def forward(self, events: EventLayout, rows_UD: Tensor) -> Tensor:
-        """Return each row's vector, from the fetched embedding rows: [N, outputs]."""
+    def forward(self, events: EventLayout, rows_UD: Tensor) -> EventVectors:
+        """Return each row's vectors, from the fetched embedding rows."""
         target_ND = embedding(events.target_NC, rows_UD).sum(dim=1)
         parts = [
             self.interest_TRD(
@@ -79,7 +93,7 @@ class EventEncoder(nn.Module, ABC):
         ]
         parts = parts or [rows_UD.new_zeros(0, self.width) + self.numbers.weight.sum() * 0.0]
         interest_ND = torch.cat(parts).index_select(0, events.place_N)
-        return torch.cat([interest_ND, interest_ND * target_ND], dim=1)
+        return EventVectors(interest_ND, target_ND)
 
 
 class Past(NamedTuple):

@@ -222,7 +222,7 @@ def _sample_candidates(
     ranks: Ranks,
 ) -> Candidates | None:
     """Return what rank 0 draws beside positive rows; None without candidates. Collective."""
-    if not (number := scoring.config.candidates):
+    if (number := scoring.config.candidates) <= 0:
         return None
     sampled: list[Candidates] = []
 
