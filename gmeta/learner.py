@@ -49,7 +49,7 @@ from gmeta_models.dot import Dot, find_user_vectors
 from gmeta_models.eval_mode import in_eval_mode
 from gmeta_models.initial_sum import list_sum_layers, start_as_sum
 from gmeta_models.mlp import DropoutReLU
-from gmeta_models.sequence.encoder import EventEncoder, EventLayout, EventVectors
+from gmeta_models.sequence.encoder import EventEncoder, EventVectors
 from gmeta_models.table_projections import TableProjections
 from metaio.read.batch import TaskBatch
 
@@ -149,10 +149,12 @@ class MetaLearner(nn.Module):
     @property
     def inner_steps(self) -> int:
         """Return the number of inner steps on a task's support rows."""
-        columns = self.event_columns
         # A loss over the step's items has no inner form: what a task has is in its events.
-        is_of_steps = columns is not None and columns.log_share_I is not None
-        return 0 if is_of_steps else self._config.inner_steps
+        return 0 if self._competes_in_steps else self._config.inner_steps
+
+    @property
+    def _competes_in_steps(self) -> bool:
+        return self.event_columns is not None and self.event_columns.log_share_I is not None
 
     def fit_regression(self, batches: Iterable[TaskBatch]) -> Regression:
         """Return the regression of labels on the inputs that training gives query rows."""
@@ -262,8 +264,8 @@ class MetaLearner(nn.Module):
         rows, general = self._working_rows(started_UD, episodes), self.general_loop
         sides, vectors = self._with_events(started_UD, episodes)
         match sides:
-            case Side() as query if vectors is not None and episodes.inputs.events.item_N.numel():
-                return self._step_softmax_sum(vectors, episodes.inputs.events, query)
+            case Side() as query if vectors is not None and self._competes_in_steps:
+                return self._step_softmax_sum(vectors, episodes, query)
             case Side() as query:
                 loss_sum = general.losses_N(general.unadapted(rows, query), query).sum()
                 # What only an algorithm uses must still join every collective.
@@ -280,9 +282,11 @@ class MetaLearner(nn.Module):
                 query_loss, loop = self._fused
                 return query_loss(loop, rows, tasks)
 
-    def _step_softmax_sum(self, vectors: EventVectors, events: EventLayout, side: Side) -> Tensor:
+    def _step_softmax_sum(self, vectors: EventVectors, episodes: Episodes, side: Side) -> Tensor:
         """Return the sum of the positive rows' losses among the items of all rows."""
+        events = episodes.inputs.events
         assert isinstance(self.model, Dot)
+        assert events is not None
         own_P = (side.label_N > 0).nonzero().squeeze(1)
         user_PD = self.model.user_vectors_ND(vectors.interest_ND[own_P])
         losses_P = sampled_softmax_P(
@@ -336,10 +340,8 @@ class MetaLearner(nn.Module):
             )
         inner = self.general_loop
         started_UD = self.starting_rows_UD(rows_UD.detach(), episodes.rows_of_tables)
-        sides = episodes.rows
-        if self.events is not None:
-            with torch.no_grad(), in_eval_mode(self.events):
-                sides, _ = self._with_events(started_UD, episodes)
+        with torch.no_grad(), in_eval_mode(self):
+            sides, _ = self._with_events(started_UD, episodes)
         assert isinstance(sides, Sides)
         support, query = sides
         rows = self._working_rows(started_UD, episodes)

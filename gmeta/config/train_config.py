@@ -34,9 +34,13 @@ from gmeta.errors import ConfigError
 from gmeta.platform.files.local_paths import check_local
 from gmeta_keys import key, read_toml
 from gmeta_models.model_config import ModelConfig
-from gmeta_models.options import MODEL_OPTIONS, with_all_options
+from gmeta_models.options import EVENT_OPTIONS, MODEL_OPTIONS, with_all_options
 
-OPTIONS = {"model.options": MODEL_OPTIONS, "algorithm.options": ALGORITHM_OPTIONS}
+OPTIONS = {
+    "model.options": MODEL_OPTIONS,
+    "model.event_options": EVENT_OPTIONS,
+    "algorithm.options": ALGORITHM_OPTIONS,
+}
 
 
 @dataclass(frozen=True)
@@ -106,8 +110,8 @@ class OuterConfig:
     )
     negatives: Literal["task", "step"] = key(
         "task",
-        "softmax: what a positive row competes with: the rows of its task, or the items of all rows "
-        "of a rank's step, less their popularity (model.name = dot, algorithm.name = none)",
+        "softmax: what a positive row competes with: the rows of its task, or the items of all "
+        "rows of a rank's step, less their popularity (model.name = dot, algorithm.name = none)",
     )
     huber_delta: float = key(1.0, "huber: the error up to which its loss is squared", min=1e-6)
     dense_optimizer: Literal["adam", "adamw", "adagrad", "sgd"] = key(

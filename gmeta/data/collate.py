@@ -24,7 +24,6 @@ from gmeta.adaptation.layout.padded_layout import (
 from gmeta.adaptation.layout.sparse_matrix import Bags
 from gmeta.data.accumulate import MicroBatches
 from gmeta.data.buckets import FETCHED, ROWS, ROWS_OF_LONG, TASKS, VALUES, choose_cuts
-from gmeta.data.event_layout import EventColumns
 from gmeta.data.episodes import (
     Episodes,
     collate_plain_rows,
@@ -32,6 +31,7 @@ from gmeta.data.episodes import (
     side_lengths,
     with_row_copies,
 )
+from gmeta.data.event_layout import EventColumns
 from gmeta.data.features.item_statistics import FoldStatistics
 from gmeta.data.features.support_statistics import SupportStatistics
 from gmeta.data.neighbour_counts import NeighbourLists
@@ -298,7 +298,9 @@ def _pad_features(
         num_features=batch.positions_NF.shape[1] + batch.multi_lengths_NM.shape[1],
         history=_make_history(batch, rows_N, layout, num_rows, constant) if has_history else None,
         dense_NK=dense_NK * there_N1,
-        row_N=torch.from_numpy(np.maximum(rows_N, 0)) if batch.event_positions_EC.shape[1] else None,
+        row_N=torch.from_numpy(np.maximum(rows_N, 0))
+        if batch.event_positions_EC.shape[1]
+        else None,
     )
 
 

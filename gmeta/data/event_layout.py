@@ -1,8 +1,8 @@
 """Lays out the events of a batch for their encoder: tasks of similar length in one rectangle, or
 for each row the few events that a search finds. All of it is integer bookkeeping on the host.
 
-Shape suffixes: T tasks, R rows of a task, N rows, E events, C columns of an event's ids, K numbers of
-an event, L events of a task"""
+Shape suffixes: T tasks, R rows of a task, N rows, E events, C columns of an event's ids, K numbers
+of an event, L events of a task"""
 
 from dataclasses import dataclass, field
 
@@ -10,6 +10,7 @@ import numpy as np
 import torch
 
 from gmeta_models.model_config import ModelConfig
+from gmeta_models.options import SimOptions, event_options
 from gmeta_models.sequence.encoder import EventLayout, EventRectangle
 from metaio.format.features import Features, name_event_column
 from metaio.ragged import Float32, Int64, offsets, owners, ragged_indices
@@ -41,15 +42,16 @@ class EventColumns:
             )
         single = {name_event_column(one.name): at for at, one in enumerate(features.single)}
         target = tuple(single[name] for name in names)
-        if model.events != "sim" or model.event_search != "category":
+        options = event_options(model)
+        if not isinstance(options, SimOptions) or options.search != "category":
             return cls(target)
-        wanted = name_event_column(model.event_category) if model.event_category else names[-1]
+        wanted = name_event_column(options.category) if options.category else names[-1]
         if wanted not in names:
             raise ValueError(
-                f"model.event_category = {model.event_category!r} is no column of the events: they "
-                f"have {', '.join(name.partition('.')[2] for name in names)}. Name one of them"
+                f"model.event_options.category = {options.category!r} is no column of the events: "
+                f"they have {', '.join(name.partition('.')[2] for name in names)}. Name one of them"
             )
-        return cls(target, names.index(wanted), model.event_newest)
+        return cls(target, names.index(wanted), options.newest)
 
     def lay_out(self, batch: TaskBatch) -> EventLayout:
         """Return the events of a batch, and what each of its rows knows of them."""
@@ -57,17 +59,19 @@ class EventColumns:
         if self.log_share_I is None:
             return layout
         item_N = batch.unique_ids_U[layout.target_NC[:, 0]]
-        return layout._replace(item_N=item_N, log_share_N=torch.from_numpy(self.log_share_I)[item_N])
+        log_share_N = torch.from_numpy(self.log_share_I)[item_N]
+        return layout._replace(item_N=item_N, log_share_N=log_share_N)
 
     def _lay_out(self, batch: TaskBatch) -> EventLayout:
         none = torch.zeros(0, dtype=torch.int64), torch.zeros(0)
         target_NC = batch.positions_NF[:, list(self.target)].to(torch.int64)
         rows_T = batch.row_offsets_T1.diff().numpy()
+        if not batch.num_rows:
+            return EventLayout((), torch.zeros(0, dtype=torch.int64), target_NC, *none)
         if self.category >= 0:
             rectangle = self._found_events(batch, rows_T, target_NC.numpy())
-            place_N = torch.arange(batch.num_rows)
-            rectangles = (rectangle,) if batch.num_rows else ()
-            return EventLayout(rectangles, place_N, target_NC, *none)
+            every_row = torch.arange(batch.num_rows)
+            return EventLayout((rectangle,), every_row, target_NC, *none)
         num_events_T = batch.num_events_T.numpy()
         size_T = np.ceil(np.log2(np.maximum(num_events_T, _SHORT))).astype(np.int64)
         found, place_N, first = list[EventRectangle](), np.zeros(batch.num_rows, np.int64), 0
@@ -132,7 +136,8 @@ def _take_events(batch: TaskBatch, index_TL: Int64) -> tuple[torch.Tensor, torch
 def _make_rectangle(batch: TaskBatch, tasks: Int64, rows_T: Int64) -> EventRectangle:
     num_events_T = batch.num_events_T.numpy()
     length_T, starts_T = num_events_T[tasks], offsets(num_events_T)[:-1][tasks]
-    longest, most_rows = int(length_T.max(initial=0)), int(rows_T.max(initial=0))
+    # One at least: an axis of no event has no softmax.
+    longest, most_rows = int(length_T.max(initial=1)), int(rows_T.max(initial=0))
     places_L = np.arange(longest)
     index_TL = np.where(places_L < length_T[:, None], starts_T[:, None] + places_L, 0)
     first_T = batch.row_offsets_T1[:-1].numpy()[tasks]

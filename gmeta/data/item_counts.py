@@ -23,4 +23,5 @@ def log_shares(dataset: Dataset, split: str, feature: int) -> Float32:
         rows += len(id_N)
         if rows >= _MOST_ROWS:
             break
-    return np.log(count_I / count_I.sum()).astype(np.float32)
+    shares: Float32 = np.log(count_I / count_I.sum()).astype(np.float32)
+    return shares

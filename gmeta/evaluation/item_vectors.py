@@ -1,5 +1,5 @@
-"""Ranks each query row's item among all items of the catalogue, for a model that scores by the product
-of a user's and an item's vector.
+"""Ranks each query row's item among all items of the catalogue, for a model that scores by the
+product of a user's and an item's vector.
 
 Shape suffixes: N rows, I items, C columns of an event's ids, D embedding width, U unique ids"""
 
@@ -64,8 +64,8 @@ class ItemVectors:
 
     def rank_N2(self, user_ND: Tensor, item_N: Int64, known: tuple[Int64, Int64]) -> Int32:
         """Return how many items score above each row's own, and how many the same, those that the
-        row knows already left out. `known`: items, row after row, and how many each row has. An item
-        that is not in the catalogue ranks below all."""
+        row knows already left out. `known`: items, row after row, and how many each row has. An
+        item that is not in the catalogue ranks below all."""
         known_V, known_N = known
         place_N, place_V = self.catalogue.find(item_N), self.catalogue.find(known_V)
         starts_N1, num_items = offsets(known_N), len(self.vectors_ID)
@@ -82,7 +82,9 @@ class ItemVectors:
             score_NI[at] = -torch.inf
             # Itself is not among the others, even if it is known.
             score_NI.scatter_(1, own.unsqueeze(1), -torch.inf)
-            above_N, tied_N = ((mask.sum(dim=1)) for mask in (score_NI > own_N1, score_NI == own_N1))
+            above_N, tied_N = (
+                (mask.sum(dim=1)) for mask in (score_NI > own_N1, score_NI == own_N1)
+            )
             found[first:stop] = torch.stack([above_N, tied_N], dim=1).numpy()
         found[place_N < 0] = num_items, 0
         return found
@@ -117,4 +119,3 @@ def fetch_item_vectors(
         ]
         parts.append(torch.stack([rows_UD[torch.from_numpy(at)] for at in position_IC]).sum(dim=0))
     return ItemVectors(catalogue, torch.cat(parts))
-

@@ -22,12 +22,7 @@ from gmeta.distributed.stopping import Stop
 from gmeta.errors import UserError
 from gmeta.evaluation.baselines.block_rows import pack_rows, unpack_block
 from gmeta.evaluation.baselines.candidates import Candidates, rank_among_candidates_N2
-from gmeta.evaluation.item_vectors import (
-    ALL_ITEMS,
-    Catalogue,
-    ItemVectors,
-    fetch_item_vectors,
-)
+from gmeta.evaluation.item_vectors import ALL_ITEMS, Catalogue, ItemVectors, fetch_item_vectors
 from gmeta.evaluation.report.evaluated_runs import PLACES
 from gmeta.learner import QueryPrediction
 from gmeta.metrics.scored_label import ScoredLabel

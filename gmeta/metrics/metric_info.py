@@ -22,10 +22,7 @@ CANDIDATE_TEXTS = {
     "p": "1 / {k} where a positive row is among the {k} best",
     "recall": "Whether a positive row is among the {k} best",
 }
-OVER_CANDIDATES = (
-    " of itself and {n}; mean over the positive rows; "
-    "equal scores share their ranks."
-)
+OVER_CANDIDATES = " of itself and {n}; mean over the positive rows; equal scores share their ranks."
 _OVER_TASKS = "mean over the tasks that hold one; equal scores share their ranks"
 # Of each family of metrics: its label, whether higher is better, and what it is.
 TEXTS: dict[str, tuple[str, bool, str]] = {

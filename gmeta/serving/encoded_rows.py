@@ -29,6 +29,8 @@ class EncodedColumns:
     values_V: npt.NDArray[np.integer[Any]]
     # W is 1 where rows have weights, else 0.
     weight_NW: Float32
+    # Of a model that reads events: seconds and whether the row is one; else E is 0.
+    event_NE: npt.NDArray[np.float64]
 
     @property
     def num_rows(self) -> int:
@@ -74,7 +76,13 @@ def empty_rows(features: Features, num_rows: int = 0) -> EncodedColumns:
         np.zeros((num_rows, len(features.multi)), np.int32),
         np.zeros(0, np.int64),
         np.zeros((num_rows, int(bool(features.weight))), np.float32),
+        no_events(features, num_rows),
     )
+
+
+def no_events(features: Features, num_rows: int) -> npt.NDArray[np.float64]:
+    """Return the `event_NE` of rows that are no events."""
+    return np.zeros((num_rows, 2 * bool(features.events)), np.float64)
 
 
 def labels_shape(features: Features, num_rows: int) -> tuple[int, ...]:

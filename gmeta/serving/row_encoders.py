@@ -16,11 +16,12 @@ import torch
 
 from gmeta.errors import UserError
 from gmeta.losses.row_losses import ANY_NUMBER, defined_labels_N
-from gmeta.serving.encoded_rows import EncodedColumns
+from gmeta.serving.encoded_rows import EncodedColumns, no_events
 from gmeta.serving.exported_folder import ExportedColumns
 from metaio.errors import DataError
 from metaio.format.features import Features, FeatureSpec
 from metaio.prepare.episodes.encode import Encoder, FittedEncoding
+from metaio.prepare.schema.event_columns import EventClock, find_events
 from metaio.prepare.schema.rules import SplitRule
 from metaio.prepare.schema.schema import Schema
 from metaio.prepare.schema.values import (
@@ -30,6 +31,7 @@ from metaio.prepare.schema.values import (
     to_float32,
     to_float64,
     to_int64,
+    to_time_ticks,
 )
 from metaio.quantities import format_count
 from metaio.ragged import Float32, Int64, offsets, reorder_row_by_row
@@ -56,7 +58,11 @@ class RawColumnEncoder:
     ) -> None:
         self._task = columns.task
         # Rows to predict have no split or side, and their order within a task does not matter.
-        unused: Any = dict.fromkeys(("time", "row_id", "membership", "negatives", "stream"))
+        unused: Any = dict.fromkeys(
+            ("time", "row_id", "membership", "negatives", "stream", "events")
+        )
+        # Support rows are events, too: their time and what decides that are read with the label.
+        self._with_events = schema if schema.events is not None else None
         self._schema = replace(schema, splits=SplitRule(), **unused)
         fitted = FittedEncoding(dict(vocabularies), dict(columns.moments), kinds=columns.kinds)
         self._encoder = Encoder(self._schema, fitted)
@@ -74,7 +80,12 @@ class RawColumnEncoder:
         # A task or label column may be a feature as well: then query rows need it too.
         unused = {schema.task.column, *schema.label_columns} - set(schema.inputs)
         columns = [name for name in schema.columns if name not in unused]
-        return list(dict.fromkeys([*columns, *schema.label_columns])) if with_label else columns
+        if not with_label:
+            return columns
+        of_events = []
+        if self._with_events is not None and self._with_events.time is not None:
+            of_events = [self._with_events.time.column, *self._with_events.event_conditions]
+        return list(dict.fromkeys([*columns, *schema.label_columns, *of_events]))
 
     def encode(self, batch: pa.RecordBatch, with_label: bool) -> EncodedColumns:
         """Return the rows hashed, looked up and standardised as prepare did."""
@@ -83,7 +94,24 @@ class RawColumnEncoder:
             batch = batch.append_column(self._task, pa.array(np.zeros(batch.num_rows, np.int64)))
         batch = _with_types(batch, self._null_types, pa.string())
         rows = self._encoder.encode(batch, with_label)
-        return EncodedColumns(*(getattr(rows, array.name) for array in fields(EncodedColumns)))
+        names = [array.name for array in fields(EncodedColumns) if array.name != "event_NE"]
+        return EncodedColumns(
+            **{name: getattr(rows, name) for name in names},
+            event_NE=self._find_events(batch, with_label),
+        )
+
+    def _find_events(self, batch: pa.RecordBatch, with_label: bool) -> npt.NDArray[np.float64]:
+        """Return seconds and whether the row is an event [N, 2]; [N, 0] of a model without."""
+        schema, found = self._with_events, np.zeros((batch.num_rows, 2), np.float64)
+        if schema is None or schema.time is None:
+            return found[:, :0]
+        if with_label:
+            name = schema.time.column
+            clock = EventClock.of(schema, batch[name].type)
+            found[:, 0] = clock.seconds(to_time_ticks(name, batch[name]))
+            is_event_NE = find_events(schema, batch)
+            found[:, 1] = is_event_NE[:, 0] if is_event_NE.shape[1] else 1.0
+        return found
 
 
 class IdColumnEncoder:
@@ -127,7 +155,9 @@ class IdColumnEncoder:
             dense_NK[:, index] = _read_finite(name, batch, "dense")
         lengths_NM, values_V = self._multi(batch)
         weight_NW = np.zeros((num_rows, 0), np.float32)  # no dataset without a schema has weights
-        return EncodedColumns(task_N, label_N, ids_NF, dense_NK, lengths_NM, values_V, weight_NW)
+        # Nor events.
+        columns = task_N, label_N, ids_NF, dense_NK, lengths_NM, values_V, weight_NW
+        return EncodedColumns(*columns, no_events(features, num_rows))
 
     def _ids(self, feature: FeatureSpec, column: pa.Array) -> Int64:
         if infer_kind(feature.name, column.type, "sparse") != "integer":

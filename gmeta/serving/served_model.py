@@ -17,8 +17,10 @@ import torch
 from torch import Tensor
 
 from gmeta.adaptation.closed_form import MOST_SERVED_ROWS
-from gmeta.adaptation.layout.sides import WorkingRows
+from gmeta.adaptation.layout.event_inputs import put_before_dense
+from gmeta.adaptation.layout.sides import Side, WorkingRows
 from gmeta.data.episodes import make_full_side, with_row_copies
+from gmeta.data.hash_rng import reorder_rows
 from gmeta.data.transfer import move_to_device
 from gmeta.errors import UserError
 from gmeta.platform.files.tensor_files import MappedFiles
@@ -45,6 +47,7 @@ from gmeta.serving.stored_tables import StoredTable, fetch_UD
 from gmeta.serving.task_matching import TaskPredictions, predict_tasks
 from gmeta.serving.task_states import AdaptedTensors, TaskState, split_tasks, stack_tasks
 from gmeta_models.gated import row_layers
+from gmeta_models.sequence.encoder import EventVectors
 from metaio.ragged import Int64
 from metaio.read.batch import TaskBatch
 
@@ -145,7 +148,7 @@ class ServedModel:
             width=self.config.model.embedding_dim,
             num_keys=self._num_keys,
             features=self.config.features,
-            keeps_support=self._statistics.width > 0,
+            keeps_support=self._keeps_support,
         )
         return AdaptedTask(self, from_bytes(state, self.checksum, shape))
 
@@ -216,13 +219,14 @@ class ServedModel:
         # A length may be 0: that of a task of which nothing is known.
         with self._exclusive(), torch.enable_grad():
             nothing = empty_rows(self.config.features), [0] * len(lengths)
-            batch = self.learner.with_support(self._batch((rows, lengths), nothing))
-            batch, fetched_row_P, num_rows = with_row_copies(batch, adapts_rows)
+            unfetched = self.learner.with_support(self._batch((rows, lengths), nothing))
+            batch, fetched_row_P, num_rows = with_row_copies(unfetched, adapts_rows)
             values_PD = self._fetch_UD(batch)
+            vectors = self._event_inputs(unfetched, values_PD)
             if fetched_row_P is not None:
                 values_PD = values_PD[fetched_row_P]
             # Where rows adapt, the inputs of the first layer change with each step.
-            side = make_full_side(batch, not adapts_rows, num_rows)
+            side = self._with_events(make_full_side(batch, not adapts_rows, num_rows), vectors)
             on_host = side, values_PD, batch.unique_lengths_B, fetched_row_P
             support, rows_PD, lengths_B, row_P = self._to_device(on_host)
             # A rate of 0: these rows do not adapt.
@@ -239,7 +243,8 @@ class ServedModel:
         changes = {name: self._to_host(each) for name, each in adapted.layers.changes.items()}
         gates_TJO = {name: self._to_host(each) for name, each in adapted.layers.gates_TJO.items()}
         # Support rows are kept: the statistics of a task are features of its later query rows too.
-        supports = split_rows(rows, lengths) if self._statistics.width else [None] * len(lengths)
+        # So are those that are its events.
+        supports = split_rows(rows, lengths) if self._keeps_support else [None] * len(lengths)
         return AdaptedTensors(changes, gates_TJO, rows_PD, key_P, task_P, supports)
 
     @on_the_cpu
@@ -276,9 +281,10 @@ class ServedModel:
         """Return probabilities (bce) or ratings [N] of the rows of these tasks, in their order."""
         adapts_rows = tasks.key_P.numel() > 0
         with self._exclusive(), torch.no_grad():
-            batch = self._as_query(tasks, rows, lengths)
-            batch, fetched_row_P, num_rows = with_row_copies(batch, adapts_rows)
+            unfetched = self._as_query(tasks, rows, lengths)
+            batch, fetched_row_P, num_rows = with_row_copies(unfetched, adapts_rows)
             rows_PD = self._fetch_UD(batch)
+            vectors = self._event_inputs(unfetched, rows_PD)
             if fetched_row_P is not None:
                 # Both ascending. Rows that the support did not use are as they were trained.
                 key_P = self._key_U(batch)[fetched_row_P]
@@ -291,6 +297,7 @@ class ServedModel:
                 is_known_P = known_K[place_P] == key_P
                 rows_PD[is_known_P] = tasks.rows_PD[place_P[is_known_P]]
             side = make_full_side(batch, constant=True, num_rows=num_rows)
+            side = self._with_events(side, vectors)
             layers = tuple(tasks.changes.values()), tuple(tasks.gates_TJO.values())
             query, rows_PD, changes, gates = self._to_device((side, rows_PD, *layers))
             adapted = self._inner.restore_adapted(
@@ -351,7 +358,7 @@ class ServedModel:
         """Return rows as query sides alone, with the statistics of each task's support."""
         nothing = empty_rows(self.config.features)
         batch = self._batch((nothing, [0] * len(lengths)), (rows, lengths))
-        if not self._statistics.width:
+        if not self._keeps_support:
             return batch
         known = [support or nothing for support in tasks.supports]
         known_lengths = [support.num_rows for support in known]
@@ -362,7 +369,28 @@ class ServedModel:
         # Both sides stand in turn, task by task.
         turns = np.array([known_lengths, lengths], np.int64).T.ravel()
         is_query_N = np.repeat(np.tile([False, True], len(lengths)), turns)
+        if self.learner.events is not None:
+            # Of the rows with their support the query alone, whose events the support is.
+            order_N = np.flatnonzero(is_query_N)
+            return reorder_rows(both, order_N, np.zeros(len(lengths), np.int64))
         return replace(batch, dense_NK=both.dense_NK[torch.from_numpy(is_query_N)])
+
+    @property
+    def _keeps_support(self) -> bool:
+        return self._statistics.width > 0 or self.learner.events is not None
+
+    def _event_inputs(self, batch: TaskBatch, rows_UD: Tensor) -> Tensor | None:
+        """Return the inputs that a batch's rows have of events; None of a model without."""
+        columns, encoder = self.learner.event_columns, self.learner.events
+        if columns is None or encoder is None:
+            return None
+        layout, rows_UD = self._to_device((columns.lay_out(batch), rows_UD))
+        with torch.no_grad():
+            vectors: EventVectors = encoder(layout, rows_UD)
+            return self._to_host(vectors.inputs_NX())
+
+    def _with_events(self, side: Side, vectors_NX: Tensor | None) -> Side:
+        return side if vectors_NX is None else put_before_dense(side, vectors_NX)
 
     def _batch(self, *sides: tuple[EncodedColumns, Sequence[int]]) -> TaskBatch:
         """Return a batch of support and query rows, which stand task by task, of these lengths."""

@@ -74,6 +74,9 @@ class Features:
     events: tuple[FeatureSpec, ...] = ()
     # Numbers of an event, behind the seconds since the first event that its episode holds.
     event_dense: tuple[str, ...] = ()
+    event_longest: int = 0  # newest events kept before each row; 0: all
+    # How much older than a row its events are, in their seconds: a schema alone does not tell.
+    event_delay: float = field(default=0.0, compare=False)
     # Whether rows of label 0 were drawn, and stand behind the positive that each was drawn for.
     # Files stay what they are: Dataset has it from the recipe, an export in its features.
     draws_negatives: bool = field(default=False, compare=False)
@@ -121,6 +124,8 @@ class Features:
             **({"weight": self.weight} if self.weight else {}),
             **({"events": [vars(feature) for feature in self.events]} if self.events else {}),
             **({"event_dense": list(self.event_dense)} if self.event_dense else {}),
+            **({"event_longest": self.event_longest} if self.events else {}),
+            **({"event_delay": self.event_delay} if self.events else {}),
             **({"draws_negatives": True} if self.draws_negatives else {}),
         }
 
@@ -137,6 +142,8 @@ class Features:
             weight=value.get("weight", ""),
             events=tuple(FeatureSpec(**feature) for feature in value.get("events", ())),
             event_dense=tuple(value.get("event_dense", ())),
+            event_longest=value.get("event_longest", 0),
+            event_delay=value.get("event_delay", 0.0),
             draws_negatives=value.get("draws_negatives", False),
         )
 

@@ -188,21 +188,24 @@ def make_job(
     bundle_tasks = options.bundle_tasks
     if bundle_tasks is None:
         bundle_tasks = usual_bundle_tasks(survey.rows_of_split[schema.splits.train])
+    features = make_features(schema, {name: len(v) for name, v in fitted.vocabularies.items()})
+    clock: EventClock | None = None
+    if schema.time is not None and schema.events is not None:
+        clock = EventClock.of(schema, types[schema.time.column])
+        features = replace(features, event_delay=clock.delay * clock.seconds_per_tick)
     return Job(
         schema=schema,
         options=options,
         fitted=replace(fitted, kinds=kinds),
         # A bucket becomes a shard of about SHARD_BLOCKS blocks.
         plan=plan_buckets(rows, SHARD_BLOCKS * options.block_rows),
-        features=make_features(schema, {name: len(v) for name, v in fitted.vocabularies.items()}),
+        features=features,
         task_kind="integer" if integer else "hashed",
         cut_time=parse_time(at, types[schema.time.column])
         if schema.time and at is not None
         else None,
         bundle_tasks=bundle_tasks,
-        clock=EventClock.of(schema, types[schema.time.column])
-        if schema.time and schema.events
-        else None,
+        clock=clock,
     )
 
 

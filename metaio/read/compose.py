@@ -88,6 +88,9 @@ def _separate_events(features: Features, batch: TaskBatch) -> TaskBatch:
     lengths_NC, num_multi = batch.multi_lengths_NM.numpy(), len(features.multi)
     num_columns, num_events_T = len(features.events), batch.num_events_T.numpy()
     first_T = batch.row_offsets_T1[:-1].numpy()
+    # A served task may have no row, and then no event: what its first would be does not matter.
+    first_T = np.minimum(first_T, max(len(lengths_NC) - 1, 0))
+    lengths_NC = lengths_NC if len(lengths_NC) else np.zeros((1, lengths_NC.shape[1]), np.int32)
     values_T = offsets(sum_rows(lengths_NC))[first_T] + sum_rows(lengths_NC[first_T, :num_multi])
     # Column by column, as a row's lists stand one after another.
     starts_TC = values_T[:, None] + num_events_T[:, None] * np.arange(num_columns)

@@ -48,7 +48,9 @@ def prepare_next_item(
         names = list(columns)
         for name, column in columns.items():
             table = table.append_column(name, column)
-    known = [{"column": name, "table": "attribute", "vocabulary": 1, "null": "unknown"} for name in names]
+    known = [
+        {"column": name, "table": "attribute", "vocabulary": 1, "null": "unknown"} for name in names
+    ]
     schema = {
         "seed": seed,
         "task": {"column": "user"},
@@ -89,7 +91,9 @@ def _read_attributes(path: Path, item_E: np.ndarray) -> dict[str, pa.Array]:
     """Return a column for each place among an item's attributes; null where it has fewer."""
     try:
         of_item = json.loads(path.read_text(encoding="utf-8"))
-        lists = {int(item): [int(one) for one in own][:MOST_ATTRIBUTES] for item, own in of_item.items()}
+        lists = {
+            int(item): [int(one) for one in own][:MOST_ATTRIBUTES] for item, own in of_item.items()
+        }
     except (ValueError, AttributeError, TypeError) as error:
         raise DataError(
             f"{path} is no JSON object of items and lists of whole numbers ({error}). Correct it"

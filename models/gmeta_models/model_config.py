@@ -19,7 +19,8 @@ class ModelConfig:
 
     name: str = key(
         "dlrm",
-        "dlrm, melu, cbml, din, deepfm, dcnv2, dot, mmoe or ple; or one of your own (docs/extending.md)",
+        "dlrm, melu, cbml, din, deepfm, dcnv2, dot, mmoe or ple; or one of your own "
+        "(docs/extending.md)",
     )
     # fbgemm's kernels read a row four values at a time.
     embedding_dim: int = key(
@@ -59,15 +60,9 @@ class ModelConfig:
         "encoder of the dataset's events, whose vector stands beside the dense columns; none: "
         "events are not read",
     )
-    event_blocks: int = key(2, "sasrec, hstu: layers", min=1)
-    event_heads: int = key(2, "sasrec, hstu, sim: heads, which divide embedding_dim", min=1)
-    event_dropout: float = key(0.0, "sasrec, hstu: share of units left out", min=0.0, max=0.9)
-    event_attention: Literal["softmax", "linear"] = key("softmax", "sasrec: weights of events")
-    event_search: Literal["category", "hash"] = key(
-        "category", "sim: events of the target's category, or with nearly its bits"
+    event_options: dict[str, Any] = key(
+        dict, "keys of one encoder of events alone, as [model.event_options]"
     )
-    event_category: str = key("", "sim: column of the category; empty: the events' second")
-    event_newest: int = key(100, "sim: events found for a row, the newest first", min=1)
 
 
 @dataclass(frozen=True)

@@ -1,11 +1,18 @@
 """The keys of [model.options], by model; without torch, so that a config is checked at once."""
 
 from dataclasses import asdict, dataclass, replace
-from typing import Literal
+from typing import Any, Literal
 
 from gmeta_keys import Wording, key
 from gmeta_keys.options import parse_options
 from gmeta_models.model_config import ModelConfig
+
+OPTION_WORDING = Wording(
+    ValueError,
+    "",
+    "known keys",
+    lambda name, hint, value: f"{name} = {value!r} is not of the type {hint}. Correct it",
+)
 
 
 @dataclass(frozen=True)
@@ -77,9 +84,56 @@ MODEL_OPTIONS: dict[str, type | None] = {
 }
 
 
+@dataclass(frozen=True)
+class TransformerOptions:
+    """Options of HSTU."""
+
+    blocks: int = key(2, "sasrec, hstu: layers", min=1)
+    heads: int = key(2, "sasrec, hstu, sim: heads, which divide model.embedding_dim", min=1)
+    dropout: float = key(0.0, "sasrec, hstu: share of units left out", min=0.0, max=0.9)
+
+
+@dataclass(frozen=True)
+class SasrecOptions(TransformerOptions):
+    """Options of SASRec."""
+
+    attention: Literal["softmax", "linear"] = key("softmax", "sasrec: how events are weighed")
+
+
+@dataclass(frozen=True)
+class SimOptions:
+    """Options of SIM."""
+
+    heads: int = key(2, "sasrec, hstu, sim: heads, which divide model.embedding_dim", min=1)
+    search: Literal["category", "hash"] = key(
+        "category", "sim: events of the target's category, or with nearly its bits"
+    )
+    category: str = key("", "sim: the events' column to search by; empty: their last")
+    newest: int = key(100, "sim: most events that are found for a row", min=1)
+
+
+EVENT_OPTIONS: dict[str, type | None] = {
+    "none": None,
+    "din": None,
+    "hstu": TransformerOptions,
+    "sasrec": SasrecOptions,
+    "sim": SimOptions,
+}
+
+
+def event_options(config: ModelConfig, wording: Wording = OPTION_WORDING) -> Any:
+    """Return the options of a config's encoder of events; None if it has none. Raises
+    wording.error: see with_all_options."""
+    kind, owner = EVENT_OPTIONS[config.events], f"model.events = {config.events!r}"
+    given = config.event_options
+    return parse_options(kind, given, EVENT_OPTIONS, wording, "model.event_options.", owner)
+
+
 def with_all_options(config: ModelConfig, wording: Wording) -> ModelConfig:
-    """Return the config with every option of its model. Raises wording.error: an option is unknown,
-    of a wrong type, or outside its bounds."""
+    """Return the config with every option of its model and its encoder of events. Raises
+    wording.error: an option is unknown, of a wrong type, or outside its bounds."""
+    of_events = event_options(config, wording)
+    config = replace(config, event_options={} if of_events is None else asdict(of_events))
     if config.name not in MODEL_OPTIONS:
         # Another package's model: its options are checked once its code is loaded.
         return config

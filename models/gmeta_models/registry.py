@@ -7,7 +7,6 @@ from functools import partial
 import torch
 from torch import nn
 
-from gmeta_keys import Wording
 from gmeta_keys.options import parse_options
 from gmeta_keys.plugins import Registry, is_subclass_of
 from gmeta_keys.translate_errors import format_foreign_error, translate_errors
@@ -23,7 +22,7 @@ from gmeta_models.inputs import RowInputs
 from gmeta_models.melu import MeLU
 from gmeta_models.mmoe import MMoE
 from gmeta_models.model_config import InputSizes, ModelConfig
-from gmeta_models.options import MODEL_OPTIONS
+from gmeta_models.options import MODEL_OPTIONS, OPTION_WORDING
 from gmeta_models.ple import PLE
 
 MODELS: dict[str, Callable[..., nn.Module]] = {
@@ -32,22 +31,16 @@ MODELS: dict[str, Callable[..., nn.Module]] = {
     "deepfm": DeepFM,
     "din": DIN,
     "dlrm": DLRM,
-    "dot": Dot,
     "melu": MeLU,
     "mmoe": MMoE,
     "ple": PLE,
 }
-
-_WORDING = Wording(
-    ValueError,
-    "",
-    "known keys",
-    lambda name, hint, value: f"{name} = {value!r} is not of the type {hint}. Correct it",
-)
-
+# Those that read the state of an encoder of events alone.
+RETRIEVAL_MODELS: dict[str, Callable[..., nn.Module]] = {"dot": Dot}
+_OURS = MODELS | RETRIEVAL_MODELS
 
 NAMED_MODELS = Registry(
-    "model.name", "gmeta.models", MODELS, "a subclass of torch.nn.Module", is_subclass_of(nn.Module)
+    "model.name", "gmeta.models", _OURS, "a subclass of torch.nn.Module", is_subclass_of(nn.Module)
 )
 
 
@@ -62,7 +55,9 @@ def build_model(config: ModelConfig, sizes: InputSizes) -> nn.Module:
         )
     kind = MODEL_OPTIONS.get(config.name, getattr(make, "Options", None))
     owner = f"model.name = {config.name!r}"
-    options = parse_options(kind, config.options, MODEL_OPTIONS, _WORDING, "model.options.", owner)
+    options = parse_options(
+        kind, config.options, MODEL_OPTIONS, OPTION_WORDING, "model.options.", owner
+    )
     with _translate_errors(config, "be made", "__init__"):
         model = make(config, sizes) if options is None else make(config, sizes, options)
     if not row_layers(model):
@@ -85,7 +80,7 @@ def build_model(config: ModelConfig, sizes: InputSizes) -> nn.Module:
 
 def _translate_errors(config: ModelConfig, what: str, where: str) -> AbstractContextManager[None]:
     # Only errors of other packages become one line: a traceback of ours is a bug of ours.
-    if config.name in MODELS:
+    if config.name in _OURS:
         return nullcontext()
     problem = f"model.name = {config.name!r} cannot {what}"
     advice = f"Mend its {where}; --verbose shows the line"
@@ -96,7 +91,7 @@ def _translate_errors(config: ModelConfig, what: str, where: str) -> AbstractCon
 
 def check_outputs(model: nn.Module, config: ModelConfig, sizes: InputSizes) -> None:
     """Try a model of another package on a few rows. Raises ValueError: its outputs are unusable."""
-    if config.name in MODELS:
+    if config.name in _OURS:
         return
     _check_parameters(model, config)
     rows, wanted = 3, [3] + [sizes.outputs] * (sizes.outputs > 1)

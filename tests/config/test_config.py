@@ -14,6 +14,7 @@ OPTIONS = {
         *("bottom", "interaction", "clusters", "history", "attention", "cross_layers"),
         *("cross_rank", "structure", "experts", "expert", "own_experts", "levels"),
     },
+    "events": {"blocks", "heads", "dropout", "attention", "search", "category", "newest"},
     "algorithm": {
         *("learned_rates", "encoder_hidden", "encoder_pooling", "encoder_modulation"),
         *("cold_weight", "train_base", "content"),
@@ -160,6 +161,7 @@ def test_every_key_has_a_line_of_help() -> None:
     assert all(described.values())
     defaults = TrainConfig().to_json()
     options = {f"{part}.options.{key}" for part in ("model", "algorithm") for key in OPTIONS[part]}
+    options |= {f"model.event_options.{key}" for key in OPTIONS["events"]}
     keys = {f"{section}.{key}" for section, keys in defaults.items() for key in keys}
     assert set(described) == keys | options
     assert len(keys) <= 115  # a reader of the list has a quarter of an hour

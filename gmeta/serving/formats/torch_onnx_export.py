@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.export import Dim, ExportedProgram
 
 from gmeta.errors import GMetaError, UserError
-from gmeta.serving.encoded_rows import EncodedColumns, labels_shape
+from gmeta.serving.encoded_rows import EncodedColumns, labels_shape, no_events
 from gmeta.serving.formats.program_modules import (
     DENSE,
     IDS,
@@ -184,6 +184,7 @@ def draw_rows(
         lengths_NM.astype(np.int32),
         ids_NMH[is_there_NMH],
         rng.random((num_rows, int(bool(features.weight))), np.float32),
+        no_events(features, num_rows),
     )
     groups: dict[str, npt.NDArray[Any]] = {
         IDS: ids_NF,

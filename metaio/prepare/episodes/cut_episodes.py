@@ -11,7 +11,7 @@ import numpy.typing as npt
 
 from metaio.errors import DataError, TooFewRowsError
 from metaio.prepare.episodes.encoded_rows import EncodedRows
-from metaio.prepare.episodes.events import BucketEvents
+from metaio.prepare.episodes.events import TaskEvents
 from metaio.prepare.episodes.gather import BucketEpisodes
 from metaio.prepare.episodes.negatives import Catalogue, NegativeSampler
 from metaio.prepare.episodes.row_order import hash_row_identity, sort_rows
@@ -122,7 +122,7 @@ def make_episodes(
     chosen_N = order_N[ragged_indices(parts, lengths)]
     sampler = NegativeSampler(schema, catalogue, is_train, rows, identity_N) if catalogue else None
     length_T = ranges.support_T + ranges.query_T
-    events = None if clock is None else BucketEvents(schema, rows, clock)
+    events = None if clock is None else TaskEvents.of(schema, rows, clock)
     return BucketEpisodes(rows, chosen_N, length_T, ranges.support_T, sampler, events), dropped
 
 

@@ -4,16 +4,31 @@ Shape suffixes: T tasks, N rows, E events, C columns of an event's ids, K number
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, NamedTuple, Self
 
 import numpy as np
+import numpy.typing as npt
 
 from metaio.ragged import Float32, Ids, Int32, Int64, offsets, ragged_indices
 
 if TYPE_CHECKING:
+    from metaio.format.block import Rows
     from metaio.prepare.episodes.encoded_rows import EncodedRows
     from metaio.prepare.schema.event_columns import EventClock
     from metaio.prepare.schema.schema import Schema
+
+
+class TimedRows(NamedTuple):
+    """Rows of complete tasks, as their events are made of them."""
+
+    task_N: npt.NDArray[Any]
+    time_N: npt.NDArray[Any]  # ticks or seconds
+    tie_N: npt.NDArray[Any]  # orders rows of equal time
+    is_event_N: npt.NDArray[np.bool_]
+    seconds_N: npt.NDArray[np.float64]
+    ids_NC: Ids
+    dense_NK: Float32
 
 
 class EpisodeEvents(NamedTuple):
@@ -25,33 +40,46 @@ class EpisodeEvents(NamedTuple):
     numbers_EK: Float32
 
 
-class BucketEvents:
-    """The events of a bucket's rows, task by task in time."""
+class TaskEvents:
+    """The events of rows of complete tasks, task by task in time."""
 
-    def __init__(self, schema: Schema, rows: EncodedRows, clock: EventClock) -> None:
-        assert schema.events is not None
-        rule, self._clock = schema.events, clock
-        names = [column.column for column in schema.single]
-        dense = schema.dense_names
-        is_event_N = np.ones(rows.num_rows, np.bool_)
-        if rows.event_NE.shape[1]:
-            is_event_N = rows.event_NE[:, 0].astype(np.bool_)
-        tasks, task_N = np.unique(rows.task_hash_N, return_inverse=True)
+    def __init__(self, rows: TimedRows, delay: float, longest: int) -> None:
+        tasks, task_N = np.unique(rows.task_N, return_inverse=True)
         times, rank_N = np.unique(rows.time_N, return_inverse=True)
-        event_E = np.flatnonzero(is_event_N)
-        # Equal times are one tick, which no row of that tick knows: their order is free, but fixed.
-        order_E = np.lexsort((rows.row_hash_N[event_E], rank_N[event_E], task_N[event_E]))
+        event_E = np.flatnonzero(rows.is_event_N)
+        # Equal times are one moment, which no row of it knows: their order is free, but fixed.
+        order_E = np.lexsort((rows.tie_N[event_E], rank_N[event_E], task_N[event_E]))
         self._rows_E = event_E[order_E]
         key_E = (task_N[self._rows_E].astype(np.int64) << 32) | rank_N[self._rows_E]
         # An event is known from `delay` after it on, and never at its own time.
-        bound_N = np.searchsorted(times, rows.time_N - clock.delay, side="left")
+        bound_N = np.searchsorted(times, rows.time_N - delay, side="left")
         self._known_N = np.searchsorted(key_E, (task_N.astype(np.int64) << 32) | bound_N)
         first_N = np.searchsorted(key_E, np.arange(len(tasks), dtype=np.int64) << 32)[task_N]
-        self._first_N, self._longest = first_N, rule.longest
-        chosen = rows.ids_NF[self._rows_E]
-        self.ids_CE: list[Ids] = [chosen[:, names.index(name)] for name in rule.columns]
-        self._time_E = rows.time_N[self._rows_E]
-        self._dense_EK = rows.dense_NK[self._rows_E][:, [dense.index(one) for one in rule.dense]]
+        self._first_N, self._longest = first_N, longest
+        chosen = rows.ids_NC[self._rows_E]
+        self.ids_CE: list[Ids] = list(np.ascontiguousarray(chosen.T))
+        self._seconds_E = rows.seconds_N[self._rows_E]
+        self._dense_EK = rows.dense_NK[self._rows_E]
+
+    @classmethod
+    def of(cls, schema: Schema, rows: EncodedRows, clock: EventClock) -> Self:
+        """Return the events of a bucket's rows."""
+        rule = schema.events
+        assert rule is not None  # a clock is of a schema with [events]
+        names, dense = [column.column for column in schema.single], schema.dense_names
+        is_event_N = np.ones(rows.num_rows, np.bool_)
+        if rows.event_NE.shape[1]:
+            is_event_N = rows.event_NE[:, 0].astype(np.bool_)
+        timed = TimedRows(
+            rows.task_hash_N,
+            rows.time_N,
+            rows.row_hash_N,
+            is_event_N,
+            clock.seconds(rows.time_N),
+            rows.ids_NF[:, [names.index(name) for name in rule.columns]],
+            rows.dense_NK[:, [dense.index(name) for name in rule.dense]],
+        )
+        return cls(timed, clock.delay, rule.longest)
 
     def gather(self, chosen_N: Int64, row_lengths_T: Int64) -> EpisodeEvents:
         """Return the events of episodes with these rows of the bucket, `row_lengths_T` each."""
@@ -65,9 +93,30 @@ class BucketEvents:
         num_events_T = stop_T - first_T
         rows_E = ragged_indices(first_T, num_events_T)
         before_N = (known_N - np.repeat(first_T, row_lengths_T)).astype(np.int32)
-        seconds_E = self._clock.seconds(self._time_E[rows_E])
+        seconds_E = self._seconds_E[rows_E]
         # Since the first event: 24 bits hold months to the second.
         begins = offsets(num_events_T)[:-1]
         seconds_E -= np.repeat(seconds_E[begins[num_events_T > 0]], num_events_T[num_events_T > 0])
         numbers_EK = np.concatenate([seconds_E[:, None], self._dense_EK[rows_E]], axis=1)
         return EpisodeEvents(first_T, num_events_T, before_N, numbers_EK.astype(np.float32))
+
+    def add_lists(
+        self, rows: Rows, starts_NM: Int64, first_value: int, known: EpisodeEvents
+    ) -> tuple[Rows, Int64]:
+        """Return the rows, and where their lists begin, with the ids of events in each first row;
+        those of all columns stand one after another from `first_value` on."""
+        num_columns, num_stored = len(self.ids_CE), len(self.ids_CE[0])
+        first_T = offsets(rows.row_lengths_T)[:-1]
+        starts_NC = np.zeros((len(rows.label_N), num_columns), np.int64)
+        lengths_NC = np.zeros((len(rows.label_N), num_columns), np.int32)
+        starts_C = first_value + num_stored * np.arange(num_columns)
+        starts_NC[first_T] = known.first_T[:, None] + starts_C
+        lengths_NC[first_T] = known.num_events_T[:, None]
+        found = replace(
+            rows,
+            multi_lengths_NM=np.concatenate([rows.multi_lengths_NM, lengths_NC], axis=1),
+            num_events_T=known.num_events_T,
+            event_numbers_EK=known.numbers_EK,
+            events_before_N=known.before_N,
+        )
+        return found, np.concatenate([starts_NM, starts_NC], axis=1)

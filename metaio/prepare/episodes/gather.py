@@ -15,7 +15,7 @@ from metaio.prepare.episodes.encoded_rows import EncodedRows, find_value_starts
 from metaio.ragged import Int64, offsets, ragged_indices
 
 if TYPE_CHECKING:
-    from metaio.prepare.episodes.events import BucketEvents, EpisodeEvents
+    from metaio.prepare.episodes.events import TaskEvents
 
     # Which negatives are drawn is the business of whoever makes the sampler.
     from metaio.prepare.episodes.negatives import NegativeSampler
@@ -34,7 +34,7 @@ class BucketEpisodes:
         row_lengths_T: Int64,
         support_lengths_T: Int64,
         sampler: NegativeSampler | None = None,
-        events: BucketEvents | None = None,
+        events: TaskEvents | None = None,
     ) -> None:
         self._rows = rows
         self._order_N = order_N
@@ -90,31 +90,12 @@ class BucketEpisodes:
             _write_items(gathered, starts_NM, sampler, items_N, len(rows.values_V))
         if events is not None and stop > first:
             known = events.gather(chosen_N, row_lengths_T)
-            gathered, starts_NM = self._with_events(gathered, starts_NM, events, known)
+            gathered, starts_NM = events.add_lists(
+                gathered, starts_NM, self._first_event_value, known
+            )
             lengths_NM = gathered.multi_lengths_NM
         values = ragged_indices(starts_NM.ravel(), lengths_NM.ravel().astype(np.int64))
         return replace(gathered, multi_ids_V=self._values_V[values])
-
-
-    def _with_events(
-        self, rows: Rows, starts_NM: Int64, events: BucketEvents, known: EpisodeEvents
-    ) -> tuple[Rows, Int64]:
-        """Return the rows, and where their lists begin, with events in each first row."""
-        num_columns, num_stored = len(events.ids_CE), len(events.ids_CE[0])
-        first_T = offsets(rows.row_lengths_T)[:-1]
-        starts_NC = np.zeros((len(rows.label_N), num_columns), np.int64)
-        lengths_NC = np.zeros((len(rows.label_N), num_columns), np.int32)
-        starts_C = self._first_event_value + num_stored * np.arange(num_columns)
-        starts_NC[first_T] = known.first_T[:, None] + starts_C
-        lengths_NC[first_T] = known.num_events_T[:, None]
-        found = replace(
-            rows,
-            multi_lengths_NM=np.concatenate([rows.multi_lengths_NM, lengths_NC], axis=1),
-            num_events_T=known.num_events_T,
-            event_numbers_EK=known.numbers_EK,
-            events_before_N=known.before_N,
-        )
-        return found, np.concatenate([starts_NM, starts_NC], axis=1)
 
 
 def _insert_negatives(sampler: NegativeSampler, chosen: Int64) -> tuple[Int64, Int64]:

@@ -279,4 +279,5 @@ def make_features(schema: Schema, vocabulary_sizes: dict[str, int]) -> Features:
             if column.column == name
         ),
         event_dense=schema.events.dense if schema.events else (),
+        event_longest=schema.events.longest if schema.events else 0,
     )

@@ -7,15 +7,10 @@ Shape suffixes: T tasks, R rows of a task, L events of a task, D embedding width
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import torch
 from torch import Tensor, nn
 
 from gmeta_models.sequence.encoder import EventEncoder, EventRectangle
-
-if TYPE_CHECKING:
-    from gmeta_models.model_config import ModelConfig
 
 _HIDDEN = 36
 
@@ -23,8 +18,8 @@ _HIDDEN = 36
 class DinEvents(EventEncoder):
     """interest = sum_l a(h_l, e) h_l over the events that a row knows, for its target e."""
 
-    def __init__(self, config: ModelConfig, num_numbers: int) -> None:
-        super().__init__(config, num_numbers)
+    def __init__(self, width: int, num_numbers: int) -> None:
+        super().__init__(width, num_numbers)
         # Of [h, e, h - e, h * e], in that order.
         self.hidden = nn.Linear(4 * self.width, _HIDDEN)
         self.weight = nn.Linear(_HIDDEN, 1)
@@ -40,7 +35,8 @@ class DinEvents(EventEncoder):
         pairs_TRLA = pairs_TRLA.transpose(1, 2) + (events_TLD @ (of_h + of_difference)).unsqueeze(1)
         own_TRA = target_TRD @ (of_e - of_difference) + self.hidden.bias
         weight_TRL = self.weight((pairs_TRLA + own_TRA.unsqueeze(2)).relu()).squeeze(3)
-        return (weight_TRL * is_before_TRL(rectangle)) @ events_TLD
+        pooled_TRD: Tensor = (weight_TRL * is_before_TRL(rectangle)) @ events_TLD
+        return pooled_TRD
 
 
 def is_before_TRL(rectangle: EventRectangle) -> Tensor:

@@ -3,20 +3,17 @@
 A task's events are embedded once; each of its rows gets a vector made of the events before it, and
 no other. The vectors are inputs of the model that do not move while it adapts to a task.
 
-Shape suffixes: T tasks, R rows of a task, N rows, L events of a task, C columns of an event's ids, K
-numbers of an event, D embedding width, H heads"""
+Shape suffixes: T tasks, R rows of a task, N rows, L events of a task, C columns of an event's ids,
+K numbers of an event, D embedding width, H heads"""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import embedding, pad
-
-if TYPE_CHECKING:
-    from gmeta_models.model_config import ModelConfig
 
 
 class EventRectangle(NamedTuple):
@@ -54,9 +51,9 @@ class EventVectors(NamedTuple):
 class EventEncoder(nn.Module, ABC):
     """Turns events into a vector a row."""
 
-    def __init__(self, config: ModelConfig, num_numbers: int) -> None:
+    def __init__(self, width: int, num_numbers: int) -> None:
         super().__init__()
-        self.width = config.embedding_dim
+        self.width = width
         # Of the seconds since the event before, and of the dense columns.
         self.numbers = nn.Linear(num_numbers, self.width, bias=False)
         nn.init.zeros_(self.numbers.weight)
@@ -78,7 +75,8 @@ class EventEncoder(nn.Module, ABC):
         seconds_TL, dense_TLK = rectangle.numbers_TLK[..., 0], rectangle.numbers_TLK[..., 1:]
         gap_TL = (seconds_TL - pad(seconds_TL, (1, 0))[:, :-1]).clamp(min=0).log1p()
         numbers_TLK = torch.cat([gap_TL.unsqueeze(2), dense_TLK], dim=2).to(events_TLD.dtype)
-        return events_TLD + self.numbers(numbers_TLK)
+        embedded_TLD: Tensor = events_TLD + self.numbers(numbers_TLK)
+        return embedded_TLD
 
     def forward(self, events: EventLayout, rows_UD: Tensor) -> EventVectors:
         """Return each row's vectors, from the fetched embedding rows."""
@@ -106,8 +104,8 @@ class Past(NamedTuple):
 class StateEncoder(EventEncoder):
     """An encoder whose state behind each event serves all rows that know as many events."""
 
-    def __init__(self, config: ModelConfig, num_numbers: int) -> None:
-        super().__init__(config, num_numbers)
+    def __init__(self, width: int, num_numbers: int) -> None:
+        super().__init__(width, num_numbers)
         # Stands before the first event: the state of a row that knows none.
         self.start_D = nn.Parameter(torch.zeros(self.width))
         nn.init.normal_(self.start_D, std=0.02)
@@ -150,6 +148,5 @@ def append_past(past: Past | None, key_THLD: Tensor, value_THLD: Tensor) -> Past
     if past is None:
         return Past(key_THLD, value_THLD)
     return Past(
-        torch.cat([past.key_THLD, key_THLD], dim=2),
-        torch.cat([past.value_THLD, value_THLD], dim=2),
+        torch.cat([past.key_THLD, key_THLD], dim=2), torch.cat([past.value_THLD, value_THLD], dim=2)
     )

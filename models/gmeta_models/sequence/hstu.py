@@ -16,7 +16,7 @@ from torch.nn.functional import silu
 from gmeta_models.sequence.encoder import Past, StateEncoder, append_past, join_heads, split_heads
 
 if TYPE_CHECKING:
-    from gmeta_models.model_config import ModelConfig
+    from gmeta_models.options import TransformerOptions
 
 # Distances and seconds are told apart by powers of two.
 _BUCKETS = 32
@@ -25,12 +25,11 @@ _BUCKETS = 32
 class HSTU(StateEncoder):
     """The state behind each event, from it and those before it."""
 
-    def __init__(self, config: ModelConfig, num_numbers: int) -> None:
-        super().__init__(config, num_numbers)
-        self.dropout = nn.Dropout(config.event_dropout)
+    def __init__(self, width: int, num_numbers: int, options: TransformerOptions) -> None:
+        super().__init__(width, num_numbers)
+        self.dropout = nn.Dropout(options.dropout)
         self.blocks = nn.ModuleList(
-            _Block(self.width, config.event_heads, config.event_dropout)
-            for _ in range(config.event_blocks)
+            _Block(self.width, options.heads, options.dropout) for _ in range(options.blocks)
         )
         self.norm = nn.LayerNorm(self.width)
 
@@ -71,11 +70,7 @@ class _Block(nn.Module):
         self.dropout = nn.Dropout(dropout)
 
     def forward(
-        self,
-        rows_TLD: Tensor,
-        buckets: tuple[Tensor, Tensor],
-        weight_LL: Tensor,
-        past: Past | None,
+        self, rows_TLD: Tensor, buckets: tuple[Tensor, Tensor], weight_LL: Tensor, past: Past | None
     ) -> tuple[Tensor, Past]:
         gate, *parts = silu(self.inputs(self.norm(rows_TLD))).chunk(4, dim=2)
         query, key, value = (split_heads(part, self.heads) for part in parts)

@@ -17,7 +17,7 @@ from torch.nn.functional import elu, scaled_dot_product_attention
 from gmeta_models.sequence.encoder import Past, StateEncoder, append_past, join_heads, split_heads
 
 if TYPE_CHECKING:
-    from gmeta_models.model_config import ModelConfig
+    from gmeta_models.options import SasrecOptions
 
 _ROTATION_BASE = 10_000.0
 
@@ -25,13 +25,13 @@ _ROTATION_BASE = 10_000.0
 class SASRec(StateEncoder):
     """The state behind each event, from it and those before it."""
 
-    def __init__(self, config: ModelConfig, num_numbers: int) -> None:
-        super().__init__(config, num_numbers)
-        width, dropout = self.width, config.event_dropout
+    def __init__(self, width: int, num_numbers: int, options: SasrecOptions) -> None:
+        super().__init__(width, num_numbers)
+        dropout = options.dropout
         self.dropout = nn.Dropout(dropout)
         self.blocks = nn.ModuleList(
-            _Block(width, config.event_heads, dropout, config.event_attention == "linear")
-            for _ in range(config.event_blocks)
+            _Block(width, options.heads, dropout, options.attention == "linear")
+            for _ in range(options.blocks)
         )
         self.norm = nn.LayerNorm(width)
 

@@ -1,9 +1,9 @@
 """SIM: of very many events the few that matter to the target are searched, then attended.
 
 Pi et al., "Search-based User Interest Modeling with Lifelong Sequential Behavior Data", CIKM 2020
-(arXiv 2006.05639): events of the target's category, found before the step. Chen et al., "End-to-End
-User Behavior Retrieval in Click-Through Rate Prediction Model", 2021 (arXiv 2108.04468): events whose
-embeddings hash to nearly the target's bits, found in the step.
+(arXiv 2006.05639): events of the target's category, found before the step. Chen et al., "End-to-
+End User Behavior Retrieval in Click-Through Rate Prediction Model", 2021 (arXiv 2108.04468): events
+whose embeddings hash to nearly the target's bits, found in the step.
 
 Shape suffixes: T tasks, R rows of a task, L events of a task, D embedding width, H heads, B bits"""
 
@@ -19,7 +19,7 @@ from gmeta_models.sequence.din_events import is_before_TRL
 from gmeta_models.sequence.encoder import EventEncoder, EventRectangle, join_heads, split_heads
 
 if TYPE_CHECKING:
-    from gmeta_models.model_config import ModelConfig
+    from gmeta_models.options import SimOptions
 
 _BITS = 32
 
@@ -27,14 +27,14 @@ _BITS = 32
 class SIM(EventEncoder):
     """Attention of the row's target over the events that were found for it."""
 
-    def __init__(self, config: ModelConfig, num_numbers: int) -> None:
-        super().__init__(config, num_numbers)
-        self.heads, self.newest = config.event_heads, config.event_newest
+    def __init__(self, width: int, num_numbers: int, options: SimOptions) -> None:
+        super().__init__(width, num_numbers)
+        self.heads, self.newest = options.heads, options.newest
         self.query, self.key, self.value, self.output = (
             nn.Linear(self.width, self.width) for _ in range(4)
         )
         # Found by category, the events come row by row; else the hash finds them here.
-        self.by_hash = config.event_search == "hash"
+        self.by_hash = options.search == "hash"
         self.register_buffer("directions_DB", torch.randn(self.width, _BITS))
 
     def interest_TRD(
@@ -48,7 +48,8 @@ class SIM(EventEncoder):
         key, value = (split_heads(of(events_TLD), self.heads) for of in (self.key, self.value))
         score_THRL = query @ key.mT / math.sqrt(query.shape[3])
         weight_THRL = softmax_of_known(score_THRL, known_TRL.unsqueeze(1))
-        return self.output(join_heads(weight_THRL @ value))
+        attended_TRD: Tensor = self.output(join_heads(weight_THRL @ value))
+        return attended_TRD
 
     def _over_found(self, events_TLD: Tensor, target_TRD: Tensor, known_TRL: Tensor) -> Tensor:
         """Return the attention over the events nearest to each target by their hash."""
@@ -69,7 +70,8 @@ class SIM(EventEncoder):
         score = query @ key.mT / math.sqrt(query.shape[3])
         known = known_TRL.gather(2, found_TRL).flatten(0, 1)[:, None, None]
         attended = join_heads(softmax_of_known(score, known) @ value)
-        return self.output(attended).view_as(target_TRD)
+        found_TRD: Tensor = self.output(attended)
+        return found_TRD.view_as(target_TRD)
 
 
 def softmax_of_known(score: Tensor, known: Tensor) -> Tensor:

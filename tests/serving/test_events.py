@@ -1,0 +1,118 @@
+"""A served model makes events of the support rows, and predicts what evaluation does."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import torch
+
+import gmeta
+from gmeta.serving.model_loader import load
+from metaio import open_dataset
+from metaio.read.compose import compose
+from tests.metaio.prepare.test_events import log, schema
+from tests.support.commands import succeed
+
+ENCODERS = ["sasrec", "hstu", "sim", "din"]
+
+
+def trained(folder: Path, encoder: str) -> tuple[Path, pa.Table]:
+    """An export of a run on rows with events, and the raw rows."""
+    columns = log()
+    # No two at one time: the dataset orders them by their hash, a request as they come.
+    columns["time"] = np.random.default_rng(5).permutation(len(columns["user"]))
+    body = schema(dense=[{"column": "number", "standardise": True}])
+    body["row_id"] = {"column": "row"}
+    body["events"] = {
+        "columns": ["kind", "item"], "dense": ["number"], "where": "click = 1", "longest": 6,
+        "delay": 3,
+    }  # fmt: skip
+    rows = pa.table({**columns, "row": np.arange(len(columns["user"]))})
+    pq.write_table(rows, folder / "log.parquet")
+    (folder / "schema.toml").write_text(to_toml(body))
+    data, run, out = folder / "data", folder / "run", folder / "model"
+    succeed("prepare", "--schema", folder / "schema.toml", folder / "log.parquet", data)
+    (folder / "train.toml").write_text("")
+    succeed(
+        "train", folder / "train.toml", f"data.path={data}", "data.tasks_per_step=16",
+        "model.name=melu", "model.hidden=[8]", "model.embedding_dim=4", f"model.events={encoder}",
+        "algorithm.inner_lr=0.5", "outer.sparse_lr=0.2", "outer.dense_lr=0.05", f"run.dir={run}",
+        "run.device=cpu", "run.max_steps=6",
+    )  # fmt: skip
+    succeed("export", run, out)
+    return out, rows
+
+
+def to_toml(body: dict[str, Any]) -> str:
+    lines = []
+    for name, value in body.items():
+        for table in value if isinstance(value, list) else [value]:
+            lines.append(f"[[{name}]]" if isinstance(value, list) else f"[{name}]")
+            lines += [f"{key} = {json.dumps(one)}" for key, one in table.items()]
+    return "\n".join(lines) + "\n"
+
+
+@pytest.mark.parametrize("encoder", ENCODERS)
+def test_served_predictions_are_those_on_the_dataset(tmp_path: Path, encoder: str) -> None:
+    out, rows = trained(tmp_path, encoder)
+    model = load(out)
+    dataset = open_dataset(str(tmp_path / "data"))
+    block = dataset.read_block("train", 0)
+    batch = compose(dataset.features, [(block, np.arange(block.num_episodes))])
+    found = model.predict_batch(batch)
+    wanted = model.learner.objectives.outer.predictions(found.after_N)
+    first, compared = 0, 0
+    for task in range(batch.num_tasks):
+        start, stop = batch.row_offsets_T1[task : task + 2].tolist()
+        middle = start + int(batch.support_lengths_T[task])
+        first = int((batch.row_offsets_T1.diff() - batch.support_lengths_T)[:task].sum())
+        support, query = (
+            rows.take(pa.array(batch.row_id_N[part].numpy()))
+            for part in (slice(start, middle), slice(middle, stop))
+        )
+        # A query row of the dataset may know earlier query rows, and not yet the newest support:
+        # a served one knows the support.
+        if (batch.events_before_N[middle:stop] != support["click"].to_numpy().sum()).any():
+            continue
+        alone = model.adapt(support)
+        own = wanted[first : first + stop - middle]
+        torch.testing.assert_close(alone.predict(query), own, rtol=1e-4, atol=1e-5)
+        kept = model.task(alone.state())
+        assert torch.equal(kept.predict(query), alone.predict(query))
+        # Rows in another order have the same times, and so the same events.
+        turned = model.adapt(support.take(pa.array(np.arange(support.num_rows)[::-1])))
+        torch.testing.assert_close(turned.predict(query), own, rtol=1e-4, atol=1e-5)
+        compared += 1
+    assert compared > 2
+
+
+def test_many_tasks_at_once_are_each_alone(tmp_path: Path) -> None:
+    out, rows = trained(tmp_path, "sasrec")
+    model = load(out)
+    support, query = rows.slice(0, 900), rows.slice(900)
+    together = model.predict_tasks(support, query, allow_no_support=True)
+    user_N = query["user"].to_numpy()
+    for user in np.unique(user_N)[:6]:
+        own_support = support.filter(pa.array(support["user"].to_numpy() == user))
+        own_query = query.filter(pa.array(user_N == user))
+        alone = model.adapt(own_support).predict(own_query)
+        torch.testing.assert_close(
+            together.after_N[torch.from_numpy(user_N == user)], alone, rtol=1e-4, atol=1e-5
+        )
+    # A task of which nothing is known has no events.
+    assert torch.isfinite(model.predict(query)).all()
+
+
+def test_what_events_need_is_said(tmp_path: Path) -> None:
+    out, rows = trained(tmp_path, "sasrec")
+    model = load(out)
+    with pytest.raises(gmeta.errors.UserError, match="time"):
+        model.adapt(rows.slice(0, 1).drop_columns(["time"]))
+    with pytest.raises(gmeta.errors.UserError, match="no program for torch is written"):
+        from gmeta.serving.formats.export_runtime import export_for
+
+        export_for(out, tmp_path / "program", "torch")
