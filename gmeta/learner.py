@@ -5,7 +5,7 @@ support -> adapt -> query loss, for all tasks of a rank's batch at once (meta-gr
 2401.04338, algorithm 1; the outer loss is the mean over all tasks of all ranks).
 
 Shape suffixes: T tasks, N rows, K dense columns, B tables, U unique ids, D embedding width, P
-task-row pairs"""
+task-row pairs, X all inputs side by side, A items, Q query rows"""
 
 import sys
 from collections.abc import Iterable, Sequence
@@ -41,7 +41,7 @@ from gmeta.data.features.support_statistics import NO_STATISTICS, SupportStatist
 from gmeta.data.task_groups import GROUP_WORK, least_gain
 from gmeta.errors import ConfigError, GMetaError
 from gmeta.losses.objectives import Objectives
-from gmeta.losses.step_softmax import sampled_softmax_P
+from gmeta.losses.step_softmax import sampled_softmax_Q
 from gmeta_keys.plugins import is_ours
 from gmeta_keys.translate_errors import format_foreign_error, translate_errors
 from gmeta_models.decision_model import DecisionModel
@@ -154,7 +154,7 @@ class MetaLearner(nn.Module):
 
     @property
     def _competes_in_steps(self) -> bool:
-        return self.event_columns is not None and self.event_columns.log_share_I is not None
+        return self.event_columns is not None and self.event_columns.log_share_A is not None
 
     def fit_regression(self, batches: Iterable[TaskBatch]) -> Regression:
         """Return the regression of labels on the inputs that training gives query rows."""
@@ -287,15 +287,15 @@ class MetaLearner(nn.Module):
         events = episodes.inputs.events
         assert isinstance(self.model, Dot)
         assert events is not None
-        own_P = (side.label_N > 0).nonzero().squeeze(1)
-        user_PD = self.model.user_vectors_ND(vectors.interest_ND[own_P])
-        losses_P = sampled_softmax_P(
-            user_PD, vectors.target_ND, own_P, events.item_N, events.log_share_N
+        own_Q = (side.label_N > 0).nonzero().squeeze(1)
+        user_QD = self.model.user_vectors_ND(vectors.interest_ND[own_Q])
+        losses_Q = sampled_softmax_Q(
+            user_QD, vectors.target_ND, own_Q, events.item_N, events.log_share_N
         )
         if side.weight is not None:
-            losses_P = losses_P * side.weight[own_P].to(losses_P.dtype)
+            losses_Q = losses_Q * side.weight[own_Q].to(losses_Q.dtype)
         # The head's bias changes no softmax, but joins the collectives.
-        return losses_P.sum() + self._zero(vectors.target_ND)
+        return losses_Q.sum() + self._zero(vectors.target_ND)
 
     def _general_loss_sum(self, rows: WorkingRows, groups: Sequence[Sides]) -> Tensor:
         loss_sum = self._algorithm.loss_sum

@@ -37,7 +37,7 @@ def test_each_mistake_gets_a_line_of_its_own(package: Path) -> None:
         "    def __init__(self, config, sizes):\n        super().__init__()\n"
         "deep = Deep(None, None)\n"
     )
-    known = ", ".join(sorted(MODELS))
+    known = ", ".join(sorted([*MODELS, "dot"]))
     ends = {
         "dlmr": f"is unknown: known are {known}. Did you mean 'dlrm'? Choose one of them, or name "
         "yours as package.module:Name (docs/extending.md)",

@@ -298,9 +298,7 @@ def _pad_features(
         num_features=batch.positions_NF.shape[1] + batch.multi_lengths_NM.shape[1],
         history=_make_history(batch, rows_N, layout, num_rows, constant) if has_history else None,
         dense_NK=dense_NK * there_N1,
-        row_N=torch.from_numpy(np.maximum(rows_N, 0))
-        if batch.event_positions_EC.shape[1]
-        else None,
+        row_N=torch.from_numpy(np.maximum(rows_N, 0)) if batch.event_positions.shape[1] else None,
     )
 
 

@@ -232,8 +232,8 @@ def with_known_items(episodes: Episodes, batch: TaskBatch) -> Episodes:
     before_N = batch.events_before_N[query_N].to(torch.int64)
     first_N = (num_events_T.cumsum(0) - num_events_T)[task_N]
     index_V = torch.from_numpy(ragged_indices(first_N.numpy(), before_N.numpy()))
-    item_E = batch.unique_ids_U[batch.event_positions_EC[:, 0].to(torch.int64)]
-    return replace(episodes, query_known=(item_E[index_V], before_N))
+    event_item = batch.unique_ids_U[batch.event_positions[:, 0].to(torch.int64)]
+    return replace(episodes, query_known=(event_item[index_V], before_N))
 
 
 def with_sampled(episodes: Episodes, batch: TaskBatch, is_sampled_N: Tensor) -> Episodes:
@@ -329,5 +329,5 @@ def _make_side(
         bag_rows=Bags.single(bag_positions_V, num_rows, constant, device),
         bag_index_V=torch.repeat_interleave(torch.arange(bag_sizes.numel()), bag_sizes),
         longest_M=tuple(lengths_NM.numpy().max(axis=0, initial=0).tolist()),
-        row_N=index if batch.event_positions_EC.shape[1] else None,
+        row_N=index if batch.event_positions.shape[1] else None,
     )

@@ -1,8 +1,8 @@
 """Lays out the events of a batch for their encoder: tasks of similar length in one rectangle, or
 for each row the few events that a search finds. All of it is integer bookkeeping on the host.
 
-Shape suffixes: T tasks, R rows of a task, N rows, E events, C columns of an event's ids, K numbers
-of an event, L events of a task"""
+Shape suffixes: T tasks, N rows, H longest list or task, F single-id or pooled features, M multi-id
+features, V values, U unique ids, A items"""
 
 from dataclasses import dataclass, field
 
@@ -28,7 +28,7 @@ class EventColumns:
     category: int = -1  # the events' column that a search goes by; -1: a row knows all before it
     newest: int = 0  # of a search
     # Of each item; None: no loss asks.
-    log_share_I: Float32 | None = field(default=None, compare=False)
+    log_share_A: Float32 | None = field(default=None, compare=False)
 
     @classmethod
     def of(cls, features: Features, model: ModelConfig) -> "EventColumns":
@@ -56,81 +56,81 @@ class EventColumns:
     def lay_out(self, batch: TaskBatch) -> EventLayout:
         """Return the events of a batch, and what each of its rows knows of them."""
         layout = self._lay_out(batch)
-        if self.log_share_I is None:
+        if self.log_share_A is None:
             return layout
-        item_N = batch.unique_ids_U[layout.target_NC[:, 0]]
-        log_share_N = torch.from_numpy(self.log_share_I)[item_N]
+        item_N = batch.unique_ids_U[layout.target_NM[:, 0]]
+        log_share_N = torch.from_numpy(self.log_share_A)[item_N]
         return layout._replace(item_N=item_N, log_share_N=log_share_N)
 
     def _lay_out(self, batch: TaskBatch) -> EventLayout:
         none = torch.zeros(0, dtype=torch.int64), torch.zeros(0)
-        target_NC = batch.positions_NF[:, list(self.target)].to(torch.int64)
+        target_NM = batch.positions_NF[:, list(self.target)].to(torch.int64)
         rows_T = batch.row_offsets_T1.diff().numpy()
         if not batch.num_rows:
-            return EventLayout((), torch.zeros(0, dtype=torch.int64), target_NC, *none)
+            return EventLayout((), torch.zeros(0, dtype=torch.int64), target_NM, *none)
         if self.category >= 0:
-            rectangle = self._found_events(batch, rows_T, target_NC.numpy())
+            rectangle = self._found_events(batch, rows_T, target_NM.numpy())
             every_row = torch.arange(batch.num_rows)
-            return EventLayout((rectangle,), every_row, target_NC, *none)
+            return EventLayout((rectangle,), every_row, target_NM, *none)
         num_events_T = batch.num_events_T.numpy()
         size_T = np.ceil(np.log2(np.maximum(num_events_T, _SHORT))).astype(np.int64)
         found, place_N, first = list[EventRectangle](), np.zeros(batch.num_rows, np.int64), 0
         for size in np.unique(size_T):
             tasks = np.flatnonzero(size_T == size)
             rectangle = _make_rectangle(batch, tasks, rows_T[tasks])
-            width = rectangle.row_TR.shape[1]
+            width = rectangle.row_TN.shape[1]
             there = np.arange(width) < rows_T[tasks][:, None]
-            place_N[rectangle.row_TR.numpy()[there]] = first + np.flatnonzero(there)
+            place_N[rectangle.row_TN.numpy()[there]] = first + np.flatnonzero(there)
             first += there.size
             found.append(rectangle)
-        return EventLayout(tuple(found), torch.from_numpy(place_N), target_NC, *none)
+        return EventLayout(tuple(found), torch.from_numpy(place_N), target_NM, *none)
 
-    def _found_events(self, batch: TaskBatch, rows_T: Int64, target_NC: Int64) -> EventRectangle:
+    def _found_events(self, batch: TaskBatch, rows_T: Int64, target_NM: Int64) -> EventRectangle:
         """Return each row as a task of its own, with the newest events of its target's category."""
         num_events_T = batch.num_events_T.numpy()
-        category_E = batch.event_positions_EC[:, self.category].numpy().astype(np.int64)
+        category = batch.event_positions[:, self.category].numpy().astype(np.int64)
         # Within an episode equal ids are one position: task and position are one number.
         num_ids = max(batch.unique_ids_U.numel(), 1)
-        key_E = owners(num_events_T) * num_ids + category_E
-        key_N = owners(rows_T) * num_ids + target_NC[:, self.category]
-        groups, group_E = np.unique(key_E, return_inverse=True)
-        order_E = np.argsort(group_E, kind="stable")  # in time within a group
-        first_E = offsets(num_events_T)[owners(num_events_T)]
-        place_E = np.arange(len(key_E)) - first_E
+        event_key = owners(num_events_T) * num_ids + category
+        key_N = owners(rows_T) * num_ids + target_NM[:, self.category]
+        groups, group = np.unique(event_key, return_inverse=True)
+        event_order = np.argsort(group, kind="stable")  # in time within a group
+        first_of_task = offsets(num_events_T)[owners(num_events_T)]
+        place_of_event = np.arange(len(event_key)) - first_of_task
         most = int(num_events_T.max(initial=0)) + 1
-        sorted_E = (group_E * most + place_E)[order_E]
+        sorted_events = (group * most + place_of_event)[event_order]
         group_N = np.searchsorted(groups, key_N)
         has_group_N = (group_N < len(groups)) & (
             groups[np.minimum(group_N, max(len(groups) - 1, 0))] == key_N
             if len(groups)
             else np.zeros(len(key_N), np.bool_)
         )
-        stop_N = np.searchsorted(sorted_E, group_N * most + batch.events_before_N.numpy())
-        start_N = np.maximum(np.searchsorted(sorted_E, group_N * most), stop_N - self.newest)
+        stop_N = np.searchsorted(sorted_events, group_N * most + batch.events_before_N.numpy())
+        start_N = np.maximum(np.searchsorted(sorted_events, group_N * most), stop_N - self.newest)
         length_N = np.where(has_group_N, stop_N - start_N, 0)
-        found_V = order_E[ragged_indices(start_N, length_N)]
+        found_V = event_order[ragged_indices(start_N, length_N)]
         longest = max(int(length_N.max(initial=0)), 1)
-        index_NL = np.zeros((len(length_N), longest), np.int64)
-        index_NL[np.arange(longest) < length_N[:, None]] = found_V
+        index_NH = np.zeros((len(length_N), longest), np.int64)
+        index_NH[np.arange(longest) < length_N[:, None]] = found_V
         lengths = torch.from_numpy(length_N)
         return EventRectangle(
-            *_take_events(batch, index_NL),
+            *_take_events(batch, index_NH),
             lengths,
             torch.arange(len(length_N)).unsqueeze(1),
             lengths.unsqueeze(1),
         )
 
 
-def _take_events(batch: TaskBatch, index_TL: Int64) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return positions [T, L, C] and numbers [T, L, K] of events; any where there are none."""
-    index = torch.from_numpy(index_TL)
-    if not len(batch.event_positions_EC):
-        shape = index_TL.shape
+def _take_events(batch: TaskBatch, index_TH: Int64) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return positions [T, H, M] and numbers [T, H, K] of events; any where there are none."""
+    index = torch.from_numpy(index_TH)
+    if not len(batch.event_positions):
+        shape = index_TH.shape
         return (
-            torch.zeros(*shape, batch.event_positions_EC.shape[1], dtype=torch.int64),
-            torch.zeros(*shape, batch.event_numbers_EK.shape[1]),
+            torch.zeros(*shape, batch.event_positions.shape[1], dtype=torch.int64),
+            torch.zeros(*shape, batch.event_numbers.shape[1]),
         )
-    return batch.event_positions_EC[index].to(torch.int64), batch.event_numbers_EK[index]
+    return batch.event_positions[index].to(torch.int64), batch.event_numbers[index]
 
 
 def _make_rectangle(batch: TaskBatch, tasks: Int64, rows_T: Int64) -> EventRectangle:
@@ -138,12 +138,12 @@ def _make_rectangle(batch: TaskBatch, tasks: Int64, rows_T: Int64) -> EventRecta
     length_T, starts_T = num_events_T[tasks], offsets(num_events_T)[:-1][tasks]
     # One at least: an axis of no event has no softmax.
     longest, most_rows = int(length_T.max(initial=1)), int(rows_T.max(initial=0))
-    places_L = np.arange(longest)
-    index_TL = np.where(places_L < length_T[:, None], starts_T[:, None] + places_L, 0)
+    places_H = np.arange(longest)
+    index_TH = np.where(places_H < length_T[:, None], starts_T[:, None] + places_H, 0)
     first_T = batch.row_offsets_T1[:-1].numpy()[tasks]
-    places_R = np.arange(most_rows)
-    there_TR = places_R < rows_T[:, None]
-    row_TR = torch.from_numpy(np.where(there_TR, first_T[:, None] + places_R, 0))
-    before_TR = batch.events_before_N[row_TR].to(torch.int64) * torch.from_numpy(there_TR)
-    positions, numbers = _take_events(batch, index_TL)
-    return EventRectangle(positions, numbers, torch.from_numpy(length_T), row_TR, before_TR)
+    places_N = np.arange(most_rows)
+    there_TN = places_N < rows_T[:, None]
+    row_TN = torch.from_numpy(np.where(there_TN, first_T[:, None] + places_N, 0))
+    before_TN = batch.events_before_N[row_TN].to(torch.int64) * torch.from_numpy(there_TN)
+    positions, numbers = _take_events(batch, index_TH)
+    return EventRectangle(positions, numbers, torch.from_numpy(length_T), row_TN, before_TN)

@@ -14,14 +14,14 @@ def log_shares(dataset: Dataset, split: str, feature: int) -> Float32:
     more for each; `feature` is the item among the single features."""
     name = dataset.features.single[feature].table
     num_items = next(table.num_rows for table in dataset.features.tables if table.name == name)
-    count_I = np.ones(num_items, np.float64)
+    count_A = np.ones(num_items, np.float64)
     rows = 0
     for index in range(dataset.split(split).num_blocks):
         block = dataset.read_block(split, index)
         id_N = block.unique_ids_U[block.positions_NF[:, feature]]
-        count_I += np.bincount(id_N, minlength=num_items)
+        count_A += np.bincount(id_N, minlength=num_items)
         rows += len(id_N)
         if rows >= _MOST_ROWS:
             break
-    shares: Float32 = np.log(count_I / count_I.sum()).astype(np.float32)
+    shares: Float32 = np.log(count_A / count_A.sum()).astype(np.float32)
     return shares

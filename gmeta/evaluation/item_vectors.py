@@ -1,7 +1,8 @@
 """Ranks each query row's item among all items of the catalogue, for a model that scores by the
 product of a user's and an item's vector.
 
-Shape suffixes: N rows, I items, C columns of an event's ids, D embedding width, U unique ids"""
+Shape suffixes: N rows, A items, M multi-id features, F single-id or pooled features, V values, B
+tables, D embedding width, U unique ids"""
 
 from __future__ import annotations
 
@@ -30,7 +31,7 @@ _ITEMS_AT_ONCE, _ROWS_AT_ONCE = 65_536, 512
 class Catalogue:
     """All items of a dataset: the ids that make the vector of each, the item's own first."""
 
-    ids_IC: Int64  # ascending by the first
+    ids_AM: Int64  # ascending by the first
 
     @classmethod
     def of(cls, dataset: Dataset, columns: EventColumns) -> Catalogue:
@@ -39,16 +40,16 @@ class Catalogue:
         for split in dataset.splits:
             for index in range(dataset.split(split).num_blocks):
                 block = dataset.read_block(split, index)
-                ids_NC = block.unique_ids_U[block.positions_NF[:, list(columns.target)]]
-                _, first = np.unique(ids_NC[:, 0], return_index=True)
-                parts.append(ids_NC[first])
-        ids_NC = np.concatenate(parts)
-        ids, first = np.unique(ids_NC[:, 0], return_index=True)
-        return cls(ids_NC[first][ids > 0])
+                ids_NM = block.unique_ids_U[block.positions_NF[:, list(columns.target)]]
+                _, first = np.unique(ids_NM[:, 0], return_index=True)
+                parts.append(ids_NM[first])
+        ids_NM = np.concatenate(parts)
+        ids, first = np.unique(ids_NM[:, 0], return_index=True)
+        return cls(ids_NM[first][ids > 0])
 
     def find(self, item_N: Int64) -> Int64:
         """Return the place of each item; -1 for one that is not there."""
-        ids = self.ids_IC[:, 0]
+        ids = self.ids_AM[:, 0]
         if not len(ids):
             return np.full(len(item_N), -1)
         place_N = np.minimum(np.searchsorted(ids, item_N), len(ids) - 1)
@@ -60,7 +61,7 @@ class ItemVectors:
     """The vectors of all items of a catalogue."""
 
     catalogue: Catalogue
-    vectors_ID: Tensor
+    vectors_AD: Tensor
 
     def rank_N2(self, user_ND: Tensor, item_N: Int64, known: tuple[Int64, Int64]) -> Int32:
         """Return how many items score above each row's own, and how many the same, those that the
@@ -68,22 +69,22 @@ class ItemVectors:
         item that is not in the catalogue ranks below all."""
         known_V, known_N = known
         place_N, place_V = self.catalogue.find(item_N), self.catalogue.find(known_V)
-        starts_N1, num_items = offsets(known_N), len(self.vectors_ID)
+        starts_N1, num_items = offsets(known_N), len(self.vectors_AD)
         found = np.empty((len(item_N), 2), np.int32)
         for first in range(0, len(item_N), _ROWS_AT_ONCE):
             stop = min(first + _ROWS_AT_ONCE, len(item_N))
-            score_NI = user_ND[first:stop] @ self.vectors_ID.mT
+            score_NA = user_ND[first:stop] @ self.vectors_AD.mT
             own = torch.from_numpy(np.maximum(place_N[first:stop], 0))
-            own_N1 = score_NI.gather(1, own.unsqueeze(1))
+            own_N1 = score_NA.gather(1, own.unsqueeze(1))
             values = slice(int(starts_N1[first]), int(starts_N1[stop]))
             row_V = np.repeat(np.arange(stop - first), known_N[first:stop])
             is_there = place_V[values] >= 0
             at = torch.from_numpy(row_V[is_there]), torch.from_numpy(place_V[values][is_there])
-            score_NI[at] = -torch.inf
+            score_NA[at] = -torch.inf
             # Itself is not among the others, even if it is known.
-            score_NI.scatter_(1, own.unsqueeze(1), -torch.inf)
+            score_NA.scatter_(1, own.unsqueeze(1), -torch.inf)
             above_N, tied_N = (
-                (mask.sum(dim=1)) for mask in (score_NI > own_N1, score_NI == own_N1)
+                (mask.sum(dim=1)) for mask in (score_NA > own_N1, score_NA == own_N1)
             )
             found[first:stop] = torch.stack([above_N, tied_N], dim=1).numpy()
         found[place_N < 0] = num_items, 0
@@ -100,11 +101,11 @@ def fetch_item_vectors(
     tables = [int(dataset.features.table_of_single[at]) for at in columns.target]
     nothing = batch_without_tasks(dataset.features)
     parts = [torch.zeros(0, learner.tables.width)]
-    for first in range(0, len(catalogue.ids_IC), _ITEMS_AT_ONCE):
-        ids_IC = catalogue.ids_IC[first : first + _ITEMS_AT_ONCE]
+    for first in range(0, len(catalogue.ids_AM), _ITEMS_AT_ONCE):
+        ids_AM = catalogue.ids_AM[first : first + _ITEMS_AT_ONCE]
         ids = [np.zeros(0, np.int64)] * len(dataset.features.tables)
         for table in set(tables):
-            own = [ids_IC[:, at] for at, each in enumerate(tables) if each == table]
+            own = [ids_AM[:, at] for at, each in enumerate(tables) if each == table]
             ids[table] = np.unique(np.concatenate(own))
         starts = offsets([len(each) for each in ids])
         batch = nothing.tasks(0, 0)
@@ -113,9 +114,9 @@ def fetch_item_vectors(
         with torch.no_grad():
             episodes, rows_UD = sharded.local.fetch(collate_plain_rows(batch, "cpu"))
             rows_UD = learner.starting_rows_UD(rows_UD, episodes.rows_of_tables).cpu().float()
-        position_IC = [
-            starts[table] + np.searchsorted(ids[table], ids_IC[:, at])
+        position_AM = [
+            starts[table] + np.searchsorted(ids[table], ids_AM[:, at])
             for at, table in enumerate(tables)
         ]
-        parts.append(torch.stack([rows_UD[torch.from_numpy(at)] for at in position_IC]).sum(dim=0))
+        parts.append(torch.stack([rows_UD[torch.from_numpy(at)] for at in position_AM]).sum(dim=0))
     return ItemVectors(catalogue, torch.cat(parts))

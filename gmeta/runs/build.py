@@ -149,7 +149,7 @@ def _compete_in_steps(config: TrainConfig, learner: MetaLearner, dataset: Datase
             'outer.negatives = "task"'
         )
     shares = log_shares(dataset, config.data.train_split, columns.target[0])
-    learner.event_columns = replace(columns, log_share_I=shares)
+    learner.event_columns = replace(columns, log_share_A=shares)
 
 
 def _check_plain_epochs(algorithm: AlgorithmConfig, epochs: int) -> None:

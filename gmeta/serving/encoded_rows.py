@@ -30,7 +30,7 @@ class EncodedColumns:
     # W is 1 where rows have weights, else 0.
     weight_NW: Float32
     # Of a model that reads events: seconds and whether the row is one; else E is 0.
-    event_NE: npt.NDArray[np.float64]
+    event_times: npt.NDArray[np.float64]
 
     @property
     def num_rows(self) -> int:
@@ -81,7 +81,7 @@ def empty_rows(features: Features, num_rows: int = 0) -> EncodedColumns:
 
 
 def no_events(features: Features, num_rows: int) -> npt.NDArray[np.float64]:
-    """Return the `event_NE` of rows that are no events."""
+    """Return the `event_times` of rows that are no events."""
     return np.zeros((num_rows, 2 * bool(features.events)), np.float64)
 
 

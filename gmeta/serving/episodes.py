@@ -44,35 +44,35 @@ def task_batch(
         weight_N=both.weight_NW.ravel(),
     )
     if features.events:
-        rows = _with_events(features, rows, both.event_NE)
+        rows = _with_events(features, rows, both.event_times)
     return compose(features, [(build_block(features, rows), np.arange(len(support_T)))])
 
 
-def _with_events(features: Features, rows: Rows, event_NE: npt.NDArray[np.float64]) -> Rows:
+def _with_events(features: Features, rows: Rows, event_times: npt.NDArray[np.float64]) -> Rows:
     """Return the rows with their tasks' events: support rows, of which a query row knows all."""
     is_support_N = find_firsts(rows.row_lengths_T, rows.support_lengths_T)
     singles = [name_event_column(feature.name) for feature in features.single]
     timed = TimedRows(
         task_N=owners(rows.row_lengths_T),
-        time_N=np.where(is_support_N, event_NE[:, 0], np.inf),
-        tie_N=np.arange(len(event_NE)),
-        is_event_N=is_support_N & (event_NE[:, 1] > 0),
-        seconds_N=event_NE[:, 0],
-        ids_NC=rows.ids_NF[:, [singles.index(feature.name) for feature in features.events]],
+        time_N=np.where(is_support_N, event_times[:, 0], np.inf),
+        tie_N=np.arange(len(event_times)),
+        is_event_N=is_support_N & (event_times[:, 1] > 0),
+        seconds_N=event_times[:, 0],
+        ids_NM=rows.ids_NF[:, [singles.index(feature.name) for feature in features.events]],
         dense_NK=rows.dense_NK[:, [features.dense.index(name) for name in features.event_dense]],
     )
     events = TaskEvents(timed, features.event_delay, features.event_longest)
     # An episode of no row holds no event, and has no first row for their ids.
     has_rows_T = rows.row_lengths_T > 0
     lengths_T = rows.row_lengths_T[has_rows_T]
-    known = events.gather(np.arange(len(event_NE)), lengths_T)
+    known = events.gather(np.arange(len(event_times)), lengths_T)
     starts_NM = offsets(rows.multi_lengths_NM.ravel())[:-1].reshape(rows.multi_lengths_NM.shape)
     found, starts_NM = events.add_lists(
         replace(rows, row_lengths_T=lengths_T), starts_NM, len(rows.multi_ids_V), known
     )
     num_events_T = np.zeros(len(has_rows_T), np.int64)
     num_events_T[has_rows_T] = known.num_events_T
-    values_V = np.concatenate([rows.multi_ids_V, *events.ids_CE])
+    values_V = np.concatenate([rows.multi_ids_V, *events.ids_of_columns])
     index_V = ragged_indices(starts_NM.ravel(), found.multi_lengths_NM.ravel().astype(np.int64))
     return replace(
         found,

@@ -94,23 +94,23 @@ class RawColumnEncoder:
             batch = batch.append_column(self._task, pa.array(np.zeros(batch.num_rows, np.int64)))
         batch = _with_types(batch, self._null_types, pa.string())
         rows = self._encoder.encode(batch, with_label)
-        names = [array.name for array in fields(EncodedColumns) if array.name != "event_NE"]
+        names = [array.name for array in fields(EncodedColumns) if array.name != "event_times"]
         return EncodedColumns(
             **{name: getattr(rows, name) for name in names},
-            event_NE=self._find_events(batch, with_label),
+            event_times=self._find_events(batch, with_label),
         )
 
     def _find_events(self, batch: pa.RecordBatch, with_label: bool) -> npt.NDArray[np.float64]:
         """Return seconds and whether the row is an event [N, 2]; [N, 0] of a model without."""
         schema, found = self._with_events, np.zeros((batch.num_rows, 2), np.float64)
-        if schema is None or schema.time is None:
+        if schema is None or schema.time is None or schema.events is None:
             return found[:, :0]
         if with_label:
             name = schema.time.column
-            clock = EventClock.of(schema, batch[name].type)
+            clock = EventClock.of(schema.events, name, batch[name].type)
             found[:, 0] = clock.seconds(to_time_ticks(name, batch[name]))
-            is_event_NE = find_events(schema, batch)
-            found[:, 1] = is_event_NE[:, 0] if is_event_NE.shape[1] else 1.0
+            is_event = find_events(schema.events, batch)
+            found[:, 1] = is_event[:, 0] if is_event.shape[1] else 1.0
         return found
 
 

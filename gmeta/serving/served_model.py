@@ -1,9 +1,9 @@
 """An exported model in memory: adapts to a task's support rows and predicts with the engine's own
 learner and inner loop, on any device; tables and results are the host's.
 
-Shape suffixes: T tasks, N rows, F single-id or pooled features, M multi-id features, V values, K
-dense columns, B tables, U unique ids, D embedding width, P task-row pairs, O outputs, J parts of a
-gate, E chosen episodes"""
+Shape suffixes: T tasks, N rows, F single-id or pooled features, M multi-id features, V values,
+K dense columns, B tables, U unique ids, D embedding width, P task-row pairs, O outputs, J parts
+of a gate, E chosen episodes, X all inputs side by side"""
 
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext

@@ -188,7 +188,7 @@ def _parse_support(parts: _Arrays, shape: StateShape) -> EncodedColumns | None:
     # Nor has one of a release before events any of those.
     none: dict[str, npt.NDArray[Any]] = {
         "weight_NW": np.zeros((num_rows, 0), np.float32),
-        "event_NE": np.zeros((num_rows, 0)),
+        "event_times": np.zeros((num_rows, 0)),
     }
     parts = {**none, **parts}
     rows = EncodedColumns(**{own.name: parts[own.name] for own in fields(EncodedColumns)})
@@ -196,7 +196,7 @@ def _parse_support(parts: _Arrays, shape: StateShape) -> EncodedColumns | None:
     _check_array("label_N", rows.label_N, np.float32, labels_shape(features, num_rows))
     _check_array("weight_NW", rows.weight_NW, np.float32, (num_rows, int(bool(features.weight))))
     event_shape = (num_rows, 2 * bool(features.events))
-    _check_array("event_NE", rows.event_NE, np.float64, event_shape)
+    _check_array("event_times", rows.event_times, np.float64, event_shape)
     _check_array("dense_NK", rows.dense_NK, np.float32, (num_rows, len(features.dense)))
     _check_array("lengths_NM", rows.lengths_NM, np.int32, (num_rows, len(features.multi)))
     _check_array("ids_NF", rows.ids_NF, np.integer, (num_rows, len(features.single)))

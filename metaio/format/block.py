@@ -4,7 +4,7 @@ In a split of bundles (consecutive episodes) ids are distinct in each bundle ins
 bundles then copies them, and looks no position up.
 
 Shape suffixes: T tasks, N rows, F single-id or pooled features, M multi-id features, V values, K
-dense columns, B tables, U unique ids, E events"""
+dense columns, B tables, U unique ids"""
 
 import itertools
 import threading
@@ -73,7 +73,7 @@ class Rows:
     # Of a dataset with events: how many each episode has, what they are beside their ids, and how
     # many of them each row knows. Their ids are lists of the episode's first row.
     num_events_T: Int64 = field(default_factory=make_no_events)
-    event_numbers_EK: Float32 = field(default_factory=make_no_numbers)
+    event_numbers: Float32 = field(default_factory=make_no_numbers)
     events_before_N: Int32 = field(default_factory=make_no_counts)
 
 
@@ -106,7 +106,7 @@ class Block:
     row_id_N: Int64 = field(default_factory=make_no_row_ids)
     weight_N: Float32 = field(default_factory=make_no_weights)
     num_events_T: Int64 = field(default_factory=make_no_events)
-    event_numbers_EK: Float32 = field(default_factory=make_no_numbers)
+    event_numbers: Float32 = field(default_factory=make_no_numbers)
     events_before_N: Int32 = field(default_factory=make_no_counts)
     bundles: Bundles | None = None
 
@@ -193,7 +193,7 @@ def build_block(features: Features, rows: Rows) -> Block:
         row_id_N=rows.row_id_N,
         weight_N=rows.weight_N,
         num_events_T=rows.num_events_T,
-        event_numbers_EK=rows.event_numbers_EK,
+        event_numbers=rows.event_numbers,
         events_before_N=rows.events_before_N,
     )
 

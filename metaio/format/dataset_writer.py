@@ -78,9 +78,10 @@ def slice_rows(rows: Rows, first: int, stop: int) -> Rows:
     value = slice(int(value_offsets[row.start]), int(value_offsets[row.stop]))
     event_offsets = offsets(rows.num_events_T)
     event = slice(*event_offsets[[first, stop]]) if rows.num_events_T.size else slice(0)
-    by_axis = {"T": slice(first, stop), "N": row, "V": value, "E": event}
-    # The shape suffix of a field tells its first axis: T episodes, N rows, V values, E events.
-    axes = {field.name: field.name.rsplit("_", 1)[1][0] for field in fields(Rows)}
+    by_axis = {"T": slice(first, stop), "N": row, "V": value, "": event}
+    # The shape suffix of a field tells its first axis: T episodes, N rows, V values, none events.
+    suffixes = {field.name: field.name.rsplit("_", 1)[1] for field in fields(Rows)}
+    axes = {name: suffix[:1] if suffix.isupper() else "" for name, suffix in suffixes.items()}
     return Rows(**{name: getattr(rows, name)[by_axis[axis]] for name, axis in axes.items()})
 
 

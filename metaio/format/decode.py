@@ -198,15 +198,15 @@ def _find_contradictions(
 
 def _are_events_valid(features: Features, decoded: Block) -> bool:
     """Return whether lists of events stand in first rows, equally long, and rows know parts."""
-    lengths_NC = decoded.multi_lengths_NM[:, len(features.multi) :]
+    lengths_of_events = decoded.multi_lengths_NM[:, len(features.multi) :]
     num_events_T, before_N = decoded.num_events_T, decoded.events_before_N
     first_T, rows_T = decoded.row_offsets_T1[:-1], np.diff(decoded.row_offsets_T1)
-    if len(before_N) != decoded.num_rows or len(decoded.event_numbers_EK) != num_events_T.sum():
+    if len(before_N) != decoded.num_rows or len(decoded.event_numbers) != num_events_T.sum():
         return False
-    in_first_C = lengths_NC[first_T].sum(axis=0, dtype=np.int64)
+    in_first_M = lengths_of_events[first_T].sum(axis=0, dtype=np.int64)
     return bool(
-        (lengths_NC[first_T] == num_events_T[:, None]).all()
-        and (in_first_C == lengths_NC.sum(axis=0, dtype=np.int64)).all()
+        (lengths_of_events[first_T] == num_events_T[:, None]).all()
+        and (in_first_M == lengths_of_events.sum(axis=0, dtype=np.int64)).all()
         and before_N.min(initial=0) >= 0
         and (before_N <= np.repeat(num_events_T, rows_T)).all()
     )
@@ -256,12 +256,12 @@ def assemble_block(
     lengths_NM = np.empty((num_rows, len(length_columns)), dtype=np.int32)
     for index, column in enumerate(length_columns):
         lengths_NM[:, index] = column
-    num_events_T, numbers_EK = make_no_events(), make_no_numbers()
+    num_events_T, event_numbers = make_no_events(), make_no_numbers()
     if features.events:
         # Clipped: a count that a foreign writer got wrong is found by `check_counts`.
         first_T = np.minimum(row_offsets_T1[:-1], max(num_rows - 1, 0))
         num_events_T = lengths_NM[first_T, len(features.multi)].astype(np.int64)
-        numbers_EK = flat("events").reshape(-1, 1 + len(features.event_dense))
+        event_numbers = flat("events").reshape(-1, 1 + len(features.event_dense))
     return Block(
         task_T=task_T.astype(np.int64, copy=False),
         row_offsets_T1=row_offsets_T1,
@@ -279,7 +279,7 @@ def assemble_block(
         row_id_N=flat("row_ids", make_no_row_ids()),
         weight_N=weight_N.astype(np.float32, copy=False),
         num_events_T=num_events_T,
-        event_numbers_EK=numbers_EK,
+        event_numbers=event_numbers,
         events_before_N=before_N,
         bundles=bundles,
     )

@@ -43,7 +43,7 @@ def _list_columns(block: Block, stream: ShardStream) -> list[Any]:
         "multi": block.multi_positions_V,
         "unique": block.unique_ids_U,
         "row_ids": block.row_id_N,
-        "events": block.event_numbers_EK,
+        "events": block.event_numbers,
     }
     return [flat[stream.name].ravel()]
 

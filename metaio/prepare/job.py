@@ -191,7 +191,7 @@ def make_job(
     features = make_features(schema, {name: len(v) for name, v in fitted.vocabularies.items()})
     clock: EventClock | None = None
     if schema.time is not None and schema.events is not None:
-        clock = EventClock.of(schema, types[schema.time.column])
+        clock = EventClock.of(schema.events, schema.time.column, types[schema.time.column])
         features = replace(features, event_delay=clock.delay * clock.seconds_per_tick)
     return Job(
         schema=schema,

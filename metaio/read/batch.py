@@ -1,7 +1,7 @@
 """TaskBatch: the episodes of one rank's share of a step as tensors, ready for one embedding lookup.
 
 Shape suffixes: T tasks, N rows, F single-id or pooled features, M multi-id features, V values, B
-tables, U unique ids, K dense columns, P task-row pairs, E events, C columns of an event's ids"""
+tables, U unique ids, K dense columns, P task-row pairs"""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field, fields
@@ -40,10 +40,10 @@ class TaskBatch:
     # Events, in time, of each episode; empty where the dataset stores none. A row knows the first
     # `events_before_N` of its episode's.
     num_events_T: Tensor = field(default_factory=lambda: torch.zeros(0, dtype=torch.int64))
-    event_positions_EC: Tensor = field(  # int32, into unique_ids_U: C columns of ids
+    event_positions: Tensor = field(  # int32, into unique_ids_U: C columns of ids
         default_factory=lambda: torch.zeros(0, 0, dtype=torch.int32)
     )
-    event_numbers_EK: Tensor = field(default_factory=lambda: torch.zeros(0, 0))
+    event_numbers: Tensor = field(default_factory=lambda: torch.zeros(0, 0))
     events_before_N: Tensor = field(default_factory=lambda: torch.zeros(0, dtype=torch.int32))
 
     @property
@@ -77,8 +77,8 @@ class TaskBatch:
             row_id_N=self.row_id_N[first:last],
             weight_N=self.weight_N[first:last],
             num_events_T=self.num_events_T[begin:end],
-            event_positions_EC=self.event_positions_EC[events],
-            event_numbers_EK=self.event_numbers_EK[events],
+            event_positions=self.event_positions[events],
+            event_numbers=self.event_numbers[events],
             events_before_N=self.events_before_N[first:last],
         )
 
@@ -126,8 +126,8 @@ def empty_batch(
         positions_NF=zeros(0, num_single, dtype=torch.int32),
         multi_positions_V=zeros(0, dtype=torch.int32),
         multi_lengths_NM=zeros(0, num_multi, dtype=torch.int32),
-        event_positions_EC=zeros(0, num_event_columns, dtype=torch.int32),
-        event_numbers_EK=zeros(0, num_event_numbers, dtype=torch.float32),
+        event_positions=zeros(0, num_event_columns, dtype=torch.int32),
+        event_numbers=zeros(0, num_event_numbers, dtype=torch.float32),
     )
 
 

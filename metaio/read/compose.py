@@ -85,25 +85,33 @@ def _compose_whole_block(block: Block) -> TaskBatch:
 
 def _separate_events(features: Features, batch: TaskBatch) -> TaskBatch:
     """Return the batch with the ids of events out of the lists of its first rows."""
-    lengths_NC, num_multi = batch.multi_lengths_NM.numpy(), len(features.multi)
+    lengths_of_events, num_multi = batch.multi_lengths_NM.numpy(), len(features.multi)
     num_columns, num_events_T = len(features.events), batch.num_events_T.numpy()
     first_T = batch.row_offsets_T1[:-1].numpy()
     # A served task may have no row, and then no event: what its first would be does not matter.
-    first_T = np.minimum(first_T, max(len(lengths_NC) - 1, 0))
-    lengths_NC = lengths_NC if len(lengths_NC) else np.zeros((1, lengths_NC.shape[1]), np.int32)
-    values_T = offsets(sum_rows(lengths_NC))[first_T] + sum_rows(lengths_NC[first_T, :num_multi])
+    first_T = np.minimum(first_T, max(len(lengths_of_events) - 1, 0))
+    lengths_of_events = (
+        lengths_of_events
+        if len(lengths_of_events)
+        else np.zeros((1, lengths_of_events.shape[1]), np.int32)
+    )
+    values_T = offsets(sum_rows(lengths_of_events))[first_T] + sum_rows(
+        lengths_of_events[first_T, :num_multi]
+    )
     # Column by column, as a row's lists stand one after another.
-    starts_TC = values_T[:, None] + num_events_T[:, None] * np.arange(num_columns)
-    event_C = [ragged_indices(start_T, num_events_T) for start_T in starts_TC.T]
+    starts_TM = values_T[:, None] + num_events_T[:, None] * np.arange(num_columns)
+    events_of_columns = [ragged_indices(start_T, num_events_T) for start_T in starts_TM.T]
     kept_V = np.ones(len(batch.multi_positions_V), np.bool_)
-    for index_E in event_C:
+    for index_E in events_of_columns:
         kept_V[index_E] = False
     positions_V = batch.multi_positions_V
     return replace(
         batch,
         multi_positions_V=positions_V[torch.from_numpy(kept_V)],
         multi_lengths_NM=batch.multi_lengths_NM[:, :num_multi].contiguous(),
-        event_positions_EC=torch.stack([positions_V[torch.from_numpy(e)] for e in event_C], dim=1),
+        event_positions=torch.stack(
+            [positions_V[torch.from_numpy(e)] for e in events_of_columns], dim=1
+        ),
     )
 
 
@@ -126,9 +134,9 @@ def _join(features: Features, chosen: list[tuple[Block, Int64]], memory: ArrayPo
     begins = [block.row_offsets_T1[own_E] for block, own_E in chosen]
     columns["row_offsets_T1"] = offsets(np.concatenate(ends) - np.concatenate(begins))
     if features.events:
-        columns["event_numbers_EK"] = np.concatenate(
+        columns["event_numbers"] = np.concatenate(
             [
-                block.event_numbers_EK[_index_ranges(offsets(block.num_events_T), own_E)[0]]
+                block.event_numbers[_index_ranges(offsets(block.num_events_T), own_E)[0]]
                 for block, own_E in chosen
             ]
         )

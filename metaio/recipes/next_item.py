@@ -25,18 +25,18 @@ def prepare_next_item(
     each item's attributes."""
     tasks, items = _read_sequences(Path(path))
     lengths = np.array([len(own) for own in items])
-    item_E, user_E, place_E = np.concatenate(items), np.repeat(tasks, lengths), places(lengths)
-    left_E = np.repeat(lengths, lengths) - place_E  # 1: the last
+    item, user, place = np.concatenate(items), np.repeat(tasks, lengths), places(lengths)
+    left = np.repeat(lengths, lengths) - place  # 1: the last
     parts = []
     for split, held_back in (("train", 3), ("valid", 2), ("test", 1)):
-        chosen = np.flatnonzero(left_E >= held_back)
-        sides = np.where(left_E[chosen] == held_back, "query", "support")
+        chosen = np.flatnonzero(left >= held_back)
+        sides = np.where(left[chosen] == held_back, "query", "support")
         # Training predicts each row, so that its episodes may be cut in any way.
         side = pa.nulls(len(chosen), pa.string()) if split == "train" else pa.array(sides)
         parts.append(
             pa.table(
                 {
-                    "user": user_E[chosen], "item": item_E[chosen], "place": place_E[chosen],
+                    "user": user[chosen], "item": item[chosen], "place": place[chosen],
                     "taken": np.ones(len(chosen), np.int8), "side": side,
                     "split": pa.array([split] * len(chosen)),
                 }
@@ -87,7 +87,7 @@ def _read_sequences(path: Path) -> tuple[list[int], list[list[int]]]:
     return tasks, items
 
 
-def _read_attributes(path: Path, item_E: np.ndarray) -> dict[str, pa.Array]:
+def _read_attributes(path: Path, item: np.ndarray) -> dict[str, pa.Array]:
     """Return a column for each place among an item's attributes; null where it has fewer."""
     try:
         of_item = json.loads(path.read_text(encoding="utf-8"))
@@ -99,7 +99,7 @@ def _read_attributes(path: Path, item_E: np.ndarray) -> dict[str, pa.Array]:
             f"{path} is no JSON object of items and lists of whole numbers ({error}). Correct it"
         ) from error
     most = max(map(len, lists.values()), default=0)
-    rows = [lists.get(item, []) for item in item_E.tolist()]
+    rows = [lists.get(item, []) for item in item.tolist()]
     return {
         f"attribute_{place + 1}": pa.array(
             [own[place] if place < len(own) else None for own in rows], pa.int64()

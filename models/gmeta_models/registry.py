@@ -1,5 +1,6 @@
 """The models by name; other packages add theirs by an entry point or an import path."""
 
+from collections import ChainMap
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
@@ -37,7 +38,7 @@ MODELS: dict[str, Callable[..., nn.Module]] = {
 }
 # Those that read the state of an encoder of events alone.
 RETRIEVAL_MODELS: dict[str, Callable[..., nn.Module]] = {"dot": Dot}
-_OURS = MODELS | RETRIEVAL_MODELS
+_OURS = ChainMap(MODELS, RETRIEVAL_MODELS)
 
 NAMED_MODELS = Registry(
     "model.name", "gmeta.models", _OURS, "a subclass of torch.nn.Module", is_subclass_of(nn.Module)

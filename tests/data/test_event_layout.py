@@ -82,8 +82,8 @@ def alone(batch: TaskBatch, task: int, row: int) -> TaskBatch:
             },
             "multi_lengths_NM": own.multi_lengths_NM[row : row + 1],
             "num_events_T": torch.tensor([known]),
-            "event_positions_EC": own.event_positions_EC[:known],
-            "event_numbers_EK": own.event_numbers_EK[:known],
+            "event_positions": own.event_positions[:known],
+            "event_numbers": own.event_numbers[:known],
         }
     )
 
@@ -111,7 +111,7 @@ def test_later_events_change_nothing(data: tuple[Any, TaskBatch], encoder: str) 
     learner, rows_UD = learner_of(features, encoder), fetched(batch)
     before = vectors(learner, batch, rows_UD)
     # Behind what the middle row of each task knows, all events change.
-    changed, first_event = batch.event_positions_EC.clone(), 0
+    changed, first_event = batch.event_positions.clone(), 0
     middles = []
     for task in range(batch.num_tasks):
         first, stop = batch.row_offsets_T1[task : task + 2].tolist()
@@ -121,7 +121,7 @@ def test_later_events_change_nothing(data: tuple[Any, TaskBatch], encoder: str) 
         own = slice(first_event + known, first_event + count)
         changed[own] = changed[own].flip(0)
         first_event += count
-    other = TaskBatch(**{**vars(batch), "event_positions_EC": changed})
+    other = TaskBatch(**{**vars(batch), "event_positions": changed})
     after = vectors(learner, other, rows_UD)
     for first, middle in middles:
         known_N = batch.events_before_N[first : middle + 1] <= batch.events_before_N[middle]
@@ -137,7 +137,7 @@ def test_category_search_finds_the_newest_of_the_targets_kind(data: tuple[Any, T
     assert columns is not None
     (found,) = columns.lay_out(batch).rectangles
     starts = np.concatenate([[0], np.cumsum(batch.num_events_T.numpy())])
-    position_EC = batch.event_positions_EC.numpy()
+    position_EC = batch.event_positions.numpy()
     num_found = 0
     for task in range(batch.num_tasks):
         for row in range(*batch.row_offsets_T1[task : task + 2].tolist()):
@@ -145,7 +145,7 @@ def test_category_search_finds_the_newest_of_the_targets_kind(data: tuple[Any, T
             kind = int(batch.positions_NF[row, columns.target[columns.category]])
             wanted = own[own[:, columns.category] == kind][-5:]
             num = int(found.num_events_T[row])
-            np.testing.assert_array_equal(found.position_TLC[row, :num], wanted)
+            np.testing.assert_array_equal(found.position_THM[row, :num], wanted)
             num_found += num
     assert num_found > batch.num_rows
 
@@ -158,10 +158,10 @@ def test_appended_events_make_the_states_of_a_fresh_pass(
     states = learner_of(features, encoder).events
     assert isinstance(states, StateEncoder)
     events, seconds = torch.randn(2, 11, WIDTH).double(), torch.rand(2, 11).double().cumsum(1) * 50
-    whole, _ = states.states_TLD(events, seconds)
-    first, past = states.states_TLD(events[:, :6], seconds[:, :6])
-    second, past = states.states_TLD(events[:, 6:10], seconds[:, 6:10], past)
-    last, _ = states.states_TLD(events[:, 10:], seconds[:, 10:], past)
+    whole, _ = states.states_THD(events, seconds)
+    first, past = states.states_THD(events[:, :6], seconds[:, :6])
+    second, past = states.states_THD(events[:, 6:10], seconds[:, 6:10], past)
+    last, _ = states.states_THD(events[:, 10:], seconds[:, 10:], past)
     torch.testing.assert_close(torch.cat([first, second, last], dim=1), whole)
 
 
@@ -204,8 +204,7 @@ def test_a_model_that_reads_no_events_is_not_changed_by_them(data: tuple[Any, Ta
         **{
             name: value
             for name, value in vars(batch).items()
-            if name
-            not in ("num_events_T", "event_positions_EC", "event_numbers_EK", "events_before_N")
+            if name not in ("num_events_T", "event_positions", "event_numbers", "events_before_N")
         }
     )
     assert torch.equal(loss, learner(fetched(batch), learner.collate(none), 1.0))

@@ -10,7 +10,7 @@ import torch
 from torch.nn.functional import cross_entropy
 
 from gmeta.evaluation.item_vectors import Catalogue, ItemVectors
-from gmeta.losses.step_softmax import sampled_softmax_P
+from gmeta.losses.step_softmax import sampled_softmax_Q
 from metaio import DataError, open_dataset
 from metaio.read.compose import compose
 from metaio.recipes.next_item import prepare_next_item
@@ -48,7 +48,7 @@ def test_the_recipe_holds_back_the_last_two(tmp_path: Path) -> None:
         block = dataset.read_block(split, 0)
         batch = compose(dataset.features, [(block, np.arange(block.num_episodes))])
         ids = batch.unique_ids_U[batch.positions_NF[:, 0].long()].numpy()
-        events = batch.unique_ids_U[batch.event_positions_EC[:, 0].long()].numpy()
+        events = batch.unique_ids_U[batch.event_positions[:, 0].long()].numpy()
         first_event = 0
         for task in range(batch.num_tasks):
             own = users[int(batch.task_T[task])]
@@ -84,7 +84,7 @@ def test_the_sampled_softmax_is_the_slow_one() -> None:
     user, item = (torch.randn(n, 4, generator=generator).double() for n in (5, 9))
     own, items = torch.tensor([0, 3, 4, 7, 8]), torch.tensor([1, 2, 1, 3, 1, 4, 5, 2, 3])
     log_share = torch.randn(9, generator=generator).double()
-    found = sampled_softmax_P(user, item, own, items, log_share)
+    found = sampled_softmax_Q(user, item, own, items, log_share)
     for place, at in enumerate(own.tolist()):
         scores = [
             float(user[place] @ item[other]) - float(log_share[other])
@@ -95,7 +95,7 @@ def test_the_sampled_softmax_is_the_slow_one() -> None:
         wanted = math.log(sum(map(math.exp, scores))) - mine
         assert float(found[place]) == pytest.approx(wanted, rel=1e-12)
     none = torch.zeros(0, dtype=torch.int64)
-    assert sampled_softmax_P(user[:0], item[:0], none, none, log_share[:0]).shape == (0,)
+    assert sampled_softmax_Q(user[:0], item[:0], none, none, log_share[:0]).shape == (0,)
 
 
 def test_ranks_leave_known_items_out() -> None:
@@ -116,10 +116,8 @@ def test_ranks_leave_known_items_out() -> None:
         others = [
             score[other] for other in ids.tolist() if other != own and other not in known[row]
         ]
-        above, tied = (
-            sum(test) for test in zip(*((s > score[own], s == score[own]) for s in others))
-        )
-        assert found[row].tolist() == [above, tied]
+        above, tied = (one > score[own] for one in others), (one == score[own] for one in others)
+        assert found[row].tolist() == [sum(above), sum(tied)]
 
 
 def config(path: Path, run: Path, **more: object) -> list[str]:
@@ -178,8 +176,8 @@ def test_the_loss_is_the_same_for_batches_in_another_order(tmp_path: Path) -> No
     user = torch.randn(6, 4, generator=generator).double()
     item, items = torch.randn(6, 4, generator=generator).double(), torch.arange(6)
     share = torch.full((6,), -1.5).double()
-    found = sampled_softmax_P(user, item, torch.arange(6), items, share).mean()
+    found = sampled_softmax_Q(user, item, torch.arange(6), items, share).mean()
     torch.testing.assert_close(found, cross_entropy(user @ item.T, torch.arange(6)))
     order = torch.tensor([3, 1, 0, 5, 4, 2])
-    again = sampled_softmax_P(user[order], item[order], torch.arange(6), items[order], share).mean()
+    again = sampled_softmax_Q(user[order], item[order], torch.arange(6), items[order], share).mean()
     torch.testing.assert_close(again, found)

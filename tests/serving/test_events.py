@@ -10,7 +10,8 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 
-import gmeta
+from gmeta.errors import UserError
+from gmeta.serving.formats.export_runtime import export_for
 from gmeta.serving.model_loader import load
 from metaio import open_dataset
 from metaio.read.compose import compose
@@ -110,9 +111,7 @@ def test_many_tasks_at_once_are_each_alone(tmp_path: Path) -> None:
 def test_what_events_need_is_said(tmp_path: Path) -> None:
     out, rows = trained(tmp_path, "sasrec")
     model = load(out)
-    with pytest.raises(gmeta.errors.UserError, match="time"):
+    with pytest.raises(UserError, match="time"):
         model.adapt(rows.slice(0, 1).drop_columns(["time"]))
-    with pytest.raises(gmeta.errors.UserError, match="no program for torch is written"):
-        from gmeta.serving.formats.export_runtime import export_for
-
+    with pytest.raises(UserError, match="no program for torch is written"):
         export_for(out, tmp_path / "program", "torch")

@@ -1,6 +1,6 @@
 """Puts a vector made of events in front of each row's dense columns.
 
-Shape suffixes: N rows, X all inputs side by side"""
+Shape suffixes: N rows, K dense columns, X all inputs side by side"""
 
 from dataclasses import replace
 from typing import TypeVar

@@ -154,7 +154,7 @@ class Encoder:
             dense_NK,
             lengths_NM,
             self._encode_sides(batch),
-            find_events(schema, batch),
+            find_events(schema.events, batch),
             self._hash_items(batch),
             values_V.astype(types["values_V"][0]),
         )

@@ -31,7 +31,7 @@ class EncodedRows:
     dense_NK: npt.NDArray[np.float32]
     lengths_NM: npt.NDArray[np.int32]
     side_NS: npt.NDArray[np.int8]  # SUPPORT, QUERY, UNDECIDED or EVENT_ONLY
-    event_NE: npt.NDArray[np.int8]  # 1: an event; [N, 0] where all rows are, or none
+    is_event: npt.NDArray[np.int8]  # 1: an event; [N, 0] where all rows are, or none
     item_NI: UInt64  # hash of the item
     # Ids of all multi-id features, row by row, and column by column within a row.
     values_V: npt.NDArray[np.integer[Any]]
@@ -60,7 +60,7 @@ def list_array_types(schema: Schema) -> dict[str, tuple[np.dtype[Any], int | Non
         "dense_NK": (np.dtype("<f4"), len(schema.dense_names)),
         "lengths_NM": (np.dtype("<i4"), len(schema.multi)),
         "side_NS": (np.dtype("i1"), int(schema.has_sides)),
-        "event_NE": (np.dtype("i1"), int(bool(schema.event_conditions))),
+        "is_event": (np.dtype("i1"), int(bool(schema.event_conditions))),
         "item_NI": (np.dtype("<u8"), int(schema.negatives is not None)),
         "values_V": (ids, None),
     }

@@ -1,6 +1,7 @@
 """The events of each episode: earlier rows of its task, as of the time of each of its rows.
 
-Shape suffixes: T tasks, N rows, E events, C columns of an event's ids, K numbers of an event"""
+Shape suffixes: T tasks, N rows, F single-id or pooled features, M multi-id features, K dense
+columns"""
 
 from __future__ import annotations
 
@@ -27,7 +28,7 @@ class TimedRows(NamedTuple):
     tie_N: npt.NDArray[Any]  # orders rows of equal time
     is_event_N: npt.NDArray[np.bool_]
     seconds_N: npt.NDArray[np.float64]
-    ids_NC: Ids
+    ids_NM: Ids
     dense_NK: Float32
 
 
@@ -37,7 +38,7 @@ class EpisodeEvents(NamedTuple):
     first_T: Int64  # the first event's place in the order of a bucket's events
     num_events_T: Int64
     before_N: Int32
-    numbers_EK: Float32
+    event_numbers: Float32
 
 
 class TaskEvents:
@@ -46,20 +47,20 @@ class TaskEvents:
     def __init__(self, rows: TimedRows, delay: float, longest: int) -> None:
         tasks, task_N = np.unique(rows.task_N, return_inverse=True)
         times, rank_N = np.unique(rows.time_N, return_inverse=True)
-        event_E = np.flatnonzero(rows.is_event_N)
+        events = np.flatnonzero(rows.is_event_N)
         # Equal times are one moment, which no row of it knows: their order is free, but fixed.
-        order_E = np.lexsort((rows.tie_N[event_E], rank_N[event_E], task_N[event_E]))
-        self._rows_E = event_E[order_E]
-        key_E = (task_N[self._rows_E].astype(np.int64) << 32) | rank_N[self._rows_E]
+        event_order = np.lexsort((rows.tie_N[events], rank_N[events], task_N[events]))
+        self._event_rows = events[event_order]
+        event_key = (task_N[self._event_rows].astype(np.int64) << 32) | rank_N[self._event_rows]
         # An event is known from `delay` after it on, and never at its own time.
         bound_N = np.searchsorted(times, rows.time_N - delay, side="left")
-        self._known_N = np.searchsorted(key_E, (task_N.astype(np.int64) << 32) | bound_N)
-        first_N = np.searchsorted(key_E, np.arange(len(tasks), dtype=np.int64) << 32)[task_N]
+        self._known_N = np.searchsorted(event_key, (task_N.astype(np.int64) << 32) | bound_N)
+        first_N = np.searchsorted(event_key, np.arange(len(tasks), dtype=np.int64) << 32)[task_N]
         self._first_N, self._longest = first_N, longest
-        chosen = rows.ids_NC[self._rows_E]
-        self.ids_CE: list[Ids] = list(np.ascontiguousarray(chosen.T))
-        self._seconds_E = rows.seconds_N[self._rows_E]
-        self._dense_EK = rows.dense_NK[self._rows_E]
+        chosen = rows.ids_NM[self._event_rows]
+        self.ids_of_columns: list[Ids] = list(np.ascontiguousarray(chosen.T))
+        self._event_seconds = rows.seconds_N[self._event_rows]
+        self._event_dense = rows.dense_NK[self._event_rows]
 
     @classmethod
     def of(cls, schema: Schema, rows: EncodedRows, clock: EventClock) -> Self:
@@ -68,8 +69,8 @@ class TaskEvents:
         assert rule is not None  # a clock is of a schema with [events]
         names, dense = [column.column for column in schema.single], schema.dense_names
         is_event_N = np.ones(rows.num_rows, np.bool_)
-        if rows.event_NE.shape[1]:
-            is_event_N = rows.event_NE[:, 0].astype(np.bool_)
+        if rows.is_event.shape[1]:
+            is_event_N = rows.is_event[:, 0].astype(np.bool_)
         timed = TimedRows(
             rows.task_hash_N,
             rows.time_N,
@@ -91,32 +92,36 @@ class TaskEvents:
             least_T = np.minimum.reduceat(known_N, starts_T)
             first_T = np.maximum(first_T, least_T - self._longest)
         num_events_T = stop_T - first_T
-        rows_E = ragged_indices(first_T, num_events_T)
+        event_rows = ragged_indices(first_T, num_events_T)
         before_N = (known_N - np.repeat(first_T, row_lengths_T)).astype(np.int32)
-        seconds_E = self._seconds_E[rows_E]
+        event_seconds = self._event_seconds[event_rows]
         # Since the first event: 24 bits hold months to the second.
         begins = offsets(num_events_T)[:-1]
-        seconds_E -= np.repeat(seconds_E[begins[num_events_T > 0]], num_events_T[num_events_T > 0])
-        numbers_EK = np.concatenate([seconds_E[:, None], self._dense_EK[rows_E]], axis=1)
-        return EpisodeEvents(first_T, num_events_T, before_N, numbers_EK.astype(np.float32))
+        event_seconds -= np.repeat(
+            event_seconds[begins[num_events_T > 0]], num_events_T[num_events_T > 0]
+        )
+        event_numbers = np.concatenate(
+            [event_seconds[:, None], self._event_dense[event_rows]], axis=1
+        )
+        return EpisodeEvents(first_T, num_events_T, before_N, event_numbers.astype(np.float32))
 
     def add_lists(
         self, rows: Rows, starts_NM: Int64, first_value: int, known: EpisodeEvents
     ) -> tuple[Rows, Int64]:
         """Return the rows, and where their lists begin, with the ids of events in each first row;
         those of all columns stand one after another from `first_value` on."""
-        num_columns, num_stored = len(self.ids_CE), len(self.ids_CE[0])
+        num_columns, num_stored = len(self.ids_of_columns), len(self.ids_of_columns[0])
         first_T = offsets(rows.row_lengths_T)[:-1]
-        starts_NC = np.zeros((len(rows.label_N), num_columns), np.int64)
-        lengths_NC = np.zeros((len(rows.label_N), num_columns), np.int32)
-        starts_C = first_value + num_stored * np.arange(num_columns)
-        starts_NC[first_T] = known.first_T[:, None] + starts_C
-        lengths_NC[first_T] = known.num_events_T[:, None]
+        starts_of_events = np.zeros((len(rows.label_N), num_columns), np.int64)
+        lengths_of_events = np.zeros((len(rows.label_N), num_columns), np.int32)
+        starts = first_value + num_stored * np.arange(num_columns)
+        starts_of_events[first_T] = known.first_T[:, None] + starts
+        lengths_of_events[first_T] = known.num_events_T[:, None]
         found = replace(
             rows,
-            multi_lengths_NM=np.concatenate([rows.multi_lengths_NM, lengths_NC], axis=1),
+            multi_lengths_NM=np.concatenate([rows.multi_lengths_NM, lengths_of_events], axis=1),
             num_events_T=known.num_events_T,
-            event_numbers_EK=known.numbers_EK,
+            event_numbers=known.event_numbers,
             events_before_N=known.before_N,
         )
-        return found, np.concatenate([starts_NM, starts_NC], axis=1)
+        return found, np.concatenate([starts_NM, starts_of_events], axis=1)

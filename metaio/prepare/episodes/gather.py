@@ -55,7 +55,7 @@ class BucketEpisodes:
         # So do the ids of events, column by column.
         self._first_event_value = len(self._values_V)
         if events is not None:
-            self._values_V = np.concatenate([self._values_V, *events.ids_CE])
+            self._values_V = np.concatenate([self._values_V, *events.ids_of_columns])
 
     def count_side(self, side: int) -> int:
         """Return how many rows of the episodes are of a side that the bucket's rows were given."""

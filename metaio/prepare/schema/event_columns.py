@@ -1,23 +1,21 @@
 """The [events] of a schema: which raw rows are events, and from when on a row knows them.
 
-Shape suffixes: N rows, E events"""
+Shape suffix: N rows"""
 
 from __future__ import annotations
 
-import re
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple, Self
+from typing import Any, Self
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
 from metaio.errors import SchemaError
+from metaio.prepare.schema.conditions import parse_delay, parse_where
+from metaio.prepare.schema.rules import EventsRule
 from metaio.prepare.schema.values import from_ordered_bits
 from metaio.ragged import Int64
-
-if TYPE_CHECKING:
-    from metaio.prepare.schema.schema import Schema
 
 _UNITS_S = {"s": 1, "m": 60, "h": 3_600, "d": 86_400}
 
@@ -30,10 +28,10 @@ class EventClock:
     seconds_per_tick: float  # 0: ticks are the ordered bits of floats
 
     @classmethod
-    def of(cls, schema: Schema, kind: pa.DataType) -> Self:
-        """Return the clock of a schema with [events], by the type of its time column. Raises
+    def of(cls, rule: EventsRule, time: str, kind: pa.DataType) -> Self:
+        """Return the clock of [events], by the name and type of the time column. Raises
         SchemaError: the delay is no duration on that clock."""
-        delay = schema.events.delay if schema.events is not None else 0
+        delay = rule.delay
         seconds_per_tick = 1.0
         if pa.types.is_timestamp(kind):
             seconds_per_tick = 1e-6
@@ -45,8 +43,8 @@ class EventClock:
             number, unit = parse_delay(delay)
             if not (pa.types.is_timestamp(kind) or pa.types.is_date(kind)):
                 raise SchemaError(
-                    f"events.delay is {delay!r}, but column {schema.time and schema.time.column} "
-                    "holds numbers, whose unit is not known. Give the delay as a number in its unit"
+                    f"events.delay is {delay!r}, but column {time} holds "
+                    "numbers, whose unit is not known. Give the delay as a number in its unit"
                 )
             ticks = number * _UNITS_S[unit] / seconds_per_tick
         else:
@@ -59,60 +57,22 @@ class EventClock:
             )
         return cls(int(ticks), seconds_per_tick)
 
-    def seconds(self, tick_E: Int64) -> Any:
+    def seconds(self, ticks: Int64) -> Any:
         """Return times as float64 seconds [E], or in units of a column of numbers."""
         if not self.seconds_per_tick:
-            return from_ordered_bits(tick_E)
-        return tick_E * self.seconds_per_tick
-
-
-def parse_delay(text: str) -> tuple[float, str]:
-    """Return number and unit of a duration such as "10m". Raises SchemaError."""
-    found = re.fullmatch(r"(\d+(?:\.\d+)?)([smhd])", text)
-    if found is None:
-        raise SchemaError(
-            f"events.delay is {text!r}; a number and one of s, m, h, d is allowed, as in '10m'. "
-            "Correct it"
-        )
-    return float(found[1]), found[2]
-
-
-class Condition(NamedTuple):
-    """A comparison of a raw column with a value."""
-
-    column: str
-    comparison: str
-    value: float | str
+            return from_ordered_bits(ticks)
+        return ticks * self.seconds_per_tick
 
 
 _COMPARISONS = {
     "=": pc.equal, "!=": pc.not_equal, "<": pc.less, "<=": pc.less_equal, ">": pc.greater,
     ">=": pc.greater_equal,
 }  # fmt: skip
-_CONDITION = re.compile(
-    r"""\s*(?:"([^"]+)"|(\w+))\s*(!=|<=|>=|=|<|>)\s*(?:'([^']*)'|(-?\d+(?:\.\d+)?))\s*"""
-)
 
 
-def parse_where(where: str) -> tuple[Condition, ...]:
-    """Return the comparisons of `where`, all of which hold for an event. Raises SchemaError."""
-    found = []
-    for part in re.split(r"\s+and\s+", where, flags=re.IGNORECASE) if where else ():
-        match = _CONDITION.fullmatch(part)
-        if match is None:
-            raise SchemaError(
-                f"events.where has {part!r}; comparisons with =, !=, <, <=, > or >= of a column "
-                "and a number or a 'text', joined by and, are allowed, as in \"click = 1 and kind "
-                "!= 'ad'\". Correct it"
-            )
-        value = float(match[5]) if match[5] is not None else match[4]
-        found.append(Condition(match[1] or match[2], match[3], value))
-    return tuple(found)
-
-
-def find_events(schema: Schema, batch: pa.RecordBatch) -> Any:
+def find_events(rule: EventsRule | None, batch: pa.RecordBatch) -> Any:
     """Return which raw rows are events, as int8 [N, 1]; [N, 0] where all are, or none is asked."""
-    conditions = parse_where(schema.events.where) if schema.events is not None else ()
+    conditions = parse_where(rule.where) if rule is not None else ()
     if not conditions:
         return np.zeros((batch.num_rows, 0), np.int8)
     is_event_N = np.ones(batch.num_rows, np.bool_)

@@ -15,7 +15,7 @@ from metaio.format.features import (
     name_component,
     name_event_column,
 )
-from metaio.prepare.schema.event_columns import parse_where
+from metaio.prepare.schema.conditions import parse_where
 from metaio.prepare.schema.rules import (
     EpisodeRule,
     EventsRule,

@@ -14,7 +14,7 @@ from metaio.errors import SchemaError
 from metaio.format.features import MAX_TABLE_WIDTH, find_vector_column, name_event_column
 from metaio.format.manifest import Manifest, canonical_json
 from metaio.format.names import NAME_RULE, is_name
-from metaio.prepare.schema.event_columns import parse_delay, parse_where
+from metaio.prepare.schema.conditions import parse_delay, parse_where
 from metaio.prepare.schema.rule_checks import (
     check_episodes,
     check_membership,
@@ -265,10 +265,13 @@ def _check_events(schema: Schema) -> None:
     for name in map(name_event_column, rule.columns):
         if name in lists:
             raise SchemaError(f"[[multi]] column {name} is called like one of events. Rename it")
-    parse_where(rule.where)
-    if isinstance(rule.delay, str):
-        parse_delay(rule.delay)
-    elif rule.delay < 0:
+    try:
+        parse_where(rule.where)
+        if isinstance(rule.delay, str):
+            parse_delay(rule.delay)
+    except ValueError as error:
+        raise SchemaError(str(error)) from error
+    if not isinstance(rule.delay, str) and rule.delay < 0:
         raise SchemaError(
             f"events.delay is {rule.delay:g}; below 0 a row would know its own events. Raise it"
         )

@@ -3,7 +3,7 @@
 Zhou et al., "Deep Interest Network for Click-Through Rate Prediction", KDD 2018 (arXiv 1706.06978);
 gmeta_models/din.py does it over a list of the row.
 
-Shape suffixes: T tasks, R rows of a task, L events of a task, D embedding width, A hidden units"""
+Shape suffixes: T tasks, N rows, H longest list or task, M multi-id features, D embedding width"""
 
 from __future__ import annotations
 
@@ -24,22 +24,22 @@ class DinEvents(EventEncoder):
         self.hidden = nn.Linear(4 * self.width, _HIDDEN)
         self.weight = nn.Linear(_HIDDEN, 1)
 
-    def interest_TRD(
-        self, rectangle: EventRectangle, events_TLD: Tensor, target_TRD: Tensor
+    def interest_TND(
+        self, rectangle: EventRectangle, events_THD: Tensor, target_TND: Tensor
     ) -> Tensor:
         """Return each row's events, pooled by their attention to its target; 0 without one."""
         of_h, of_e, of_difference, of_product = self.hidden.weight.mT.chunk(4)
         # h (diag(e) W) for (h * e) W: no tensor holds a vector for each pair of row and event.
-        turned_TDX = (target_TRD.unsqueeze(3) * of_product).transpose(1, 2).flatten(2)
-        pairs_TRLA = (events_TLD @ turned_TDX).unflatten(2, (target_TRD.shape[1], -1))
-        pairs_TRLA = pairs_TRLA.transpose(1, 2) + (events_TLD @ (of_h + of_difference)).unsqueeze(1)
-        own_TRA = target_TRD @ (of_e - of_difference) + self.hidden.bias
-        weight_TRL = self.weight((pairs_TRLA + own_TRA.unsqueeze(2)).relu()).squeeze(3)
-        pooled_TRD: Tensor = (weight_TRL * is_before_TRL(rectangle)) @ events_TLD
-        return pooled_TRD
+        turned = (target_TND.unsqueeze(3) * of_product).transpose(1, 2).flatten(2)
+        pairs = (events_THD @ turned).unflatten(2, (target_TND.shape[1], -1))
+        pairs = pairs.transpose(1, 2) + (events_THD @ (of_h + of_difference)).unsqueeze(1)
+        own = target_TND @ (of_e - of_difference) + self.hidden.bias
+        weight_TNH = self.weight((pairs + own.unsqueeze(2)).relu()).squeeze(3)
+        pooled_TND: Tensor = (weight_TNH * is_before_TNH(rectangle)) @ events_THD
+        return pooled_TND
 
 
-def is_before_TRL(rectangle: EventRectangle) -> Tensor:
+def is_before_TNH(rectangle: EventRectangle) -> Tensor:
     """Return which events each row knows."""
-    places_L = torch.arange(rectangle.position_TLC.shape[1], device=rectangle.before_TR.device)
-    return places_L < rectangle.before_TR.unsqueeze(2)
+    places_H = torch.arange(rectangle.position_THM.shape[1], device=rectangle.before_TN.device)
+    return places_H < rectangle.before_TN.unsqueeze(2)

@@ -3,7 +3,7 @@
 Zhai et al., "Actions Speak Louder than Words: Trillion-Parameter Sequential Transducers for
 Generative Recommendations", ICML 2024 (arXiv 2402.17152), section 3.2.
 
-Shape suffixes: T tasks, L events of a task, D embedding width, H heads"""
+Shape suffixes: T tasks, H longest list or task, D embedding width"""
 
 from __future__ import annotations
 
@@ -33,29 +33,29 @@ class HSTU(StateEncoder):
         )
         self.norm = nn.LayerNorm(self.width)
 
-    def states_TLD(
-        self, inputs_TLD: Tensor, seconds_TL: Tensor, past: tuple[Past, ...] = ()
+    def states_THD(
+        self, inputs_THD: Tensor, seconds_TH: Tensor, past: tuple[Past, ...] = ()
     ) -> tuple[Tensor, tuple[Past, ...]]:
         """Return the states behind the inputs; of `past` the last entry's keys are all times."""
-        all_TL, own = seconds_TL, past[:-1]
+        all_TH, own = seconds_TH, past[:-1]
         if past:
-            all_TL = torch.cat([past[-1].key_THLD[:, 0, :, 0], seconds_TL], dim=1)
-        num_new, num_all = seconds_TL.shape[1], all_TL.shape[1]
-        place = torch.arange(num_all, device=all_TL.device)
-        distance_LL = place[num_all - num_new :].unsqueeze(1) - place
+            all_TH = torch.cat([past[-1].key[:, 0, :, 0], seconds_TH], dim=1)
+        num_new, num_all = seconds_TH.shape[1], all_TH.shape[1]
+        place = torch.arange(num_all, device=all_TH.device)
+        distance_HH = place[num_all - num_new :].unsqueeze(1) - place
         buckets = (
-            find_buckets(distance_LL),
-            find_buckets(seconds_TL.unsqueeze(2) - all_TL.unsqueeze(1)),
+            find_buckets(distance_HH),
+            find_buckets(seconds_TH.unsqueeze(2) - all_TH.unsqueeze(1)),
         )
         # By how many events each new one knows, itself among them.
-        weight_LL = (distance_LL >= 0).to(inputs_TLD.dtype)
-        weight_LL = weight_LL / weight_LL.sum(dim=1, keepdim=True)
-        states_TLD, kept = self.dropout(inputs_TLD), []
+        weight_HH = (distance_HH >= 0).to(inputs_THD.dtype)
+        weight_HH = weight_HH / weight_HH.sum(dim=1, keepdim=True)
+        states_THD, kept = self.dropout(inputs_THD), []
         for index, block in enumerate(self.blocks):
-            states_TLD, mine = block(states_TLD, buckets, weight_LL, own[index] if own else None)
+            states_THD, mine = block(states_THD, buckets, weight_HH, own[index] if own else None)
             kept.append(mine)
-        times = all_TL[:, None, :, None]
-        return self.norm(states_TLD), (*kept, Past(times, times))
+        times = all_TH[:, None, :, None]
+        return self.norm(states_THD), (*kept, Past(times, times))
 
 
 class _Block(nn.Module):
@@ -70,17 +70,17 @@ class _Block(nn.Module):
         self.dropout = nn.Dropout(dropout)
 
     def forward(
-        self, rows_TLD: Tensor, buckets: tuple[Tensor, Tensor], weight_LL: Tensor, past: Past | None
+        self, rows_THD: Tensor, buckets: tuple[Tensor, Tensor], weight_HH: Tensor, past: Past | None
     ) -> tuple[Tensor, Past]:
-        gate, *parts = silu(self.inputs(self.norm(rows_TLD))).chunk(4, dim=2)
+        gate, *parts = silu(self.inputs(self.norm(rows_THD))).chunk(4, dim=2)
         query, key, value = (split_heads(part, self.heads) for part in parts)
         past = append_past(past, key, value)
-        distance_LL, time_TLL = buckets
-        bias_HLL = self.distance_bias(distance_LL).permute(2, 0, 1)
-        bias_THLL = self.time_bias(time_TLL).permute(0, 3, 1, 2) + bias_HLL
-        attended = silu(query @ past.key_THLD.mT + bias_THLL) * weight_LL @ past.value_THLD
+        distance_HH, time_THH = buckets
+        distance_bias = self.distance_bias(distance_HH).permute(2, 0, 1)
+        bias = self.time_bias(time_THH).permute(0, 3, 1, 2) + distance_bias
+        attended = silu(query @ past.key.mT + bias) * weight_HH @ past.value
         gated = self.attended_norm(join_heads(attended)) * gate
-        return rows_TLD + self.dropout(self.output(gated)), past
+        return rows_THD + self.dropout(self.output(gated)), past
 
 
 def find_buckets(difference: Tensor) -> Tensor:

@@ -5,7 +5,7 @@ Pi et al., "Search-based User Interest Modeling with Lifelong Sequential Behavio
 End User Behavior Retrieval in Click-Through Rate Prediction Model", 2021 (arXiv 2108.04468): events
 whose embeddings hash to nearly the target's bits, found in the step.
 
-Shape suffixes: T tasks, R rows of a task, L events of a task, D embedding width, H heads, B bits"""
+Shape suffixes: T tasks, N rows, H longest list or task, D embedding width"""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, cast
 import torch
 from torch import Tensor, nn
 
-from gmeta_models.sequence.din_events import is_before_TRL
+from gmeta_models.sequence.din_events import is_before_TNH
 from gmeta_models.sequence.encoder import EventEncoder, EventRectangle, join_heads, split_heads
 
 if TYPE_CHECKING:
@@ -35,43 +35,46 @@ class SIM(EventEncoder):
         )
         # Found by category, the events come row by row; else the hash finds them here.
         self.by_hash = options.search == "hash"
-        self.register_buffer("directions_DB", torch.randn(self.width, _BITS))
+        self.register_buffer("directions", torch.randn(self.width, _BITS))
 
-    def interest_TRD(
-        self, rectangle: EventRectangle, events_TLD: Tensor, target_TRD: Tensor
+    def interest_TND(
+        self, rectangle: EventRectangle, events_THD: Tensor, target_TND: Tensor
     ) -> Tensor:
         """Return the attended events; the output's bias alone where there is none."""
-        known_TRL = is_before_TRL(rectangle)
-        if self.by_hash and events_TLD.shape[1] > self.newest:
-            return self._over_found(events_TLD, target_TRD, known_TRL)
-        query = split_heads(self.query(target_TRD), self.heads)
-        key, value = (split_heads(of(events_TLD), self.heads) for of in (self.key, self.value))
-        score_THRL = query @ key.mT / math.sqrt(query.shape[3])
-        weight_THRL = softmax_of_known(score_THRL, known_TRL.unsqueeze(1))
-        attended_TRD: Tensor = self.output(join_heads(weight_THRL @ value))
-        return attended_TRD
+        known_TNH = is_before_TNH(rectangle)
+        if self.by_hash and events_THD.shape[1] > self.newest:
+            return self._over_found(events_THD, target_TND, known_TNH)
+        query = split_heads(self.query(target_TND), self.heads)
+        key, value = (split_heads(of(events_THD), self.heads) for of in (self.key, self.value))
+        score = query @ key.mT / math.sqrt(query.shape[3])
+        weight = softmax_of_known(score, known_TNH.unsqueeze(1))
+        attended_TND: Tensor = self.output(join_heads(weight @ value))
+        return attended_TND
 
-    def _over_found(self, events_TLD: Tensor, target_TRD: Tensor, known_TRL: Tensor) -> Tensor:
+    def _over_found(self, events_THD: Tensor, target_TND: Tensor, known_TNH: Tensor) -> Tensor:
         """Return the attention over the events nearest to each target by their hash."""
-        directions_DB = cast(Tensor, self.directions_DB).to(events_TLD.dtype)
-        bits_TLB, wanted_TRB = (
-            (rows.detach() @ directions_DB).sign() for rows in (events_TLD, target_TRD)
+        directions = cast(Tensor, self.directions).to(events_THD.dtype)
+        bits, wanted_bits = (
+            (rows.detach() @ directions).sign() for rows in (events_THD, target_TND)
         )
         # Equal bits minus different ones; the newer of two equally near.
-        newness_L = torch.linspace(0.0, 0.5, events_TLD.shape[1], device=events_TLD.device)
-        nearness_TRL = wanted_TRB @ bits_TLB.mT + newness_L.to(events_TLD.dtype)
-        nearness_TRL = nearness_TRL.masked_fill(~known_TRL, -math.inf)
-        found_TRL = nearness_TRL.topk(self.newest, dim=2).indices
-        chosen = found_TRL.flatten(1).unsqueeze(2).expand(-1, -1, self.width)
-        events_TRLD = events_TLD.gather(1, chosen).unflatten(1, found_TRL.shape[1:])
-        rows_LD, target_1D = events_TRLD.flatten(0, 1), target_TRD.flatten(0, 1).unsqueeze(1)
-        query = split_heads(self.query(target_1D), self.heads)
-        key, value = (split_heads(of(rows_LD), self.heads) for of in (self.key, self.value))
+        newness_H = torch.linspace(0.0, 0.5, events_THD.shape[1], device=events_THD.device)
+        nearness_TNH = wanted_bits @ bits.mT + newness_H.to(events_THD.dtype)
+        nearness_TNH = nearness_TNH.masked_fill(~known_TNH, -math.inf)
+        found_TNH = nearness_TNH.topk(self.newest, dim=2).indices
+        chosen = found_TNH.flatten(1).unsqueeze(2).expand(-1, -1, self.width)
+        events_found = events_THD.gather(1, chosen).unflatten(1, found_TNH.shape[1:])
+        rows_of_each, target_of_each = (
+            events_found.flatten(0, 1),
+            target_TND.flatten(0, 1).unsqueeze(1),
+        )
+        query = split_heads(self.query(target_of_each), self.heads)
+        key, value = (split_heads(of(rows_of_each), self.heads) for of in (self.key, self.value))
         score = query @ key.mT / math.sqrt(query.shape[3])
-        known = known_TRL.gather(2, found_TRL).flatten(0, 1)[:, None, None]
+        known = known_TNH.gather(2, found_TNH).flatten(0, 1)[:, None, None]
         attended = join_heads(softmax_of_known(score, known) @ value)
-        found_TRD: Tensor = self.output(attended)
-        return found_TRD.view_as(target_TRD)
+        found_TND: Tensor = self.output(attended)
+        return found_TND.view_as(target_TND)
 
 
 def softmax_of_known(score: Tensor, known: Tensor) -> Tensor:

@@ -68,7 +68,7 @@ class StoredRow(NamedTuple):
 
 def stored_rows(batch: TaskBatch) -> list[StoredRow]:
     starts, found = np.concatenate([[0], np.cumsum(batch.num_events_T.numpy())]), []
-    ids = batch.unique_ids_U[batch.event_positions_EC.long()].numpy()
+    ids = batch.unique_ids_U[batch.event_positions.long()].numpy()
     for task in range(batch.num_tasks):
         first, stop = batch.row_offsets_T1[task : task + 2].tolist()
         for row in range(first, stop):
@@ -76,7 +76,7 @@ def stored_rows(batch: TaskBatch) -> list[StoredRow]:
             found.append(
                 StoredRow(
                     round(float(batch.dense_NK[row, 0])),
-                    batch.event_numbers_EK[known, 1].round().int().tolist(),
+                    batch.event_numbers[known, 1].round().int().tolist(),
                     ids[known, 1].tolist(),
                 )
             )
@@ -157,7 +157,7 @@ def test_the_newest_are_kept_before_each_row_and_stored_once(tmp_path: Path) -> 
         assert kept.tolist() == wanted.tolist()
     dataset = open_dataset(path)
     block = dataset.read_block("train", 0)
-    assert len(block.event_numbers_EK) == block.num_events_T.sum() < block.num_rows * 4
+    assert len(block.event_numbers) == block.num_events_T.sum() < block.num_rows * 4
 
 
 def test_nothing_of_the_future_changes_what_a_row_knows(tmp_path: Path) -> None:
@@ -222,7 +222,7 @@ def test_seconds_are_since_the_first_event(tmp_path: Path, kind: str) -> None:
     block = open_dataset(path).read_block("train", 0)
     first = 0
     for count in block.num_events_T.tolist():
-        own = block.event_numbers_EK[first : first + count]
+        own = block.event_numbers[first : first + count]
         wanted = hours[own[:, 1].round().astype(int)]
         np.testing.assert_allclose(own[:, 0], (wanted - wanted[:1]) * per_hour, rtol=1e-6)
         first += count
