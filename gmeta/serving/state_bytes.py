@@ -119,8 +119,12 @@ def _to_arrays(state: TaskState) -> dict[str, npt.NDArray[Any]]:
     arrays |= {name: tensor.contiguous().numpy() for name, tensor in tensors.items()}
     if state.support is not None:
         # Views of a batch's rows need not lie side by side; their bytes are what is written.
-        kept = vars(state.support).items()
-        arrays |= {f"{_SUPPORT}/{name}": np.ascontiguousarray(array) for name, array in kept}
+        kept = dict(vars(state.support))
+        if not kept["event_times"].shape[1]:
+            del kept["event_times"]  # so states of models without events stay as they were
+        arrays |= {
+            f"{_SUPPORT}/{name}": np.ascontiguousarray(array) for name, array in kept.items()
+        }
     return arrays
 
 
