@@ -47,17 +47,18 @@ def built_guard(folder: Path) -> Path:
 
     It is named by torch's version, and appears whole: several processes may build it at a time."""
     import torch
-    from torch.utils.cpp_extension import include_paths
 
     library = folder / f"guard-{torch.__version__}-{sysconfig.get_python_version()}.so"
     if library.exists():
         return library
     folder.mkdir(parents=True, exist_ok=True)
     part = folder / f"{library.name}.{os.getpid()}"
+    # Not by torch.utils.cpp_extension, whose setuptools fails where a test has looked for pip.
     torch_library = Path(torch.__file__).parent / "lib"
+    headers = [torch_library.parent / "include" / part for part in ("", "torch/csrc/api/include")]
     subprocess.run(
         [str(compiler()), "-O0", "-shared", "-fPIC", "-std=c++20", str(SOURCE),
-         *(f"-I{path}" for path in include_paths()), f"-L{torch_library}", "-lc10", "-ltorch_cpu",
+         *(f"-I{path}" for path in headers), f"-L{torch_library}", "-lc10", "-ltorch_cpu",
          f"-Wl,-rpath,{torch_library}", "-o", str(part)],
         check=True, capture_output=True, text=True,
     )  # fmt: skip
