@@ -128,6 +128,31 @@ def test_the_example_of_the_page_is_a_request_that_is_answered(exported: Path) -
 
 
 @pytest.mark.skipif(NODE is None, reason="no node here: apt-get install nodejs")
+def test_integers_of_64_bits_and_texts_are_sent_as_they_are(exported: Path) -> None:
+    text = 'null "quoted" \\ \n \u2028 true'
+    with service_of(exported) as service:
+        columns = service.loaded.columns
+        item, city, *others = columns.read
+        item = replace(item, examples=(2**62 + 1, -(2**53) - 1))
+        city = replace(city, datatype="BYTES", examples=(text,))
+        service.loaded = replace(
+            service.loaded, columns=replace(columns, read=(item, city, *others))
+        )
+        page = get(service, "/docs").text
+    shown = run_page(
+        page,
+        "form = 2; quote();"
+        "console.log(JSON.stringify([elements.request.value, elements.quoted.textContent]))",
+    )
+    request = json.loads(shown[0])
+    data = {one["name"]: one["data"] for one in request["inputs"]}
+    assert (data["item"], data["city"]) == ([2**62 + 1, -(2**53) - 1], [text] * 2)
+    literal = re.search(r"^request = (.*?)\nheaders", shown[1], re.DOTALL | re.MULTILINE)
+    assert literal is not None
+    assert ast.literal_eval(literal[1]) == request
+
+
+@pytest.mark.skipif(NODE is None, reason="no node here: apt-get install nodejs")
 def test_a_visit_of_the_page_is_answered_by_the_server(server: RunningServer) -> None:
     """The script of the page, all of it, in node against `gmeta serve`."""
     address = f"http://127.0.0.1:{server.port}"
