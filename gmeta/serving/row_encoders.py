@@ -49,6 +49,9 @@ class ColumnEncoder(Protocol):
     def encode(self, batch: pa.RecordBatch, with_label: bool) -> EncodedColumns:
         """Return the rows; labels are 0 without `with_label`. Raise DataError: a wrong column."""
 
+    def example_values(self, count: int) -> dict[str, list[Any]]:
+        """Return up to `count` values of each sparse column whose table says which it knows."""
+
 
 class RawColumnEncoder:
     """Rows as they were given to `gmeta prepare`: hashes, vocabularies and moments apply."""
@@ -113,6 +116,18 @@ class RawColumnEncoder:
             found[:, 1] = is_event[:, 0] if is_event.shape[1] else 1.0
         return found
 
+    def example_values(self, count: int) -> dict[str, list[Any]]:
+        """Return values spread over each vocabulary; what hashed columns may hold nobody knows."""
+        known = self._encoder.fitted.vocabularies
+        examples = {}
+        for column in self._schema.sparse:
+            if column.table_name in known:
+                # Without the nulls of freed rows.
+                values = known[column.table_name].drop_null()
+                places = _spread(0, len(values) - 1, count) if len(values) else []
+                examples[column.column] = [values[place].as_py() for place in places]
+        return examples
+
 
 class IdColumnEncoder:
     """Rows that hold ids of the tables already, as in datasets without a schema."""
@@ -159,6 +174,14 @@ class IdColumnEncoder:
         columns = task_N, label_N, ids_NF, dense_NK, lengths_NM, values_V, weight_NW
         return EncodedColumns(*columns, no_events(features, num_rows))
 
+    def example_values(self, count: int) -> dict[str, list[Any]]:
+        """Return ids spread over each table, without that of unknown values."""
+        last = {table: num_rows - 1 for table, num_rows in self._num_rows.items()}
+        return {
+            feature.name: _spread(min(last[feature.table], 1), last[feature.table], count)
+            for feature in self._features.sparse
+        }
+
     def _ids(self, feature: FeatureSpec, column: pa.Array) -> Int64:
         if infer_kind(feature.name, column.type, "sparse") != "integer":
             raise DataError(
@@ -196,6 +219,11 @@ class IdColumnEncoder:
                 )
             parts.append(self._ids(feature, values))
         return lengths_NM, reorder_row_by_row(lengths_NM, parts)
+
+
+def _spread(first: int, last: int, count: int) -> list[int]:
+    """Return up to `count` different integers from first to last, at equal distances."""
+    return sorted({first + (last - first) * at // max(count - 1, 1) for at in range(count)})
 
 
 def _with_types(

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, NoReturn, TypeVar
+from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
 import numpy as np
 import pyarrow as pa
@@ -399,6 +399,10 @@ class ServedModel:
         support_T, query_T = (np.array(lengths, np.int64) for _, lengths in sides)
         batch = task_batch(self.config.features, support, query, chosen_E, (support_T, query_T))
         return self.learner.with_items(batch)
+
+    def example_values(self, count: int) -> dict[str, list[Any]]:
+        """Return up to `count` raw values of each sparse column whose table says which it knows."""
+        return self._encoder.example_values(count)
 
     def columns_read(self, with_label: bool) -> list[str]:
         """Return the columns that `encode` reads, the task's too."""

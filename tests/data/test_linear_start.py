@@ -38,10 +38,11 @@ OF_ONE_LABEL = (
 
 
 def rows(kind: str, seed: int = 1) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Inputs of which one does not vary and one is far from 0, labels, weights."""
+    """Inputs of which two do not vary but by rounding and one is far from 0, labels, weights."""
     draws = np.random.default_rng(seed)
     input_NK = draws.normal(size=(400, 4)) * [1.0, 0.01, 30.0, 0.0] + [0.0, 0.0, 500.0, 7.0]
     sum_N = 1.0 + input_NK @ [0.8, -90.0, 0.05, 0.0] - 25.0
+    input_NK = np.c_[input_NK, np.linspace(-1e-17, 1e-17, 400)]
     noise_N = draws.standard_t(2, size=400)
     is_click_N = draws.random(400) < 1.0 / (1.0 + np.exp(-sum_N))
     label_N = is_click_N.astype(float) if kind == "bce" else sum_N + noise_N
@@ -56,7 +57,7 @@ def test_a_regression_is_the_least_of_its_penalised_loss(kind: str) -> None:
         LossFunction(kind, 0.7), *map(torch.from_numpy, (input_NK, label_N, weight_N))
     )
     varying_NK, weight_K = input_NK[:, :3], found.weight_K.numpy()[:3]
-    assert found.weight_K[3] == 0.0
+    assert found.weight_K[3:].tolist() == [0.0, 0.0]
     output_N = found.bias + varying_NK @ weight_K
     mean_K = np.average(varying_NK, axis=0, weights=weight_N)
     deviation_K = np.sqrt(np.average((varying_NK - mean_K) ** 2, axis=0, weights=weight_N))

@@ -49,6 +49,26 @@ def test_rows_encode_as_prepare_encoded_them(tmp_path: Path) -> None:
         assert episodes_of_batch(batch) == [(0, num_support, rows)]
 
 
+def test_examples_are_values_of_the_vocabulary_without_those_of_freed_rows() -> None:
+    schema = parse_schema(
+        {
+            "task": {"column": "user"}, "label": {"column": "y"},
+            "single": [{"column": "item", "vocabulary": 1}, {"column": "city", "hash": 9}],
+            "multi": [{"column": "tags", "table": "tag", "vocabulary": 1}],
+            "episodes": {"query_rows": 1}, "splits": {"shares": {"train": 1.0}},
+        }
+    )  # fmt: skip
+    items = pa.array([None, *range(2**62, 2**62 + 41), None])
+    vocabularies = {"item": items, "tag": pa.array([None, "b", None, "a"])}
+    encoder = RawColumnEncoder(ExportedColumns("user", "y", schema, {}), schema, vocabularies)
+    # A hashed column takes any value: nobody knows which the log had.
+    spread = [2**62 + at for at in (0, 10, 20, 30, 40)]
+    assert encoder.example_values(5) == {"item": spread, "tags": ["b", "a"]}
+    empty = {"item": items[:1], "tag": pa.array([], pa.string())}
+    encoder = RawColumnEncoder(ExportedColumns("user", "y", schema, {}), schema, empty)
+    assert encoder.example_values(5) == {"item": [], "tags": []}
+
+
 class PolarsFrame:
     """What Arrow sees of a frame of polars whose column is categorical."""
 

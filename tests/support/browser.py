@@ -140,6 +140,7 @@ def open_browser() -> Iterator[Browser]:
             "--no-sandbox",  # root, whom containers run tests as, is refused one
             "--disable-dev-shm-usage",  # of 64 MB in containers
             "--disable-gpu",
+            "--force-prefers-reduced-motion",  # what glides is not where it was clicked
             "--no-proxy-server",
             "--window-size=1280,900",
             f"--user-data-dir={profile}",

@@ -1,6 +1,7 @@
 """`gmeta serve`: an exported model as a server."""
 
 import re
+from contextlib import suppress
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -54,7 +55,8 @@ def serve(
     gmeta serve s3://bucket/clicks/channel --listen 0.0.0.0:8080 --behind-proxy
 
     A newer export in the same folder, or version of the channel, is served as it comes. Runs until
-    SIGTERM, then answers the requests under way and exits 0. Logs JSON lines to stderr."""
+    SIGTERM, then answers the requests under way and exits 0. Logs JSON lines to stderr, and prints
+    the address of its page once it answers."""
     folder = model if is_url(model) else Path(model)
     name = name or Path(model).absolute().name
     _check(name)
@@ -87,7 +89,12 @@ def serve(
     from gmeta.serving.server.server_processes import serve_until_signal
     from gmeta.serving.server.server_worker import run_worker
 
-    raise typer.Exit(serve_until_signal(config, log_level, run_worker))
+    def announce(port: int) -> None:
+        # Whoever started it in a pipe that has ended sees neither the log.
+        with suppress(OSError):
+            typer.echo(f"Open {config.url(port)}/ in a browser: {name} answers.")
+
+    raise typer.Exit(serve_until_signal(config, log_level, run_worker, announce))
 
 
 def _check(name: str) -> None:

@@ -52,8 +52,9 @@ def fit_regression(
     is_bce, total = loss.kind == "bce", weight_N.sum().clamp(min=1e-12)
     mean_K, mean = weight_N @ input_NK / total, float(weight_N @ label_N / total)
     deviation_K = (weight_N @ (input_NK - mean_K).square() / total).sqrt()
-    # A column that does not vary gets no weight; it differs from its mean by rounding.
-    varies_K = deviation_K > 1e-6 * mean_K.abs()
+    # A column that does not vary gets no weight; it differs from its mean by rounding. Around 0
+    # that is of statistics, which are of order 1: no task of training may have an item twice.
+    varies_K = deviation_K > 1e-6 * mean_K.abs().clamp(min=1.0)
     scaled_NK = torch.where(varies_K, (input_NK - mean_K) / deviation_K, 0.0)
     scale = 1.0 if is_bce else float((weight_N @ (label_N - mean).square() / total).sqrt()) or 1.0
     base = float(log_odds(mean)) if is_bce else 0.0

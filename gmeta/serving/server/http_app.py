@@ -1,4 +1,4 @@
-"""The server's HTTP side: the Open Inference Protocol, /metrics, /status and /docs."""
+"""The server's HTTP side: the Open Inference Protocol, /metrics, /status, /docs, /openapi.json."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from fastapi import FastAPI
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
-from starlette.responses import JSONResponse, Response
+from starlette.responses import JSONResponse, RedirectResponse, Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from gmeta.platform.pages.page_kit import read_scripted_page
@@ -24,6 +24,7 @@ from gmeta.serving.server.inference_protocol import (
     parse_http,
     render_http,
 )
+from gmeta.serving.server.openapi_document import list_endpoints, make_openapi_document
 from gmeta.serving.server.request_errors import CallerLeftError, RequestError
 
 if TYPE_CHECKING:
@@ -56,7 +57,7 @@ class _CloseWhileDraining:
 
 def http_app(service: InferenceService) -> FastAPI:
     """Return the app of a service."""
-    # A redirect would name the address that a proxy in front has reached, not the caller's.
+    # redirect_slashes would name the address that a proxy in front has reached.
     no_pages: Any = dict.fromkeys(("docs_url", "redoc_url", "openapi_url"))
     app = FastAPI(title="gmeta", redirect_slashes=False, **no_pages)
     page = read_scripted_page(__package__)
@@ -112,6 +113,17 @@ def http_app(service: InferenceService) -> FastAPI:
         content_type = "text/html; charset=utf-8"
         return Response(page.replace("NOW", now, 1), headers=headers, media_type=content_type)
 
+    async def root(request: Request) -> Response:
+        # A person's browser is led to the page; to a program no such path is known, as ever.
+        if "text/html" not in request.headers.get("accept", ""):
+            raise HTTPException(404)
+        # Relative: a redirect with an address would name the one that a proxy in front has reached.
+        return RedirectResponse("docs")
+
+    async def openapi(request: Request) -> Response:
+        check(request, Right.METADATA)
+        return JSONResponse(_make_document(service))
+
     def check(request: Request, right: Right) -> None:
         uris, valid_until_s = _read_certificate(request)
         authorization = request.headers.get("authorization", "")
@@ -136,6 +148,8 @@ def http_app(service: InferenceService) -> FastAPI:
     app.add_route("/metrics", metrics)
     app.add_route("/status", status)
     app.add_route("/docs", docs)
+    app.add_route("/openapi.json", openapi)
+    app.add_route("/", root)
     app.add_exception_handler(RequestError, _answer_error)
     app.add_exception_handler(HTTPException, _answer_no_route)
     app.add_exception_handler(CallerLeftError, _answer_caller_left)
@@ -213,15 +227,24 @@ def _read_certificate(request: Request) -> tuple[list[str] | None, float]:
     return uris, ssl.cert_time_to_seconds(certificate["notAfter"])
 
 
+def _make_document(service: InferenceService) -> dict[str, Any]:
+    return make_openapi_document(service.config, service.loaded.version, service.loaded.columns)
+
+
 def _describe_service(service: InferenceService) -> dict[str, Any]:
-    columns = service.loaded.columns
+    columns, config = service.loaded.columns, service.config
     needed = {column.name for column in columns.read}
     return {
         **service.status(),
+        "item": columns.item,
         "outputs": [output._asdict() for output in columns.outputs],
         "columns": [
-            {**vars(column), "needed": column.name in needed} for column in columns.by_name.values()
+            # As texts: JavaScript has no integers of 64 bits.
+            {**vars(column), "examples": [*map(str, column.examples)], "needed": name in needed}
+            for name, column in columns.by_name.items()
         ],
+        "endpoints": list_endpoints(_make_document(service)),
+        "proofs": {"token": bool(config.tokens), "certificate": bool(config.tls_client_ca)},
     }
 
 

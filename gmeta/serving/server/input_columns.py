@@ -2,22 +2,31 @@
 model's columns are query rows; with `support.` in front, support rows."""
 
 import difflib
+import math
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from types import MappingProxyType
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
 
 from gmeta.errors import UserError
-from gmeta.serving.exported_folder import ExportedConfig
+from gmeta.serving.exported_folder import ExportedColumns, ExportedConfig
 from gmeta.serving.outputs import PREDICTION, Output, list_outputs
 from gmeta.serving.server.request_errors import bad_request
 from gmeta.serving.server.tensors import Tensor
+from metaio.prepare.schema.schema import DenseColumn, LabelColumn
 from metaio.quantities import format_count
 
 SUPPORT = "support."
 LENGTHS = ".lengths"
+MOST_EXAMPLES = 10  # values of a column
+_NOT_KNOWN: Mapping[str, Sequence[Any]] = MappingProxyType({})
+_NUMBERS: tuple[float, ...] = (0.5, 1.5, 2.5)
+_INTEGER = re.compile(r"-?\d{1,19}", re.ASCII)
 
 
 @dataclass(frozen=True)
@@ -29,6 +38,9 @@ class InputColumn:
     datatype: str  # as metadata names it; other numeric types are taken too
     is_list: bool  # several values a row
     values: str  # in words
+    # What rows may hold, real values where they are known; of a label, disliked before liked.
+    examples: tuple[int | float | str, ...]
+    width: int = 1  # numbers of a vector, each like its row's example
 
 
 @dataclass(frozen=True)
@@ -41,6 +53,7 @@ class ModelColumns:
     # Columns of the schema that no prediction needs: taken and left alone.
     ignored: frozenset[str]
     outputs: tuple[Output, ...]
+    item: str  # the column that candidates differ in
 
     @cached_property
     def default_outputs(self) -> tuple[Output, ...]:
@@ -58,8 +71,11 @@ class ModelColumns:
         return {column.name: (column.datatype, column.is_list) for column in self.by_name.values()}
 
 
-def describe_columns(config: ExportedConfig) -> ModelColumns:
-    """Return the columns of an exported model. Raise UserError for one that cannot be an input."""
+def describe_columns(
+    config: ExportedConfig, values_by_column: Mapping[str, Sequence[Any]] = _NOT_KNOWN
+) -> ModelColumns:
+    """Return the columns of an exported model, with examples of the known values. Raise UserError
+    for one that cannot be an input."""
     exported, features, read = config.columns, config.features, dict[str, InputColumn]()
     ignored: set[str] = set()
     schema = exported.schema
@@ -68,9 +84,12 @@ def describe_columns(config: ExportedConfig) -> ModelColumns:
         for role, sparse in (("single", features.single), ("multi", features.multi)):
             for one in sparse:
                 values = f"ids 0 to {rows[one.table] - 1}; 0: unknown"
-                read[one.name] = InputColumn(one.name, role, "INT64", role == "multi", values)
+                examples = _choose_examples("INT64", values_by_column.get(one.name, ()))
+                read[one.name] = InputColumn(
+                    one.name, role, "INT64", role == "multi", values, examples
+                )
         for name in features.dense:
-            read[name] = InputColumn(name, "dense", "FP32", False, "a number")
+            read[name] = _dense_column(DenseColumn(name), exported)
     else:
         for role, described in (("single", schema.single), ("multi", schema.multi)):
             for column in described:
@@ -80,23 +99,28 @@ def describe_columns(config: ExportedConfig) -> ModelColumns:
                 nulls = "; null allowed" if column.null == "unknown" else ""
                 datatype = "INT64" if kind == "integer" else "BYTES"
                 values = f"{kind}{split}{nulls}"
-                read[column.column] = InputColumn(column.column, role, datatype, is_list, values)
+                examples = _choose_examples(datatype, values_by_column.get(column.column, ()))
+                read[column.column] = InputColumn(
+                    column.column, role, datatype, is_list, values, examples
+                )
         for dense in schema.dense:
             # A column may be dense and sparse at once: it is sent as what its ids are made of.
-            as_dense = InputColumn(dense.column, "dense", "FP32", False, "a number")
-            read.setdefault(dense.column, as_dense)
+            read.setdefault(dense.column, _dense_column(dense, exported))
         for vector in schema.vector:
             numbers = format_count(vector.width, "number")
-            read[vector.column] = InputColumn(vector.column, "vector", "FP32", True, numbers)
+            read[vector.column] = InputColumn(
+                vector.column, "vector", "FP32", True, numbers, _NUMBERS, vector.width
+            )
         # Taken and left alone: callers may send entire rows of their logs.
         ignored = set(schema.columns) - read.keys()
-    task = InputColumn(exported.task, "task", "INT64", False, "integer or text")
+    task = InputColumn(exported.task, "task", "INT64", False, "integer or text", (1,))
     model_columns = ModelColumns(
         read.get(exported.task, task),
         tuple(read.get(label.name, label) for label in _label_columns(config)),
         tuple(read.values()),
         frozenset(ignored),
         list_outputs(config),
+        _find_item(config, read),
     )
     for name in model_columns.by_name:
         # Such a name could mean two things in a request.
@@ -108,18 +132,57 @@ def describe_columns(config: ExportedConfig) -> ModelColumns:
     return model_columns
 
 
+def _choose_examples(datatype: str, known: Sequence[Any]) -> tuple[int | str, ...]:
+    """Return the known values as the datatype has them; made up ones where there are none."""
+    if datatype == "BYTES":
+        return tuple(map(str, known)) or tuple(f"value {at + 1}" for at in range(MOST_EXAMPLES))
+    # A table that integers share with texts holds texts.
+    whole = [int(value) for value in known if _INTEGER.fullmatch(str(value))]
+    return tuple(whole or range(1, MOST_EXAMPLES + 1))
+
+
+def _dense_column(dense: DenseColumn, exported: ExportedColumns) -> InputColumn:
+    """Return a column of numbers, its examples around its mean where training took that."""
+    values, examples = "a number" + "; null allowed" * (dense.fill is not None), _NUMBERS
+    if moments := exported.moments.get(dense.column):
+        mean, deviation = moments
+        near = mean - deviation, mean, mean + deviation
+        examples = tuple(float(f"{math.expm1(each) if dense.log1p else each:.4g}") for each in near)
+    return InputColumn(dense.column, "dense", "FP32", False, values, examples)
+
+
+def _find_item(config: ExportedConfig, read: Mapping[str, InputColumn]) -> str:
+    """Return the item's column, or of a model that does not say, the one of the largest table."""
+    schema, rows = config.columns.schema, {one.name: one.num_rows for one in config.features.tables}
+    rule = schema.item_rule if schema else None
+    said = rule.column if rule else config.neighbours.column
+    single = sorted(config.features.single, key=lambda one: -rows[one.table])
+    names = [said, *(one.name for one in single), *read]
+    # A request is of one task, so it cannot be the task's own column unless there is no other.
+    return next((n for n in names if n in read and n != config.columns.task), next(iter(read)))
+
+
 def _label_columns(config: ExportedConfig) -> list[InputColumn]:
     """Return the columns of labels, then those of masks and weights."""
-    values = ["0 to 1" if loss == "bce" else "a number" for loss in config.losses]
     schema = config.columns.schema
-    if schema is None:
-        return [InputColumn(config.columns.label, "label", "FP32", False, values[0])]
-    values_by_column = dict.fromkeys(schema.label_columns, "a number")
-    for label, range_text in zip(schema.labels, values, strict=True):
-        nulls = "; null allowed" if label.null == "unknown" else ""
-        values_by_column[label.column] = range_text + nulls
-    described = values_by_column.items()
-    return [InputColumn(name, "label", "FP32", False, text) for name, text in described]
+    described = {}
+    if schema is not None:  # a mask of 1 knows the label, a weight of 1 changes nothing
+        described = dict.fromkeys(schema.label_columns, ("a number", (1.0, 1.0)))
+    labels = schema.labels if schema else (LabelColumn(config.columns.label),)
+    for at, (label, loss) in enumerate(zip(labels, config.losses, strict=True)):
+        values, (least, most) = "0 to 1", (0.0, 1.0)
+        if loss != "bce":
+            values, known = "a number", config.label_range[2 * at : 2 * at + 2]
+            least, most = known or (0.0, config.positive_rating or 1.0)
+        if label.threshold is not None:
+            values = f"a number; 1 from {label.threshold:g} on, else 0"
+            least, most = label.threshold - 1, label.threshold
+        values += "; null allowed" if label.null == "unknown" else ""
+        described[label.column] = values, (least, most)
+    return [
+        InputColumn(name, "label", "FP32", False, values, examples)
+        for name, (values, examples) in described.items()
+    ]
 
 
 def to_tables(

@@ -10,6 +10,7 @@ from gmeta.errors import UserError
 from gmeta.serving.server.server_limits import BatchLimits, RequestLimits
 
 DEFAULT_ADDRESS = "127.0.0.1:8080"
+_EVERYWHERE = ("0.0.0.0", "::")
 
 
 @dataclass(frozen=True)
@@ -41,6 +42,12 @@ class ServeConfig(Protection):
         """Return the addresses to listen on, by their option."""
         addresses_by_option = {"--listen": self.listen, "--grpc": self.grpc_listen}
         return {option: address for option, address in addresses_by_option.items() if address}
+
+    def url(self, port: int) -> str:
+        """Return where this machine's browser finds the server, which listens on `port`."""
+        host = split_address("--listen", self.listen)[0].strip("[]")
+        host = "localhost" if host in _EVERYWHERE else f"[{host}]" if ":" in host else host
+        return f"{'https' if self.tls_cert else 'http'}://{host}:{port}"
 
     def check(self) -> None:
         """Raise UserError for an address that is malformed, or that strangers could reach."""

@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cache, partial
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
 from pathlib import Path
@@ -36,14 +36,18 @@ _AFTER_DRAIN_S = 15.0  # then a worker is killed
 _MOST_SILENT_LOOKS = 75  # at a worker that serves, or 15 s: then it hangs, and is killed
 
 
-RunWorker = Callable[[ServeConfig, Callable[[], None]], None]
+RunWorker = Callable[[ServeConfig, Callable[[int], None]], None]
 
 
-def serve_until_signal(config: ServeConfig, log_level: str, run_worker: RunWorker) -> int:
-    """Serve by `run_worker` until a signal, then answer what is under way; return the exit code."""
+def serve_until_signal(
+    config: ServeConfig, log_level: str, run_worker: RunWorker, announce: Callable[[int], None]
+) -> int:
+    """Serve by `run_worker` until a signal, then answer what is under way; return the exit code.
+    `announce` is called once with the port, when the first worker serves."""
+    announce = cache(announce)  # every worker tells its port each second
     if config.workers == 1:
         configure_logging(log_level)
-        run_worker(config, lambda: None)
+        run_worker(config, announce)
         return 0
     # A process forked from one whose torch has threads waits for them for ever.
     torch.set_num_threads(1)
@@ -56,7 +60,8 @@ def serve_until_signal(config: ServeConfig, log_level: str, run_worker: RunWorke
         folder = Path(temporary)
         os.environ[MULTIPROCESS_DIR] = str(folder / "metrics")
         (folder / "metrics").mkdir()
-        return _WorkerGroup(replace(config, shared_file=folder / "support.db"), run_worker).run()
+        config = replace(config, shared_file=folder / "support.db")
+        return _WorkerGroup(config, run_worker, announce).run()
 
 
 def _folder_in_memory() -> AbstractContextManager[str]:
@@ -69,7 +74,7 @@ def _folder_in_memory() -> AbstractContextManager[str]:
 @dataclass
 class _WorkerProcess:
     process: BaseProcess
-    sign: Connection  # something comes each second once it serves
+    sign: Connection  # its port comes each second once it serves
     pause_s: float = 0.0  # before its start or, once it has died, the next one's; 0: the first
     serves: bool = False
     # Not seconds: while this process itself is stopped, nobody is silent.
@@ -79,9 +84,12 @@ class _WorkerProcess:
 
 @final
 class _WorkerGroup:
-    def __init__(self, config: ServeConfig, run_worker: RunWorker) -> None:
+    def __init__(
+        self, config: ServeConfig, run_worker: RunWorker, announce: Callable[[int], None]
+    ) -> None:
         self._config = config
         self._run_worker = run_worker
+        self._announce = announce
         # Forked: they share what is imported. This process has one thread, now and later.
         self._context = mp.get_context("fork")
         self._stop_flag = StopFlag()
@@ -106,7 +114,8 @@ class _WorkerGroup:
             worker.silent_looks += worker.serves
             with suppress(EOFError):  # it has ended
                 while worker.sign.poll():
-                    worker.serves, worker.silent_looks = worker.sign.recv(), 0
+                    self._announce(worker.sign.recv())
+                    worker.serves, worker.silent_looks = True, 0
             if worker.process.is_alive():
                 if worker.silent_looks <= _MOST_SILENT_LOOKS:
                     continue
@@ -170,10 +179,10 @@ class _WorkerGroup:
             os._exit(error.exit_code)
 
 
-def _send_sign(sign: Connection) -> None:
+def _send_sign(sign: Connection, port: int) -> None:
     # A full pipe, or none: the process that reads it is stopped, or has died.
     with suppress(OSError):
-        sign.send(True)
+        sign.send(port)
 
 
 def _end_with(parent: Connection) -> None:

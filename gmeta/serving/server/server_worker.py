@@ -6,6 +6,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Coroutine
+from functools import partial
 from typing import Any
 
 import grpc
@@ -44,16 +45,16 @@ _REPORT_EVERY_S = 1.0
 _KEPT_BYTES = 256 << 20  # of memory that batches freed, kept for the next
 
 
-def run_worker(config: ServeConfig, report_life: Callable[[], None]) -> None:
+def run_worker(config: ServeConfig, report_life: Callable[[int], None]) -> None:
     """Serve until a signal, then answer what is under way and return; `report_life` is called each
-    second while it serves, unless it hangs."""
+    second while it serves, unless it hangs, with the port."""
     torch.set_num_threads(config.threads)
     keep_freed_memory(_KEPT_BYTES)
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         runner.run(_serve_until_stopped(config, report_life))
 
 
-async def _serve_until_stopped(config: ServeConfig, report_life: Callable[[], None]) -> None:
+async def _serve_until_stopped(config: ServeConfig, report_life: Callable[[int], None]) -> None:
     share_metrics()
     raise_descriptor_limit(_DESCRIPTORS)
     tls, tokens = config.load_credentials()
@@ -93,10 +94,11 @@ async def _serve_until_stopped(config: ServeConfig, report_life: Callable[[], No
     grpc_server, grpc_health, grpc_port = None, None, 0
     if config.grpc_listen:
         grpc_server, grpc_health, grpc_port = await _grpc_server(config, service, tls)
-    listen = f"{split_address('--listen', config.listen)[0]}:{sockets[0].getsockname()[1]}"
+    port = sockets[0].getsockname()[1]
+    listen = f"{split_address('--listen', config.listen)[0]}:{port}"
     what = {"model": config.name, "version": service.loaded.version, "folder": str(config.folder)}
     event(logging.INFO, "serving", listen=listen, grpc_port=grpc_port, **what)
-    tasks.append(asyncio.create_task(_report_life(service, report_life)))
+    tasks.append(asyncio.create_task(_report_life(service, partial(report_life, port))))
     await asyncio.wait([asyncio.create_task(ended.wait()), tasks[0]], return_when="FIRST_COMPLETED")
     event(logging.INFO, "draining", listen=config.listen)
     service.ready = False

@@ -9,7 +9,7 @@ from gmeta.serving.channel.materialize import materialize_version
 from gmeta.serving.channel.remote_channel import channel_at
 from gmeta.serving.exported_folder import check_files, read_config
 from gmeta.serving.model_loader import load
-from gmeta.serving.server.input_columns import describe_columns
+from gmeta.serving.server.input_columns import MOST_EXAMPLES, describe_columns
 from gmeta.serving.server.versions import LoadedModel, version_in
 
 _TRIES = 3
@@ -43,5 +43,6 @@ def load_version(folder: Path | str, verify: bool = True) -> LoadedModel:
                 raise
             continue
         if version_in(folder) == version:
-            return LoadedModel(model, version, describe_columns(model.config))
+            examples = model.example_values(MOST_EXAMPLES)
+            return LoadedModel(model, version, describe_columns(model.config, examples))
     raise GMetaError(f"{folder} was replaced {_TRIES} times while it was read. Export less often")

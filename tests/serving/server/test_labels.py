@@ -19,8 +19,9 @@ from gmeta.serving.server.inference_service import InferenceService
 from gmeta.serving.server.version_loader import load_version
 from gmeta.serving.server.versions import check_successor
 from gmeta_protos.inference.v2 import open_inference_pb2 as pb
-from tests.serving.server.serving import get, post, service_of, tensor
+from tests.serving.server.serving import get, post, running_server, service_of, tensor
 from tests.serving.server.test_grpc import infer, message, with_stub
+from tests.support.browser import needs_browser, open_browser
 from tests.support.commands import gmeta as command
 from tests.support.commands import succeed
 
@@ -124,6 +125,30 @@ def test_metadata_and_page_tell_every_label_and_its_loss(service: InferenceServi
     for name, loss in zip(NAMES, LOSSES, strict=True):
         assert f'"name": "{name}"' in page.replace('":"', '": "')
         assert f'"loss": "{loss}"' in page.replace('":"', '": "')
+
+
+@needs_browser
+def test_the_page_ranks_by_the_label_that_is_chosen(exported: Path) -> None:
+    model = gmeta.load(exported)
+    items = list(range(1, 11))
+    rows = {"item": items, "shop": [6] * 10, "price": [1.5] * 10}
+    labels = {"click": [1.0], "bought": [1.0], "stars": [5.0]}
+    after_NL = model.adapt({name: values[4:5] for name, values in rows.items()} | labels)
+    scores_NL = after_NL.predict(rows).numpy()
+    with running_server(exported, "--name", "model") as server, open_browser() as page:
+        page.open(f"http://127.0.0.1:{server.port}/")
+        page.wait_for("#outcome.good", "not adapted")
+        assert page.texts("#labels button") == list(LABELS)
+        page.click("[aria-label='like 5']")
+        page.wait_for("#moved", "Adapted to 1 support row:")
+        for at in (2, 1, 0):
+            page.click(f"#labels button:nth-child({at + 1})")
+            assert page.texts("#labels [aria-pressed=true]") == [LABELS[at]]
+            order = sorted(items, key=lambda item, at=at: -scores_NL[item - 1, at])
+            assert page.texts("#ranking .name") == [str(item) for item in order]
+            ends = [text.split(" to ")[-1] for text in page.texts("#ranking .scores")]
+            assert ends == [f"{scores_NL[item - 1, at]:.4f}" for item in order]
+        assert page.faults() == []
 
 
 def test_files_and_inspect_name_every_label(

@@ -334,7 +334,7 @@ def test_a_worker_that_cannot_start_is_tried_ever_less_often(
         return _WorkerProcess(dead, silent, pause_s)  # type: ignore[arg-type]
 
     monkeypatch.setattr(_WorkerGroup, "_start", started)
-    keeper = _WorkerGroup(ServeConfig(tmp_path, "model"), lambda *_: None)
+    keeper = _WorkerGroup(ServeConfig(tmp_path, "model"), print, print)
     workers = [_WorkerProcess(dead, silent, serves=True) for _ in range(2)]  # type: ignore[arg-type]
     for _ in range(1000):
         assert keeper._restart_dead(workers) == 0
@@ -366,9 +366,9 @@ def test_a_worker_that_reads_its_model_takes_no_connection() -> None:
 def test_a_worker_says_that_it_serves_once_it_listens(exported: Path, ending: int) -> None:
     port, told = free_port(), []
 
-    def tell() -> None:
+    def tell(port: int) -> None:
         with socket.create_connection(("127.0.0.1", port)):
-            told.append(True)
+            told.append(port)
         signal.raise_signal(ending)
 
     before = signal.signal(ending, signal.SIG_DFL)  # under nohup SIGHUP ends nothing
@@ -376,7 +376,7 @@ def test_a_worker_says_that_it_serves_once_it_listens(exported: Path, ending: in
         asyncio.run(_serve_until_stopped(shared_config(exported, port), tell))
     finally:
         signal.signal(ending, before)
-    assert told == [True]
+    assert told == [port]
 
 
 def test_a_worker_that_may_not_listen_does_not_end_as_if_it_had_served(
@@ -388,7 +388,7 @@ def test_a_worker_that_may_not_listen_does_not_end_as_if_it_had_served(
     monkeypatch.setattr(UvicornServer, "startup", startup)
     port, told = free_port(), []
     with pytest.raises(UserError) as caught:
-        asyncio.run(_serve_until_stopped(shared_config(exported, port), lambda: told.append(True)))
+        asyncio.run(_serve_until_stopped(shared_config(exported, port), told.append))
     assert str(caught.value) == (
         f"cannot serve at --listen 127.0.0.1:{port}: address already in use. Stop what has it, or "
         "name another address of this machine"
@@ -451,8 +451,37 @@ def test_a_signal_in_the_middle_of_a_wait_ends_the_workers_too(tmp_path: Path) -
 
 
 def run_interrupted(folder: Path) -> int:
-    workers = _WorkerGroup(ServeConfig(folder, "model", workers=0), lambda *_: None)
+    workers = _WorkerGroup(ServeConfig(folder, "model", workers=0), print, print)
     return interrupted(workers.run, _WorkerGroup.run.__code__)
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_the_address_of_the_page_is_printed_once_it_answers(exported: Path, workers: int) -> None:
+    with running_server(exported, workers=workers) as server:
+        wait_until(lambda: server.process.stdout, "the line with the address")
+        children = Path(f"/proc/{server.process.pid}/task/{server.process.pid}/children")
+        if workers > 1:  # one that comes later says nothing
+            os.kill(int(children.read_text().split()[0]), signal.SIGKILL)
+            wait_until(lambda: server.count("serving") == 3, "another worker serves")
+        page = f"http://127.0.0.1:{server.port}/"
+        assert server.process.stdout == f"Open {page} in a browser: model answers.\n"
+        browser = {"Accept": "text/html"}
+        answer = httpx.get(page, headers=browser, follow_redirects=True, timeout=PATIENCE_S)
+        assert (answer.status_code, str(answer.url)) == (200, f"{page}docs")
+
+
+@pytest.mark.parametrize(
+    ("listen", "url"),
+    [
+        ("127.0.0.1:0", "http://127.0.0.1:81"), ("0.0.0.0:80", "http://localhost:81"),
+        ("[::]:80", "http://localhost:81"), ("[::1]:80", "http://[::1]:81"),
+        ("::1:80", "http://[::1]:81"), ("model.local:80", "http://model.local:81"),
+    ],
+)  # fmt: skip
+def test_a_url_leads_a_browser_of_this_machine(listen: str, url: str) -> None:
+    assert ServeConfig("model", "model", listen).url(81) == url
+    secured = ServeConfig("model", "model", listen, tls_cert=Path("tls.crt"))
+    assert secured.url(81) == url.replace("http", "https")
 
 
 def test_workers_end_with_the_process_that_started_them(exported: Path, tmp_path: Path) -> None:
@@ -704,7 +733,7 @@ def test_a_damaged_model_is_not_served(exported: Path, tmp_path: Path) -> None:
 def test_a_worker_that_is_told_to_end_as_it_starts_does(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def serve_on(config: ServeConfig, tell: Callable[[], None]) -> None:
+    def serve_on(config: ServeConfig, tell: Callable[[int], None]) -> None:
         os._exit(7)
 
     work = _WorkerGroup._work
@@ -715,7 +744,7 @@ def test_a_worker_that_is_told_to_end_as_it_starts_does(
         work(self, sign)
 
     monkeypatch.setattr(_WorkerGroup, "_work", told_at_once)
-    workers = _WorkerGroup(ServeConfig(tmp_path, "model"), serve_on)
+    workers = _WorkerGroup(ServeConfig(tmp_path, "model"), serve_on, print)
     before = signal.signal(signal.SIGTERM, workers._stop_flag.stop)
     try:
         worker = workers._start()
