@@ -58,6 +58,21 @@ class LabelUsage(NamedTuple):
     num_known: int
 
 
+class EventUsage(NamedTuple):
+    """The events of a split: how many each episode stores, and how many each row knows."""
+
+    num_events_T: Int64
+    known_N: Int64
+    longest: int  # newest ones kept before each row; 0: all
+
+    @property
+    def cut_share(self) -> float:
+        """Return the share of rows that know `longest` events or more: older ones may be cut."""
+        if not (self.longest and len(self.known_N)):
+            return 0.0
+        return float((self.known_N >= self.longest).mean())
+
+
 @dataclass(frozen=True)
 class SplitSummary:
     """One split: its episodes' sizes, its labels and its use of each table."""
@@ -68,6 +83,7 @@ class SplitSummary:
     query_T: Int64
     labels: tuple[LabelUsage, ...]
     tables: tuple[TableUsage, ...]
+    events: EventUsage | None = None  # None: the dataset stores none
 
     @property
     def num_rows(self) -> int:
@@ -99,13 +115,15 @@ def _summarise_split(dataset: Dataset, name: str, blocks: Iterator[Block]) -> Sp
             f"{dataset.url}: table {largest.name} has {largest.num_rows:,} rows, and to count the "
             "use of each takes more memory than there is. Inspect it on a larger machine"
         ) from error
-    tasks, support, query = ([np.zeros(0, np.int64)] for _ in range(3))
+    tasks, support, query, events, known = ([np.zeros(0, np.int64)] for _ in range(5))
     names = dataset.features.labels or ("label",)
     sum_L, known_L = np.zeros(len(names)), np.zeros(len(names), np.int64)
     for block in blocks:
         tasks.append(block.task_T)
         support.append(block.support_lengths_T)
         query.append(np.diff(block.row_offsets_T1) - block.support_lengths_T)
+        events.append(block.num_events_T)
+        known.append(block.events_before_N.astype(np.int64))
         # In float64: a billion labels of 0 and 1 are more than float32 can count.
         label_NL = block.label_N.reshape(block.num_rows, -1)
         known_L += np.count_nonzero(~np.isnan(label_NL), axis=0)
@@ -122,7 +140,11 @@ def _summarise_split(dataset: Dataset, name: str, blocks: Iterator[Block]) -> Sp
     used = (TableUsage(t.name, t.num_rows, own_R) for t, own_R in zip(tables, uses, strict=True))
     num_tasks = len(np.unique(np.concatenate(tasks)))
     support_T, query_T = np.concatenate(support), np.concatenate(query)
-    return SplitSummary(name, num_tasks, support_T, query_T, labels, tuple(used))
+    usage: EventUsage | None = None
+    if dataset.features.events:
+        longest = dataset.features.event_longest
+        usage = EventUsage(np.concatenate(events), np.concatenate(known), longest)
+    return SplitSummary(name, num_tasks, support_T, query_T, labels, tuple(used), usage)
 
 
 def find_damage(

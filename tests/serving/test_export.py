@@ -414,7 +414,10 @@ def test_a_checkpoint_of_another_model_is_not_exported(run: Path, tmp_path: Path
 @pytest.mark.distributed
 @pytest.mark.parametrize(
     ("section", "name", "known"),
-    [("model", "mine", sorted([*MODELS, "dot"])), ("algorithm", "mimic", sorted([*ALGORITHMS, PLAIN]))],
+    [
+        ("model", "mine", sorted([*MODELS, "dot"])),
+        ("algorithm", "mimic", sorted([*ALGORITHMS, PLAIN])),
+    ],
 )
 def test_a_run_of_a_package_that_is_not_here_is_told_from_a_mistyped_name(
     run: Path, tmp_path: Path, section: str, name: str, known: list[str]

@@ -148,6 +148,8 @@ def _print_summary(console: Console, dataset: Dataset, summaries: list[SplitSumm
     for name, split in dataset.splits.items():
         if number := split.blocks.bundle_tasks:
             console.print(f"{name}: in bundles of {number:,} episodes that train together")
+    for line in filter(None, map(_describe_events, summaries)):
+        console.print(line)
     consoles.print_result(**_to_document(dataset, summaries))
     if summaries:
         consoles.show_table(console, _tables_table(summaries[0]))
@@ -175,6 +177,17 @@ def _to_document(dataset: Dataset, summaries: list[SplitSummary]) -> dict[str, A
                     for label in summary.labels
                 },
                 "bundle_tasks": dataset.split(summary.name).blocks.bundle_tasks,
+                **(
+                    {
+                        "events": {
+                            "stored": int(summary.events.num_events_T.sum()),
+                            "known": _three_sizes(summary.events.known_N.tolist()),
+                            "cut_share": summary.events.cut_share,
+                        }
+                    }
+                    if summary.events is not None
+                    else {}
+                ),
             }
             for summary in summaries
         },
@@ -194,6 +207,20 @@ def _three_sizes(sizes: list[int]) -> dict[str, int]:
     if not sizes:
         return {}
     return {"least": min(sizes), "median": sorted(sizes)[len(sizes) // 2], "most": max(sizes)}
+
+
+def _describe_events(summary: SplitSummary) -> str:
+    """Return a line on a split's events; "" without."""
+    usage = summary.events
+    if usage is None:
+        return ""
+    cut = ""
+    if usage.longest:
+        cut = f", {usage.cut_share:.1%} of the rows know longest = {usage.longest:,} or more"
+    return (
+        f"{summary.name}: {int(usage.num_events_T.sum()):,} events, stored once a task; a row "
+        f"knows {_spread(usage.known_N.tolist())}{cut}"
+    )
 
 
 def _sizes_table(summaries: list[SplitSummary]) -> Table:

@@ -15,7 +15,7 @@ from metaio.ragged import Int64, offsets
 def read_rows(dataset: Dataset, split: str) -> Iterator[episode_rows.EpisodeRows]:
     """Yield the rows of a split, a stored block at a time."""
     for block in range(dataset.split(split).num_blocks):
-        yield unpack_block(dataset.read_block(split, block))
+        yield unpack_block(dataset.read_block(split, block), len(dataset.features.multi))
 
 
 def sample_rows(dataset: Dataset, split: str, max_rows: int, seed: int) -> episode_rows.EpisodeRows:
@@ -30,9 +30,10 @@ def sample_rows(dataset: Dataset, split: str, max_rows: int, seed: int) -> episo
     return episode_rows.sample_until_some(read_share, share)
 
 
-def unpack_block(block: Block) -> episode_rows.EpisodeRows:
-    """Return a decoded block's rows, with the ids themselves in place of positions."""
-    num_multi = block.multi_lengths_NM.shape[1]
+def unpack_block(block: Block, num_multi: int | None = None) -> episode_rows.EpisodeRows:
+    """Return a decoded block's rows, with the ids themselves in place of positions; of its lists
+    the first `num_multi`, which events follow, or all."""
+    num_multi = block.multi_lengths_NM.shape[1] if num_multi is None else num_multi
     feature_V = find_features_of_values(block.multi_lengths_NM)
     ids_V = block.unique_ids_U[block.multi_positions_V]
     return episode_rows.EpisodeRows(

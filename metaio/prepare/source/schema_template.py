@@ -80,7 +80,7 @@ def format_schema(found: InferredRoles, urls: Sequence[str]) -> str:
         lines += _begin_table("[row_id]", row_id, "a number of its own in each row; ")
     lines += _format_ids(found)
     lines += _format_numbers(found)
-    lines += _format_item(found)
+    lines += _format_item(found) + _format_events(found)
     if found.text != TextRule():
         lines += ["", "[text]"]
     if found.text.encoding != "utf-8":
@@ -166,6 +166,19 @@ def _format_item(found: InferredRoles) -> list[str]:
     if found.is_positives:
         lines += [f"per_positive = {NEGATIVES}", 'by = "popularity"']
     return lines
+
+
+def _format_events(found: InferredRoles) -> list[str]:
+    """Return [events] as a proposal, where a log has times and an item."""
+    if not (found.item and found.select("time")):
+        return []
+    return [
+        "",
+        "# What a row knows of its task's earlier rows: model.events in a config reads it.",
+        "# [events]",
+        f"# columns = [{_quote_text(found.item)}]",
+        "# longest = 200",
+    ]
 
 
 def _format_episodes(found: InferredRoles) -> list[str]:
