@@ -1,0 +1,108 @@
+"""Attention of rows to their task's events before them, which lie in slices on several ranks: each
+attends to its own slice, and what is merged does not depend on how long the sequence is.
+
+Shape suffixes: T tasks, N rows"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from gmeta.distributed.sequence.peers import Peers
+from gmeta.distributed.sequence.tiles import KeyLimits, Softmax, Tile, joined
+
+
+def target_attention(
+    query: Tensor, key: Tensor, value: Tensor, task_N: Tensor, before_N: Tensor, slices: Peers
+) -> Tensor:
+    """Return the softmax attention of every row, the same on all ranks: [rows, heads, width]; 0 for
+    a row without events before it. All ranks have the same rows.
+
+    Args:
+        query: [rows, heads, width].
+        key, value: this rank's slice, [tasks, heads, places, width]; on all ranks of equal shapes.
+        task_N: each row's place among the tasks; on the host.
+        before_N: how many of its task's events a row sees, the first ones; on the host."""
+    num_tasks, heads, num_keys, width = key.shape
+    # Rows of a task side by side: they attend to the same keys by one product.
+    counts_T = torch.bincount(task_N, minlength=num_tasks)
+    order_N = task_N.argsort(stable=True)
+    nth_N = torch.empty_like(task_N)
+    nth_N[order_N] = torch.arange(len(task_N)) - (counts_T.cumsum(0) - counts_T)[task_N[order_N]]
+    longest = int(counts_T.max()) if len(task_N) else 0
+    limits = torch.zeros(num_tasks, longest, dtype=before_N.dtype)
+    limits[task_N, nth_N] = before_N
+    place_N = (task_N * longest + nth_N).to(query.device)
+    rows = query.new_zeros(num_tasks * longest, heads, width).index_copy(0, place_N, query)
+    of_task = rows.view(num_tasks, longest, heads, width).transpose(1, 2)
+    part = _Slice(slices, KeyLimits(limits, query.device), slices.rank * num_keys, heads)
+    attended: Tensor = _PartialSoftmax.apply(of_task, key, value, part)
+    return attended.transpose(1, 2).flatten(0, 1)[place_N]
+
+
+@dataclass(frozen=True)
+class _Slice:
+    """The keys of one rank."""
+
+    peers: Peers
+    limits: KeyLimits
+    first_key: int
+    heads: int
+
+    def tiles(self, key: Tensor) -> Iterator[Tile]:
+        return self.limits.tiles(self.first_key, key.shape[1], self.heads)
+
+
+class _PartialSoftmax(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, part: _Slice) -> Tensor:
+        attention, queries, *block = Softmax(), *(joined(one) for one in (query, key, value))
+        with torch.autocast(query.device.type, enabled=False):
+            sums = attention.begin(queries)
+            attention.add(sums, queries, block, part.tiles(block[0]))
+            output, log_total = _merge(attention.finish(sums), part.peers)
+        ctx.part, ctx.shapes = part, (query.shape, key.shape, key.shape)
+        ctx.save_for_backward(queries, *block, output, log_total)
+        return output.view(query.shape).to(query.dtype)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        query, *block, output, log_total = ctx.saved_tensors
+        attention, grad_output = Softmax(), joined(grads[0])
+        if ctx.part.peers.size > 1:
+            # Every rank's loss may use every row.
+            grad_output = grad_output.clone()
+            dist.all_reduce(grad_output, group=ctx.part.peers.group)
+        found = [torch.zeros_like(one) for one in (query, *block)]
+        with torch.autocast(query.device.type, enabled=False):
+            of_queries = attention.save(grad_output, query, [output, log_total])
+            attention.add_gradients(of_queries, block, ctx.part.tiles(block[0]), found)
+        return *(grad.view(s) for grad, s in zip(found, ctx.shapes, strict=True)), None
+
+
+def _merge(of_slice: list[Tensor], slices: Peers) -> list[Tensor]:
+    """Return output and logarithm of the total of all slices, for those of this rank's slice. A
+    rank sends as much as one AllReduce of output and total would."""
+    if slices.size == 1:
+        return of_slice
+    # A sum over ranks would first need the largest score of them all, by an AllReduce of its own.
+    # Exponentials that keep their logarithms can be added without, but no backend reduces by that:
+    # so these are the two halves of an AllReduce, and the addition stands between them.
+    packed = torch.cat(of_slice, dim=2).flatten(0, 1)
+    padded = packed.new_zeros(-(-len(packed) // slices.size) * slices.size, packed.shape[1])
+    padded[: len(packed)] = packed
+    parts = torch.empty_like(padded)
+    dist.all_to_all_single(parts, padded, group=slices.group)
+    outputs, log_totals = torch.stack(parts.chunk(slices.size)).tensor_split([-1], dim=2)
+    total = log_totals.logsumexp(0)
+    # -inf - -inf would be NaN where no rank has a key.
+    weights = (log_totals - total.clamp_min(torch.finfo(total.dtype).min)).exp()
+    merged = torch.cat([(weights * outputs).sum(0), total], dim=1)
+    dist.all_gather_into_tensor(padded, merged, group=slices.group)
+    whole = padded[: len(packed)].unflatten(0, of_slice[0].shape[:2])
+    return [one.contiguous() for one in whole.tensor_split([-1], dim=2)]

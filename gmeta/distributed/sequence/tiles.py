@@ -1,0 +1,229 @@
+"""Attention of queries to one block of keys and values, tile by tile: the matrix of all scores is
+never there, neither forward nor backward. No ranks.
+
+Queries, keys and values have the shape [tasks x heads, places, width], scores [tasks x heads,
+queries, keys].
+
+Shape suffix: T tasks"""
+
+import math
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple, Self, final
+
+import torch
+from torch import Tensor
+from torch.nn.functional import silu
+
+TILE_SCORES = 1 << 20  # that are in memory at a time
+SMALLEST_TILE = 64  # places: the products of smaller ones are slow
+
+
+class Tile(NamedTuple):
+    """Some queries and keys of a block, and their places in the whole sequence; `hidden` [tasks,
+    queries, keys] are keys that a query does not see, None: it sees all."""
+
+    queries: slice
+    keys: slice
+    query_places: slice
+    key_places: slice
+    hidden: Tensor | None
+
+    def hide(self, scores: Tensor, value: float) -> Tensor:
+        """Replace the scores of keys that are not seen, in place, and return all."""
+        if self.hidden is not None:
+            by_task(scores, len(self.hidden)).masked_fill_(self.hidden.unsqueeze(1), value)
+        return scores
+
+
+def by_task(scores: Tensor, tasks: int) -> Tensor:
+    """Return a view [tasks, heads, queries, keys] of scores."""
+    return scores.view(tasks, -1, *scores.shape[1:])
+
+
+def joined(tensor: Tensor) -> Tensor:
+    """Return a tensor [tasks, heads, ...] as [tasks x heads, ...], of 32 bits a number or more."""
+    return tensor.flatten(0, 1).to(torch.promote_types(tensor.dtype, torch.float32)).contiguous()
+
+
+@final
+class KeyLimits:
+    """How many keys each query sees, from the first of the whole sequence on: [tasks, queries]."""
+
+    def __init__(self, limits: Tensor, device: torch.device, first_query: int = 0) -> None:
+        # The host's decide which tiles there are: no kernel is waited for.
+        self._of_host = limits
+        self._limits = limits.to(device, non_blocking=True).unsqueeze(2)
+        self._first_query = first_query
+
+    @classmethod
+    def causal(cls, length_T: Tensor, first: int, places: int, device: torch.device) -> Self:
+        """Return those of queries at places from `first` on, each of which sees itself and what was
+        before it among its task's events. `length_T` is on the host."""
+        limits = torch.arange(first + 1, first + places + 1).minimum(length_T.unsqueeze(1))
+        return cls(limits, device, first)
+
+    def tiles(self, first_key: int, num_keys: int, heads: int) -> Iterator[Tile]:
+        """Yield the tiles of a block of keys, the first of which has that place: all that any query
+        sees."""
+        tasks, num_queries = self._of_host.shape
+        if not tasks:
+            return
+        side = max(SMALLEST_TILE, math.isqrt(TILE_SCORES // (tasks * heads)))
+        for first in range(0, num_queries, side):
+            rows = slice(first, min(first + side, num_queries))
+            fewest, most = (int(one) for one in self._of_host[:, rows].aminmax())
+            for start in range(0, min(num_keys, most - first_key), side):
+                keys, hidden = slice(start, min(start + side, num_keys)), None
+                key_places = _shifted(keys, first_key)
+                if key_places.stop > fewest:
+                    limits = self._limits[:, rows]
+                    places = torch.arange(key_places.start, key_places.stop, device=limits.device)
+                    hidden = places >= limits
+                yield Tile(rows, keys, _shifted(rows, self._first_query), key_places, hidden)
+
+
+def _shifted(places: slice, first: int) -> slice:
+    return slice(places.start + first, places.stop + first)
+
+
+@final
+class Softmax:
+    """softmax(q k^T / sqrt(width)) v, with the online softmax's sums: the largest score so far, the
+    total of exponentials relative to it, and the values weighted by those."""
+
+    def begin(self, query: Tensor) -> list[Tensor]:
+        """Return the sums of queries over no keys."""
+        # The lowest number in place of -inf, whose differences are NaN.
+        largest = query.new_full((*query.shape[:2], 1), torch.finfo(query.dtype).min)
+        return [largest, torch.zeros_like(largest), torch.zeros_like(query)]
+
+    def add(
+        self, sums: Sequence[Tensor], query: Tensor, block: Sequence[Tensor], tiles: Iterator[Tile]
+    ) -> None:
+        """Add a block, keys and values, to the sums of queries."""
+        for tile in tiles:
+            largest, total, weighted = (one[:, tile.queries] for one in sums)
+            scores = tile.hide(self._scores(query, block[0], tile), -math.inf)
+            new_largest = torch.maximum(largest, scores.amax(2, keepdim=True))
+            shrink = (largest - new_largest).exp_()
+            weights = scores.sub_(new_largest).exp_()
+            total.mul_(shrink).add_(weights.sum(2, keepdim=True))
+            weighted.mul_(shrink).baddbmm_(weights, block[1][:, tile.keys])
+            largest.copy_(new_largest)
+
+    def finish(self, sums: Sequence[Tensor]) -> list[Tensor]:
+        """Return the output and the logarithm of the total; 0 and -inf for a query that saw no key.
+        The sums are gone."""
+        largest, total, weighted = sums
+        # The largest score's own term is 1: a smaller total is that of no key.
+        return [weighted.div_(total.clamp_min(1)), largest + total.log()]
+
+    def save(self, grad_output: Tensor, query: Tensor, outputs: Sequence[Tensor]) -> list[Tensor]:
+        """Return what `add_gradients` needs of queries; `outputs` are those of `finish`."""
+        output, log_total = outputs
+        return [query, grad_output, log_total, (output * grad_output).sum(2, keepdim=True)]
+
+    def add_gradients(
+        self, of_queries: Sequence[Tensor], block: Sequence[Tensor], tiles: Iterator[Tile],
+        grads: Sequence[Tensor],
+    ) -> None:  # fmt: skip
+        """Add the gradients of one block to those of queries, keys and values."""
+        query, grad_output, log_total, subtracted = of_queries
+        scale = query.shape[2] ** -0.5
+        for tile in tiles:
+            rows, keys = tile.queries, tile.keys
+            weights = self._scores(query, block[0], tile).sub_(log_total[:, rows]).exp_()
+            tile.hide(weights, 0.0)
+            grads[2][:, keys].baddbmm_(weights.mT, grad_output[:, rows])
+            grad_scores = grad_output[:, rows].bmm(block[1][:, keys].mT)
+            grad_scores.sub_(subtracted[:, rows]).mul_(weights)
+            grads[0][:, rows].baddbmm_(grad_scores, block[0][:, keys], alpha=scale)
+            grads[1][:, keys].baddbmm_(grad_scores.mT, query[:, rows], alpha=scale)
+
+    def _scores(self, query: Tensor, key: Tensor, tile: Tile) -> Tensor:
+        scaled: Tensor = query[:, tile.queries] * query.shape[2] ** -0.5
+        return scaled.bmm(key[:, tile.keys].mT)
+
+
+class RelativeBias(NamedTuple):
+    """What HSTU adds to a score: an entry of each table, by how many places and how much time lie
+    between query and key. Beyond the last entry of `position` its last one counts; an entry of
+    `time` is the number of `edges`, in order, that the difference reaches."""
+
+    position: Tensor  # [heads or 1, distances]
+    time: Tensor  # [heads or 1, edges + 1]
+    edges: Tensor
+    times: Tensor  # [tasks, places]: of the whole sequence
+
+    def indices(self, tile: Tile) -> list[Tensor]:
+        """Return the entries of each table, [tasks or 1, queries, keys]."""
+        places = torch.arange(self.times.shape[1], device=self.times.device)
+        distance = places[tile.query_places, None] - places[tile.key_places]
+        # Keys after the query are hidden, whatever is added to their scores.
+        distance.clamp_(0, self.position.shape[1] - 1)
+        passed = self.times[:, tile.query_places, None] - self.times[:, None, tile.key_places]
+        return [distance.unsqueeze(0), torch.bucketize(passed, self.edges, right=True)]
+
+
+@final
+class Pointwise:
+    """silu(q k^T + bias) v / num_keys: HSTU (arXiv 2402.17152, equation 2). No sum needs to know of
+    another, so one tensor holds all."""
+
+    def __init__(self, bias: RelativeBias, num_keys: int) -> None:
+        self._bias = bias
+        self._num_keys = num_keys
+        self.grad_tables = [torch.zeros_like(bias.position), torch.zeros_like(bias.time)]
+
+    def begin(self, query: Tensor) -> list[Tensor]:
+        """Return the sums of queries over no keys."""
+        return [torch.zeros_like(query)]
+
+    def add(
+        self, sums: Sequence[Tensor], query: Tensor, block: Sequence[Tensor], tiles: Iterator[Tile]
+    ) -> None:
+        """Add a block, keys and values, to the sums of queries."""
+        for tile in tiles:
+            weights = tile.hide(silu(self._scores(query, block[0], tile)[0], inplace=True), 0.0)
+            sums[0][:, tile.queries].baddbmm_(weights, block[1][:, tile.keys])
+
+    def finish(self, sums: Sequence[Tensor]) -> list[Tensor]:
+        """Return the output; the sums are gone."""
+        return [sums[0].div_(self._num_keys)]
+
+    def save(self, grad_output: Tensor, query: Tensor, outputs: Sequence[Tensor]) -> list[Tensor]:
+        """Return what `add_gradients` needs of queries."""
+        return [query, grad_output / self._num_keys]
+
+    def add_gradients(
+        self, of_queries: Sequence[Tensor], block: Sequence[Tensor], tiles: Iterator[Tile],
+        grads: Sequence[Tensor],
+    ) -> None:  # fmt: skip
+        """Add the gradients of one block to those of queries, keys, values and tables."""
+        query, grad_output = of_queries
+        for tile in tiles:
+            rows, keys = tile.queries, tile.keys
+            scores, indices = self._scores(query, block[0], tile)
+            gates = scores.sigmoid()
+            weights = tile.hide(scores * gates, 0.0)
+            grads[2][:, keys].baddbmm_(weights.mT, grad_output[:, rows])
+            slopes = gates.mul_(scores.sub_(weights).add_(1))
+            grad_scores = grad_output[:, rows].bmm(block[1][:, keys].mT)
+            tile.hide(grad_scores.mul_(slopes), 0.0)
+            grads[0][:, rows].baddbmm_(grad_scores, block[0][:, keys])
+            grads[1][:, keys].baddbmm_(grad_scores.mT, query[:, rows])
+            for table, index in zip(self.grad_tables, indices, strict=True):
+                _add_to_table(table, index, by_task(grad_scores, len(self._bias.times)))
+
+    def _scores(self, query: Tensor, key: Tensor, tile: Tile) -> tuple[Tensor, list[Tensor]]:
+        """Return the scores of a tile, and the entries of the tables that are in them."""
+        scores, indices = query[:, tile.queries].bmm(key[:, tile.keys].mT), self._bias.indices(tile)
+        for table, index in zip(self._bias[:2], indices, strict=True):
+            by_task(scores, len(self._bias.times)).add_(table[:, index].transpose(0, 1))
+        return scores, indices
+
+
+def _add_to_table(table: Tensor, index: Tensor, grad_scores: Tensor) -> None:
+    shared = grad_scores.sum_to_size(len(index), len(table), *grad_scores.shape[2:])
+    for grad, of_head in zip(table, shared.transpose(0, 1).flatten(1), strict=True):
+        grad.index_add_(0, index.flatten(), of_head)
