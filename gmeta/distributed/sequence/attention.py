@@ -10,7 +10,7 @@ and gather the queries' gradient on the way; those of keys and values stay where
 
 Shape suffix: T tasks"""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -38,7 +38,7 @@ def causal_attention(
 
     Args:
         length_T: how many places of each whole sequence are events; on the host."""
-    parts = _all_places([query, key, value], sharding.heads)
+    parts = [_all_places(one, sharding.heads) for one in (query, key, value)]
     attended: Tensor = _RingAttention.apply(*parts, None, None, _Line(sharding.ring, length_T))
     return _all_heads(attended, sharding.heads)
 
@@ -54,20 +54,19 @@ def pointwise_attention(
         length_T: how many places of each whole sequence are events; on the host.
         bias: with the times of all places, on every rank."""
     heads = sharding.heads
-    parts = _all_places([query, key, value], heads)
+    parts = [_all_places(one, heads) for one in (query, key, value)]
     tables = [one if len(one) == 1 else one.chunk(heads.size)[heads.rank] for one in bias[:2]]
     line = _Line(sharding.ring, length_T, bias, num_keys)
     attended: Tensor = _RingAttention.apply(*parts, *tables, line)
     return _all_heads(attended, heads)
 
 
-def _all_places(tensors: Sequence[Tensor], peers: Peers) -> Sequence[Tensor]:
+def _all_places(tensor: Tensor, peers: Peers) -> Tensor:
     """Return some heads of all places of these ranks, for all heads of this rank's places."""
     if peers.size == 1:
-        return tensors
-    parts = [one.unflatten(1, (peers.size, -1)).movedim(1, 0) for one in tensors]
-    received = swap(torch.stack(parts, dim=1), peers)  # [ranks, tensors, tasks, heads, places, ...]
-    return received.movedim(0, 3).flatten(3, 4).unbind()
+        return tensor
+    received = swap(tensor.unflatten(1, (peers.size, -1)).movedim(1, 0), peers)
+    return received.movedim(0, 2).flatten(2, 3)  # [tasks, heads, ranks x places, width]
 
 
 def _all_heads(attended: Tensor, peers: Peers) -> Tensor:

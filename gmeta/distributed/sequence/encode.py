@@ -72,18 +72,19 @@ def encode_over_ranks(
     lengths = torch.tensor([length for one in of_ranks for length in one], dtype=torch.int64)
     if not len(lengths):
         return states
-    num_tasks, num_places, width = states.shape
+    num_tasks, num_places, _ = states.shape
     places = max(1, -(-int(lengths.max()) // slices.size))
     # A rank's tasks, for each rank; and the tasks of all ranks, each from its owner.
     own, owned = [num_tasks] * slices.size, [len(one) for one in of_ranks]
-    whole = _fit(states, places * slices.size)
-    by_rank = whole.view(num_tasks, slices.size, places, width).transpose(0, 1).flatten(0, 1)
     if times is not None:
         copies = _fit(times.unsqueeze(2), places * slices.size).repeat(slices.size, 1, 1)
         times = swap(copies, slices, own, owned).squeeze(2)
-    received = swap(by_rank, slices, own, owned)
-    encoded = _encode(layers, received, Slices(sharding, lengths, times))
-    back = swap(encoded, slices, owned, own).view(slices.size, num_tasks, places, width)
+    by_rank = _fit(states, places * slices.size).unflatten(1, (slices.size, places))
+    # Nothing of whole sequences stays here meanwhile.
+    states = swap(by_rank.transpose(0, 1).flatten(0, 1), slices, own, owned)
+    del by_rank
+    states = _encode(layers, states, Slices(sharding, lengths, times))
+    back = swap(states, slices, owned, own).unflatten(0, (slices.size, num_tasks))
     return _fit(back.transpose(0, 1).flatten(1, 2), num_places)
 
 
@@ -97,4 +98,5 @@ def _encode(
 
 def _fit(tensor: Tensor, places: int) -> Tensor:
     """Return so many places of [tasks, places, ...], more of them as 0."""
-    return pad(tensor, (0, 0, 0, places - tensor.shape[1]))
+    missing = places - tensor.shape[1]
+    return pad(tensor, (0, 0, 0, missing)) if missing else tensor  # or a copy
