@@ -97,7 +97,7 @@ def measure_memory(world_size: int, kind: SequenceKind) -> float:
         return max(int(Path(folder, str(rank)).read_text()) for rank in range(world_size)) / 2**20
 
 
-def measure_memory_ratio(quick: bool) -> dict[str, float]:
+def measure_memory_ratio(quick: bool = True) -> dict[str, float]:
     """Memory of the step on one process, and of the largest rank of several relative to it."""
     alone = measure_memory(1, "none")
     figures = {"memory_mb": alone, "memory_ratio_2_ranks": measure_memory(2, "both") / alone}

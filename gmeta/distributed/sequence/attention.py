@@ -27,6 +27,7 @@ from gmeta.distributed.sequence.tiles import (
     Softmax,
     Tile,
     joined,
+    queries_with_gradient,
 )
 
 
@@ -54,9 +55,9 @@ def pointwise_attention(
         length_T: how many places of each whole sequence are events; on the host.
         bias: with the times of all places, on every rank."""
     heads = sharding.heads
-    parts = [_all_places(one, heads) for one in (query, key, value)]
+    parts = [_all_places(one, heads) for one in (query, key, value / num_keys)]
     tables = [one if len(one) == 1 else one.chunk(heads.size)[heads.rank] for one in bias[:2]]
-    line = _Line(sharding.ring, length_T, bias, num_keys)
+    line = _Line(sharding.ring, length_T, bias)
     attended: Tensor = _RingAttention.apply(*parts, *tables, line)
     return _all_heads(attended, heads)
 
@@ -84,18 +85,17 @@ class _Line:
     peers: Peers
     length_T: Tensor
     bias: RelativeBias | None = None
-    num_keys: int = 0
 
     def attention(self, position: Tensor | None, time: Tensor | None) -> Softmax | Pointwise:
         if self.bias is None or position is None or time is None:
             return Softmax()
-        return Pointwise(self.bias._replace(position=position, time=time), self.num_keys)
+        return Pointwise(self.bias._replace(position=position, time=time))
 
-    def tiles(self, query: Tensor, of_query: int, of_key: int) -> Iterator[Tile]:
+    def tiles(self, key: Tensor, of_query: int, of_key: int) -> Iterator[Tile]:
         """Yield those of queries of one rank and keys of another."""
-        rows, places, _ = query.shape
-        limits = KeyLimits.causal(self.length_T, of_query * places, places, query.device)
-        return limits.tiles(of_key * places, places, rows // max(1, len(self.length_T)))
+        places = key.shape[1]
+        limits = KeyLimits.causal(self.length_T, of_query * places, places, key.device)
+        return limits.tiles(key, of_key * places)
 
 
 class _RingAttention(torch.autograd.Function):
@@ -109,7 +109,7 @@ class _RingAttention(torch.autograd.Function):
             attention = line.attention(position, time)
             sums = attention.begin(queries)
             for source, block in line.peers.pass_on([keys, values], 1):
-                attention.add(sums, queries, block, line.tiles(queries, line.peers.rank, source))
+                attention.add(sums, queries, block, line.tiles(keys, line.peers.rank, source))
             outputs = attention.finish(sums)
         ctx.line = line
         needed = outputs if isinstance(attention, Softmax) else ()
@@ -122,7 +122,7 @@ class _RingAttention(torch.autograd.Function):
         query, key, value, position, time, *outputs = ctx.saved_tensors
         attention = ctx.line.attention(position, time)
         with torch.autocast(query.device.type, enabled=False):
-            of_queries = attention.save(joined(grads[0]), query, outputs)
+            of_queries = queries_with_gradient(query, joined(grads[0]), outputs)
             found = _gradients(attention, of_queries, [key, value], ctx.line)
         tables = attention.grad_tables if isinstance(attention, Pointwise) else (None, None)
         return *(grad.view(grads[0].shape) for grad in found), *tables, None
@@ -140,7 +140,7 @@ def _gradients(
         send, receive = [], []
         if (met := next(blocks, None)) is not None:
             source, block = met
-            tiles = line.tiles(block[0], source, rank)
+            tiles = line.tiles(own[0], source, rank)
             attention.add_gradients(block, own, tiles, (partial, grad_key, grad_value))
             if step:  # on to the next rank before, from the first one home
                 send.append((partial, rank - 1 if rank else source))

@@ -58,7 +58,8 @@ def encode_over_ranks(
     """Return the states of this rank's own tasks behind all layers, [tasks, places, width], as
     `states` has them: each rank encodes its slice of all ranks' tasks. Collective.
 
-    Pass long sequences only: the others of a batch are padded to the longest of all ranks.
+    Pass long sequences only: all are padded to the longest of any rank. Every rank's loss must use
+    what it gets, even if it has no task: the others wait for its part of the gradient.
 
     Args:
         layers: each maps [tasks, places, width] to the same shape.
@@ -79,6 +80,8 @@ def encode_over_ranks(
     if times is not None:
         copies = _fit(times.unsqueeze(2), places * slices.size).repeat(slices.size, 1, 1)
         times = swap(copies, slices, own, owned).squeeze(2)
+    if not states.requires_grad:
+        states = states.detach().requires_grad_()  # here too a gradient comes back to be sent on
     by_rank = _fit(states, places * slices.size).unflatten(1, (slices.size, places))
     # Nothing of whole sequences stays here meanwhile.
     states = swap(by_rank.transpose(0, 1).flatten(0, 1), slices, own, owned)

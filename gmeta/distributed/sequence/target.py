@@ -3,8 +3,6 @@ attends to its own slice, and what is merged does not depend on how long the seq
 
 Shape suffixes: T tasks, N rows"""
 
-from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -13,7 +11,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from gmeta.distributed.sequence.peers import Peers
-from gmeta.distributed.sequence.tiles import KeyLimits, Softmax, Tile, joined
+from gmeta.distributed.sequence.tiles import KeyLimits, Softmax, joined, queries_with_gradient
 
 
 def target_attention(
@@ -27,7 +25,7 @@ def target_attention(
         key, value: this rank's slice, [tasks, heads, places, width]; on all ranks of equal shapes.
         task_N: each row's place among the tasks; on the host.
         before_N: how many of its task's events a row sees, the first ones; on the host."""
-    num_tasks, heads, num_keys, width = key.shape
+    num_tasks, heads, _, width = key.shape
     # Rows of a task side by side: they attend to the same keys by one product.
     counts_T = torch.bincount(task_N, minlength=num_tasks)
     order_N = task_N.argsort(stable=True)
@@ -39,50 +37,41 @@ def target_attention(
     place_N = (task_N * longest + nth_N).to(query.device)
     rows = query.new_zeros(num_tasks * longest, heads, width).index_copy(0, place_N, query)
     of_task = rows.view(num_tasks, longest, heads, width).transpose(1, 2)
-    part = _Slice(slices, KeyLimits(limits, query.device), slices.rank * num_keys, heads)
-    attended: Tensor = _PartialSoftmax.apply(of_task, key, value, part)
+    key_limits = KeyLimits(limits, query.device)
+    attended: Tensor = _PartialSoftmax.apply(of_task, key, value, key_limits, slices)
     return attended.transpose(1, 2).flatten(0, 1)[place_N]
-
-
-@dataclass(frozen=True)
-class _Slice:
-    """The keys of one rank."""
-
-    peers: Peers
-    limits: KeyLimits
-    first_key: int
-    heads: int
-
-    def tiles(self, key: Tensor) -> Iterator[Tile]:
-        return self.limits.tiles(self.first_key, key.shape[1], self.heads)
 
 
 class _PartialSoftmax(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, part: _Slice) -> Tensor:
+    def forward(
+        ctx: Any, query: Tensor, key: Tensor, value: Tensor, limits: KeyLimits, slices: Peers
+    ) -> Tensor:
         attention, queries, *block = Softmax(), *(joined(one) for one in (query, key, value))
         with torch.autocast(query.device.type, enabled=False):
             sums = attention.begin(queries)
-            attention.add(sums, queries, block, part.tiles(block[0]))
-            output, log_total = _merge(attention.finish(sums), part.peers)
-        ctx.part, ctx.shapes = part, (query.shape, key.shape, key.shape)
-        ctx.save_for_backward(queries, *block, output, log_total)
-        return output.view(query.shape).to(query.dtype)
+            tiles = limits.tiles(block[0], slices.rank * key.shape[2])
+            attention.add(sums, queries, block, tiles)
+            outputs = _merge(attention.finish(sums), slices)
+        ctx.limits, ctx.slices, ctx.shapes = limits, slices, (query.shape, key.shape, key.shape)
+        ctx.save_for_backward(queries, *block, *outputs)
+        return outputs[0].view(query.shape).to(query.dtype)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        query, *block, output, log_total = ctx.saved_tensors
-        attention, grad_output = Softmax(), joined(grads[0])
-        if ctx.part.peers.size > 1:
+        query, key, value, *outputs = ctx.saved_tensors
+        limits, slices, grad_output = ctx.limits, ctx.slices, joined(grads[0])
+        if slices.size > 1:
             # Every rank's loss may use every row.
             grad_output = grad_output.clone()
-            dist.all_reduce(grad_output, group=ctx.part.peers.group)
-        found = [torch.zeros_like(one) for one in (query, *block)]
+            dist.all_reduce(grad_output, group=slices.group)
+        found = [torch.zeros_like(one) for one in (query, key, value)]
         with torch.autocast(query.device.type, enabled=False):
-            of_queries = attention.save(grad_output, query, [output, log_total])
-            attention.add_gradients(of_queries, block, ctx.part.tiles(block[0]), found)
-        return *(grad.view(s) for grad, s in zip(found, ctx.shapes, strict=True)), None
+            of_queries = queries_with_gradient(query, grad_output, outputs)
+            tiles = limits.tiles(key, slices.rank * key.shape[1])
+            Softmax().add_gradients(of_queries, [key, value], tiles, found)
+        return *(grad.view(s) for grad, s in zip(found, ctx.shapes, strict=True)), None, None
 
 
 def _merge(of_slice: list[Tensor], slices: Peers) -> list[Tensor]:

@@ -15,18 +15,19 @@ from torch import Tensor
 from torch.nn.functional import silu
 
 TILE_SCORES = 1 << 20  # that are in memory at a time
+Block = Sequence[Tensor]  # tensors of the same queries, or of the same keys
 SMALLEST_TILE = 64  # places: the products of smaller ones are slow
 
 
 class Tile(NamedTuple):
-    """Some queries and keys of a block, and their places in the whole sequence; `hidden` [tasks,
-    queries, keys] are keys that a query does not see, None: it sees all."""
+    """Some queries and keys of a block, and the places of the first of each in the whole sequence;
+    `hidden` [tasks, queries, keys] are keys that a query does not see, None: it sees all."""
 
     queries: slice
     keys: slice
-    query_places: slice
-    key_places: slice
     hidden: Tensor | None
+    first_query: int
+    first_key: int
 
     def hide(self, scores: Tensor, value: float) -> Tensor:
         """Replace the scores of keys that are not seen, in place, and return all."""
@@ -62,34 +63,38 @@ class KeyLimits:
         limits = torch.arange(first + 1, first + places + 1).minimum(length_T.unsqueeze(1))
         return cls(limits, device, first)
 
-    def tiles(self, first_key: int, num_keys: int, heads: int) -> Iterator[Tile]:
+    def tiles(self, key: Tensor, first_key: int) -> Iterator[Tile]:
         """Yield the tiles of a block of keys, the first of which has that place: all that any query
         sees."""
-        tasks, num_queries = self._of_host.shape
-        if not tasks:
-            return
-        side = max(SMALLEST_TILE, math.isqrt(TILE_SCORES // (tasks * heads)))
-        for first in range(0, num_queries, side):
-            rows = slice(first, min(first + side, num_queries))
-            fewest, most = (int(one) for one in self._of_host[:, rows].aminmax())
+        num_keys, side = (
+            key.shape[1],
+            max(SMALLEST_TILE, math.isqrt(TILE_SCORES // max(1, len(key)))),
+        )
+        for first in range(0, self._of_host.shape[1] if len(key) else 0, side):
+            of_host = self._of_host[:, first : first + side]
+            rows = slice(first, first + of_host.shape[1])
+            fewest, most = (int(one) for one in of_host.aminmax())
             for start in range(0, min(num_keys, most - first_key), side):
                 keys, hidden = slice(start, min(start + side, num_keys)), None
-                key_places = _shifted(keys, first_key)
-                if key_places.stop > fewest:
-                    limits = self._limits[:, rows]
-                    places = torch.arange(key_places.start, key_places.stop, device=limits.device)
-                    hidden = places >= limits
-                yield Tile(rows, keys, _shifted(rows, self._first_query), key_places, hidden)
+                places = torch.arange(keys.start, keys.stop, device=key.device) + first_key
+                if first_key + keys.stop > fewest:
+                    hidden = places >= self._limits[:, rows]
+                yield Tile(rows, keys, hidden, self._first_query + first, first_key + start)
 
 
-def _shifted(places: slice, first: int) -> slice:
-    return slice(places.start + first, places.stop + first)
+def queries_with_gradient(
+    query: Tensor, grad_output: Tensor, outputs: Sequence[Tensor]
+) -> list[Tensor]:
+    """Return what `add_gradients` needs of queries; `outputs` are what `finish` returned."""
+    # Of softmax also the total's logarithm, and what its gradient subtracts.
+    softmax = [outputs[1], (outputs[0] * grad_output).sum(2, keepdim=True)] if outputs[1:] else []
+    return [query, grad_output, *softmax]
 
 
 @final
 class Softmax:
-    """softmax(q k^T / sqrt(width)) v, with the online softmax's sums: the largest score so far, the
-    total of exponentials relative to it, and the values weighted by those."""
+    """softmax(q k^T / sqrt(width)) v. The sums are the online softmax's: the largest score so far,
+    the total of exponentials relative to it, and the values weighted by those."""
 
     def begin(self, query: Tensor) -> list[Tensor]:
         """Return the sums of queries over no keys."""
@@ -97,10 +102,8 @@ class Softmax:
         largest = query.new_full((*query.shape[:2], 1), torch.finfo(query.dtype).min)
         return [largest, torch.zeros_like(largest), torch.zeros_like(query)]
 
-    def add(
-        self, sums: Sequence[Tensor], query: Tensor, block: Sequence[Tensor], tiles: Iterator[Tile]
-    ) -> None:
-        """Add a block, keys and values, to the sums of queries."""
+    def add(self, sums: Block, query: Tensor, block: Block, tiles: Iterator[Tile]) -> None:
+        """Add a block of keys and values to the sums of queries."""
         for tile in tiles:
             largest, total, weighted = (one[:, tile.queries] for one in sums)
             scores = tile.hide(self._scores(query, block[0], tile), -math.inf)
@@ -111,22 +114,16 @@ class Softmax:
             weighted.mul_(shrink).baddbmm_(weights, block[1][:, tile.keys])
             largest.copy_(new_largest)
 
-    def finish(self, sums: Sequence[Tensor]) -> list[Tensor]:
+    def finish(self, sums: Block) -> list[Tensor]:
         """Return the output and the logarithm of the total; 0 and -inf for a query that saw no key.
         The sums are gone."""
         largest, total, weighted = sums
         # The largest score's own term is 1: a smaller total is that of no key.
         return [weighted.div_(total.clamp_min(1)), largest + total.log()]
 
-    def save(self, grad_output: Tensor, query: Tensor, outputs: Sequence[Tensor]) -> list[Tensor]:
-        """Return what `add_gradients` needs of queries; `outputs` are those of `finish`."""
-        output, log_total = outputs
-        return [query, grad_output, log_total, (output * grad_output).sum(2, keepdim=True)]
-
     def add_gradients(
-        self, of_queries: Sequence[Tensor], block: Sequence[Tensor], tiles: Iterator[Tile],
-        grads: Sequence[Tensor],
-    ) -> None:  # fmt: skip
+        self, of_queries: Block, block: Block, tiles: Iterator[Tile], grads: Block
+    ) -> None:
         """Add the gradients of one block to those of queries, keys and values."""
         query, grad_output, log_total, subtracted = of_queries
         scale = query.shape[2] ** -0.5
@@ -158,47 +155,40 @@ class RelativeBias(NamedTuple):
     def indices(self, tile: Tile) -> list[Tensor]:
         """Return the entries of each table, [tasks or 1, queries, keys]."""
         places = torch.arange(self.times.shape[1], device=self.times.device)
-        distance = places[tile.query_places, None] - places[tile.key_places]
+        rows = slice(tile.first_query, tile.first_query + tile.queries.stop - tile.queries.start)
+        keys = slice(tile.first_key, tile.first_key + tile.keys.stop - tile.keys.start)
         # Keys after the query are hidden, whatever is added to their scores.
-        distance.clamp_(0, self.position.shape[1] - 1)
-        passed = self.times[:, tile.query_places, None] - self.times[:, None, tile.key_places]
+        distance = (places[rows, None] - places[keys]).clamp_(0, self.position.shape[1] - 1)
+        passed = self.times[:, rows, None] - self.times[:, None, keys]
         return [distance.unsqueeze(0), torch.bucketize(passed, self.edges, right=True)]
 
 
 @final
 class Pointwise:
-    """silu(q k^T + bias) v / num_keys: HSTU (arXiv 2402.17152, equation 2). No sum needs to know of
-    another, so one tensor holds all."""
+    """silu(q k^T + bias) v: HSTU (arXiv 2402.17152, equation 2). No term needs to know of another:
+    the sum is the output."""
 
-    def __init__(self, bias: RelativeBias, num_keys: int) -> None:
+    def __init__(self, bias: RelativeBias) -> None:
         self._bias = bias
-        self._num_keys = num_keys
         self.grad_tables = [torch.zeros_like(bias.position), torch.zeros_like(bias.time)]
 
     def begin(self, query: Tensor) -> list[Tensor]:
-        """Return the sums of queries over no keys."""
+        """Return the sum of queries over no keys."""
         return [torch.zeros_like(query)]
 
-    def add(
-        self, sums: Sequence[Tensor], query: Tensor, block: Sequence[Tensor], tiles: Iterator[Tile]
-    ) -> None:
-        """Add a block, keys and values, to the sums of queries."""
+    def add(self, sums: Block, query: Tensor, block: Block, tiles: Iterator[Tile]) -> None:
+        """Add a block of keys and values to the sum of queries."""
         for tile in tiles:
             weights = tile.hide(silu(self._scores(query, block[0], tile)[0], inplace=True), 0.0)
             sums[0][:, tile.queries].baddbmm_(weights, block[1][:, tile.keys])
 
-    def finish(self, sums: Sequence[Tensor]) -> list[Tensor]:
-        """Return the output; the sums are gone."""
-        return [sums[0].div_(self._num_keys)]
-
-    def save(self, grad_output: Tensor, query: Tensor, outputs: Sequence[Tensor]) -> list[Tensor]:
-        """Return what `add_gradients` needs of queries."""
-        return [query, grad_output / self._num_keys]
+    def finish(self, sums: Block) -> Block:
+        """Return the output."""
+        return sums
 
     def add_gradients(
-        self, of_queries: Sequence[Tensor], block: Sequence[Tensor], tiles: Iterator[Tile],
-        grads: Sequence[Tensor],
-    ) -> None:  # fmt: skip
+        self, of_queries: Block, block: Block, tiles: Iterator[Tile], grads: Block
+    ) -> None:
         """Add the gradients of one block to those of queries, keys, values and tables."""
         query, grad_output = of_queries
         for tile in tiles:
@@ -212,8 +202,11 @@ class Pointwise:
             tile.hide(grad_scores.mul_(slopes), 0.0)
             grads[0][:, rows].baddbmm_(grad_scores, block[0][:, keys])
             grads[1][:, keys].baddbmm_(grad_scores.mT, query[:, rows])
+            of_tasks = by_task(grad_scores, len(self._bias.times))
             for table, index in zip(self.grad_tables, indices, strict=True):
-                _add_to_table(table, index, by_task(grad_scores, len(self._bias.times)))
+                shared = of_tasks.sum_to_size(len(index), len(table), *grad_scores.shape[1:])
+                for grad, of_head in zip(table, shared.transpose(0, 1).flatten(1), strict=True):
+                    grad.index_add_(0, index.flatten(), of_head)
 
     def _scores(self, query: Tensor, key: Tensor, tile: Tile) -> tuple[Tensor, list[Tensor]]:
         """Return the scores of a tile, and the entries of the tables that are in them."""
@@ -221,9 +214,3 @@ class Pointwise:
         for table, index in zip(self._bias[:2], indices, strict=True):
             by_task(scores, len(self._bias.times)).add_(table[:, index].transpose(0, 1))
         return scores, indices
-
-
-def _add_to_table(table: Tensor, index: Tensor, grad_scores: Tensor) -> None:
-    shared = grad_scores.sum_to_size(len(index), len(table), *grad_scores.shape[2:])
-    for grad, of_head in zip(table, shared.transpose(0, 1).flatten(1), strict=True):
-        grad.index_add_(0, index.flatten(), of_head)

@@ -132,9 +132,13 @@ def test_all_ranks_encode_each_task_as_its_owner_would(world_size: int, name: st
 def encode_nothing(ranks: Ranks, length: int) -> tuple[list[int], float]:
     """One rank has a task of so many events, the other has none."""
     sharding, num_tasks = shard_sequences("both", HEADS, ranks), int(length >= 0 and not ranks.rank)
-    states = torch.zeros(num_tasks, 3, WIDTH, dtype=torch.float64)
+    states = torch.zeros(num_tasks, 3, WIDTH, dtype=torch.float64, requires_grad=ranks.rank > 0)
     lengths_T = torch.full((num_tasks,), length)
-    encoded = encode_over_ranks([*encoder("softmax")], states, lengths_T, sharding, ranks)
+    layers = encoder("softmax")
+    encoded = encode_over_ranks([*layers], states, lengths_T, sharding, ranks)
+    if length >= 0:
+        encoded.sum().backward()  # the inputs have no gradient, the layers do, on both ranks
+        assert all(one.grad is not None for one in layers[0].inputs.parameters())
     return list(encoded.shape), encoded.detach().isnan().sum().item()
 
 
