@@ -46,20 +46,21 @@ def causal_attention(
 
 def pointwise_attention(
     query: Tensor, key: Tensor, value: Tensor, length_T: Tensor, bias: RelativeBias,
-    sharding: SequenceSharding, num_keys: int,
+    sharding: SequenceSharding,
 ) -> Tensor:  # fmt: skip
-    """Return HSTU's attention, silu(q k^T + bias) v / num_keys, of this rank's places to all places
-    up to themselves, in the shape of `query`.
+    """Return HSTU's attention, silu(q k^T + bias) v, of this rank's places to all places up to
+    themselves, divided by how many those are; in the shape of `query`.
 
     Args:
         length_T: how many places of each whole sequence are events; on the host.
         bias: with the times of all places, on every rank."""
-    heads = sharding.heads
-    parts = [_all_places(one, heads) for one in (query, key, value / num_keys)]
+    heads, places, first = sharding.heads, query.shape[2], sharding.first(query.shape[2])
+    parts = [_all_places(one, heads) for one in (query, key, value)]
     tables = [one if len(one) == 1 else one.chunk(heads.size)[heads.rank] for one in bias[:2]]
     line = _Line(sharding.ring, length_T, bias)
-    attended: Tensor = _RingAttention.apply(*parts, *tables, line)
-    return _all_heads(attended, heads)
+    attended = _all_heads(_RingAttention.apply(*parts, *tables, line), heads)
+    count = torch.arange(first + 1, first + places + 1, device=query.device).to(query.dtype)
+    return attended / count.unsqueeze(1)
 
 
 def _all_places(tensor: Tensor, peers: Peers) -> Tensor:

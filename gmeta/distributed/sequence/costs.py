@@ -46,13 +46,16 @@ def attention_bytes(
 
 
 def saved_bytes(size: SliceSize, is_softmax: bool = True) -> int:
-    """Return what attention keeps for its gradient: query, key, value, of softmax also the output
-    and the logarithm of its total. The same for every kind of sharding."""
-    return 4 * size.block_bytes + size.row_bytes if is_softmax else 3 * size.block_bytes
+    """Return the bytes that attention keeps for its gradient, the same for every kind of sharding:
+    query, key, value, of softmax also the output and the logarithm of its total."""
+    if is_softmax:
+        return 4 * size.block_bytes + size.row_bytes
+    return 3 * size.block_bytes + size.places * size.number_bytes  # how many each place sees
 
 
 def target_bytes(rows: int, heads: int, width: int, ranks: int, number_bytes: int = 4) -> int:
-    """Return the bytes that a rank sends forward for target attention: whatever the length is."""
+    """Return the bytes that a rank sends forward for target attention of the rows of all tasks,
+    padded to the most that one has: whatever the length is."""
     return 2 * (ranks - 1) * -(-rows * heads // ranks) * (width + 1) * number_bytes
 
 

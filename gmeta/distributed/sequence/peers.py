@@ -1,12 +1,16 @@
 """Messages between ranks that share a sequence: AlltoAll, blocks passed along the line of ranks."""
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
 from typing import Any, final
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
+
+
+Exchange = Callable[[Tensor], Tensor]
 
 
 @final
@@ -66,48 +70,59 @@ def swap(
     received, in the order of ranks; differentiable."""
     if peers.size == 1:
         return values
-    swapped: Tensor = _Swap.apply(values, peers, send, receive)
-    return swapped
+    back = partial(_all_to_all, peers, receive, send)
+    return _communicate(values, partial(_all_to_all, peers, send, receive), back)
 
 
-class _Swap(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any, values: Tensor, peers: Peers, send: Sequence[int], receive: Sequence[int]
-    ) -> Tensor:
-        ctx.peers, ctx.counts = peers, (receive, send)
-        received = values.new_empty(sum(receive) if receive else len(values), *values.shape[1:])
-        group, contiguous = peers.group, values.contiguous()
-        dist.all_to_all_single(received, contiguous, list(receive), list(send), group=group)
-        return received
+def _all_to_all(
+    peers: Peers, send: Sequence[int], receive: Sequence[int], values: Tensor
+) -> Tensor:
+    received = values.new_empty(sum(receive) if receive else len(values), *values.shape[1:])
+    sent = values.contiguous()
+    dist.all_to_all_single(received, sent, list(receive), list(send), group=peers.group)
+    return received
 
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        return _Swap.apply(grads[0], ctx.peers, *ctx.counts), None, None, None
+
+def add_over(values: Tensor, peers: Peers) -> Tensor:
+    """Return the sum of all ranks' values, on every rank; differentiable."""
+    add = partial(_all_reduce, peers)
+    return values if peers.size == 1 else _communicate(values, add, add)
+
+
+def _all_reduce(peers: Peers, values: Tensor) -> Tensor:
+    total = values.clone(memory_format=torch.contiguous_format)
+    dist.all_reduce(total, group=peers.group)
+    return total
 
 
 def sum_before(values: Tensor, peers: Peers) -> Tensor:
     """Return the sum of the values of the ranks before this one; differentiable. Each rank sends
     one message of the size of its values, at most."""
-    if peers.size == 1:
-        return torch.zeros_like(values)
-    total: Tensor = _SumBefore.apply(values, peers, 1)
+    return _communicate(values, partial(_sum_along, peers, 1), partial(_sum_along, peers, -1))
+
+
+def _sum_along(peers: Peers, step: int, values: Tensor) -> Tensor:
+    total = torch.zeros_like(values, memory_format=torch.contiguous_format)
+    if peers.rank - step in peers:
+        wait_for(peers.exchange(receive=[(total, peers.rank - step)]))
+    if peers.rank + step in peers:
+        wait_for(peers.exchange(send=[(total + values, peers.rank + step)]))
     return total
 
 
-class _SumBefore(torch.autograd.Function):
+def _communicate(values: Tensor, there: Exchange, back: Exchange) -> Tensor:
+    """Return what comes of a linear exchange; its transpose carries the gradients back."""
+    result: Tensor = _Communicate.apply(values, there, back)
+    return result
+
+
+class _Communicate(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, values: Tensor, peers: Peers, step: int) -> Tensor:
-        ctx.peers, ctx.step = peers, step
-        total = torch.zeros_like(values, memory_format=torch.contiguous_format)
-        if peers.rank - step in peers:
-            wait_for(peers.exchange(receive=[(total, peers.rank - step)]))
-        if peers.rank + step in peers:
-            wait_for(peers.exchange(send=[(total + values, peers.rank + step)]))
-        return total
+    def forward(ctx: Any, values: Tensor, there: Exchange, back: Exchange) -> Tensor:
+        ctx.back = back
+        return there(values)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        return _SumBefore.apply(grads[0], ctx.peers, -ctx.step), None, None
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
+        return ctx.back(grads[0]), None, None

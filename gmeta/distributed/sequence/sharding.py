@@ -25,6 +25,10 @@ class SequenceSharding:
     heads: Peers
     ring: Peers
 
+    def first(self, places: int) -> int:
+        """Return the place in the whole sequence of the first in this rank's slice of so many."""
+        return self.slices.rank * places
+
 
 def split_ranks(kind: SequenceKind, num_heads: int, world_size: int) -> tuple[int, int]:
     """Return how many ranks share heads, and how many such groups share places. Raises ConfigError:

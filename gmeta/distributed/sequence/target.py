@@ -1,7 +1,5 @@
 """Attention of rows to their task's events before them, which lie in slices on several ranks: each
-attends to its own slice, and what is merged does not depend on how long the sequence is.
-
-Shape suffixes: T tasks, N rows"""
+attends to its own slice, and what is merged does not depend on how long the sequence is."""
 
 from typing import Any
 
@@ -10,36 +8,24 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from gmeta.distributed.sequence.peers import Peers
+from gmeta.distributed.sequence.peers import Peers, add_over
 from gmeta.distributed.sequence.tiles import KeyLimits, Softmax, joined, queries_with_gradient
 
 
 def target_attention(
-    query: Tensor, key: Tensor, value: Tensor, task_N: Tensor, before_N: Tensor, slices: Peers
+    query: Tensor, key: Tensor, value: Tensor, before: Tensor, slices: Peers
 ) -> Tensor:
-    """Return the softmax attention of every row, the same on all ranks: [rows, heads, width]; 0 for
-    a row without events before it. All ranks have the same rows.
+    """Return the softmax attention of every row in the shape of `query`, the same on all ranks; 0
+    for a row without events before it. All ranks have the same rows.
 
     Args:
-        query: [rows, heads, width].
+        query: [tasks, heads, rows of a task, width].
         key, value: this rank's slice, [tasks, heads, places, width]; on all ranks of equal shapes.
-        task_N: each row's place among the tasks; on the host.
-        before_N: how many of its task's events a row sees, the first ones; on the host."""
-    num_tasks, heads, _, width = key.shape
-    # Rows of a task side by side: they attend to the same keys by one product.
-    counts_T = torch.bincount(task_N, minlength=num_tasks)
-    order_N = task_N.argsort(stable=True)
-    nth_N = torch.empty_like(task_N)
-    nth_N[order_N] = torch.arange(len(task_N)) - (counts_T.cumsum(0) - counts_T)[task_N[order_N]]
-    longest = int(counts_T.max()) if len(task_N) else 0
-    limits = torch.zeros(num_tasks, longest, dtype=before_N.dtype)
-    limits[task_N, nth_N] = before_N
-    place_N = (task_N * longest + nth_N).to(query.device)
-    rows = query.new_zeros(num_tasks * longest, heads, width).index_copy(0, place_N, query)
-    of_task = rows.view(num_tasks, longest, heads, width).transpose(1, 2)
-    key_limits = KeyLimits(limits, query.device)
-    attended: Tensor = _PartialSoftmax.apply(of_task, key, value, key_limits, slices)
-    return attended.transpose(1, 2).flatten(0, 1)[place_N]
+        before: how many events of its task a row sees, the first ones, [tasks, rows]; on the host.
+    """
+    limits = KeyLimits(before, query.device)
+    attended: Tensor = _PartialSoftmax.apply(query, key, value, limits, slices)
+    return attended
 
 
 class _PartialSoftmax(torch.autograd.Function):
@@ -61,15 +47,12 @@ class _PartialSoftmax(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         query, key, value, *outputs = ctx.saved_tensors
-        limits, slices, grad_output = ctx.limits, ctx.slices, joined(grads[0])
-        if slices.size > 1:
-            # Every rank's loss may use every row.
-            grad_output = grad_output.clone()
-            dist.all_reduce(grad_output, group=slices.group)
+        # Every rank's loss may use every row.
+        grad_output = add_over(joined(grads[0]), ctx.slices)
         found = [torch.zeros_like(one) for one in (query, key, value)]
         with torch.autocast(query.device.type, enabled=False):
             of_queries = queries_with_gradient(query, grad_output, outputs)
-            tiles = limits.tiles(key, slices.rank * key.shape[1])
+            tiles = ctx.limits.tiles(key, ctx.slices.rank * key.shape[1])
             Softmax().add_gradients(of_queries, [key, value], tiles, found)
         return *(grad.view(s) for grad, s in zip(found, ctx.shapes, strict=True)), None, None
 

@@ -144,23 +144,21 @@ class Softmax:
 
 class RelativeBias(NamedTuple):
     """What HSTU adds to a score: an entry of each table, by how many places and how much time lie
-    between query and key. Beyond the last entry of `position` its last one counts; an entry of
-    `time` is the number of `edges`, in order, that the difference reaches."""
+    between query and key: the number of `edges`, in order, that the difference reaches."""
 
-    position: Tensor  # [heads or 1, distances]
-    time: Tensor  # [heads or 1, edges + 1]
+    position: Tensor  # [heads or 1, edges + 1]
+    time: Tensor  # the same
     edges: Tensor
     times: Tensor  # [tasks, places]: of the whole sequence
 
     def indices(self, tile: Tile) -> list[Tensor]:
         """Return the entries of each table, [tasks or 1, queries, keys]."""
-        places = torch.arange(self.times.shape[1], device=self.times.device)
         rows = slice(tile.first_query, tile.first_query + tile.queries.stop - tile.queries.start)
         keys = slice(tile.first_key, tile.first_key + tile.keys.stop - tile.keys.start)
+        places = torch.arange(self.times.shape[1], device=self.times.device).unsqueeze(0)
         # Keys after the query are hidden, whatever is added to their scores.
-        distance = (places[rows, None] - places[keys]).clamp_(0, self.position.shape[1] - 1)
-        passed = self.times[:, rows, None] - self.times[:, None, keys]
-        return [distance.unsqueeze(0), torch.bucketize(passed, self.edges, right=True)]
+        passed = (one[:, rows, None] - one[:, None, keys] for one in (places, self.times))
+        return [torch.bucketize(one.to(self.edges), self.edges, right=True) for one in passed]
 
 
 @final

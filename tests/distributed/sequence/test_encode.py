@@ -28,7 +28,7 @@ HEADS, WIDTH = 4, 12
 LENGTHS = [151, 90, 203, 17, 160]
 OWNERS = {1: [0] * 5, 2: [0, 0, 1, 1, 1], 4: [0, 0, 1, 1, 3]}
 KINDS: tuple[SequenceKind, ...] = ("none", "ulysses", "ring", "both")
-EDGES = torch.tensor([1, 10, 60, 300, 900])
+EDGES = torch.tensor([1.0, 10, 60, 300, 900])
 
 
 class Block(nn.Module):
@@ -40,15 +40,14 @@ class Block(nn.Module):
         self.norms = nn.ModuleList(nn.LayerNorm(WIDTH) for _ in range(2))
         self.inputs, self.output = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH)
         self.wide, self.narrow = nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH)
-        self.position = nn.Parameter(torch.randn(HEADS, 50))
+        self.position = nn.Parameter(torch.randn(HEADS, len(EDGES) + 1))
         self.time = nn.Parameter(torch.randn(1, len(EDGES) + 1))
 
     def forward(self, states: Tensor, slices: Slices) -> Tensor:
         parts = self.inputs(self.norms[0](states)).unflatten(2, (3, HEADS, -1))
         attend: Any = getattr(slices, self.name)
         if self.name == "pointwise":
-            tables = {"position": self.position, "time": self.time, "edges": EDGES}
-            attend = partial(attend, **tables, num_keys=100)
+            attend = partial(attend, position=self.position, time=self.time, edges=EDGES)
         attended = attend(*parts.permute(2, 0, 3, 1, 4))
         states = states + self.output(attended.transpose(1, 2).flatten(2))
         return states + self.narrow(gelu(self.wide(self.norms[1](states))))
