@@ -9,7 +9,6 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-
 Exchange = Callable[[Tensor], Tensor]
 
 

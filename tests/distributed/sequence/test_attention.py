@@ -1,6 +1,7 @@
 """Attention over slices against plain attention over whole sequences, in float64."""
 
 import math
+from functools import cache
 from typing import Any
 
 import pytest
@@ -121,19 +122,23 @@ def whole_from(by_rank: list[dict[str, Any]]) -> list[Tensor]:
     ]
 
 
+@cache
+def expected(heads: int, table_heads: int) -> list[Tensor]:
+    """Output and gradients of plain attention: softmax without tables."""
+    (parts, weights), bias = inputs(heads), relative_bias(table_heads)
+    leaves = [part.requires_grad_() for part in parts]
+    tables = [table.requires_grad_() for table in bias[:2]] if table_heads else []
+    output = plain_pointwise(*leaves, bias) if table_heads else plain_softmax(*leaves)
+    return with_gradients(output, weights, [*leaves, *tables])
+
+
 @pytest.mark.distributed
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_slices_attend_as_the_whole_sequence_does(case: Any, attended: Any) -> None:
     _, heads, _ = case
-    parts, weights = inputs(heads)
     for table_heads, by_rank in zip((0, 1, heads), attended[case], strict=True):
-        leaves, bias = [part.requires_grad_() for part in parts], relative_bias(table_heads)
-        tables = [table.requires_grad_() for table in bias[:2]] if table_heads else []
-        output = plain_pointwise(*leaves, bias) if table_heads else plain_softmax(*leaves)
-        expected = with_gradients(output, weights, [*leaves, *tables])
         found = whole_from(by_rank)
-        assert len(found) == len(expected)
-        for ours, plain in zip(found, expected, strict=True):
+        for ours, plain in zip(found, expected(heads, table_heads), strict=True):
             assert (ours - plain).abs().max() <= TOLERANCE
         # A task without events: nothing to see.
         assert not found[0][2].any()

@@ -79,7 +79,11 @@ def weighted(states: Tensor, lengths_T: Tensor) -> Tensor:
     return ((states * factor).sin().sum(2) * is_event).sum()
 
 
-def encode_on_rank(ranks: Ranks, name: str, kind: SequenceKind) -> dict[str, Any]:
+def encode_on_rank(ranks: Ranks, name: str, *kinds: SequenceKind) -> list[dict[str, Any]]:
+    return [encode_by(ranks, name, kind) for kind in kinds]
+
+
+def encode_by(ranks: Ranks, name: str, kind: SequenceKind) -> dict[str, Any]:
     layers, (lengths_T, states, times) = encoder(name), tasks_of(ranks.rank, ranks.world_size)
     sharding = shard_sequences(kind, HEADS, ranks)
     states.requires_grad_()
@@ -103,9 +107,9 @@ def encode_on_rank(ranks: Ranks, name: str, kind: SequenceKind) -> dict[str, Any
 @pytest.mark.parametrize("name", ["softmax", "pointwise", "linear"])
 @pytest.mark.parametrize("world_size", [1, 2, 4])
 def test_all_ranks_encode_each_task_as_its_owner_would(world_size: int, name: str) -> None:
-    (alone,) = on_ranks(1, encode_on_rank, name, "none")
-    for kind in KINDS:
-        by_rank = on_ranks(world_size, encode_on_rank, name, kind)
+    ((alone,),) = on_ranks(1, encode_on_rank, name, "none")
+    by_kind = zip(*on_ranks(world_size, encode_on_rank, name, *KINDS), strict=True)
+    for kind, by_rank in zip(KINDS, by_kind, strict=True):
         for what in ("states", "inputs"):
             assert (torch.cat([one[what] for one in by_rank]) - alone[what]).abs().max() <= 1e-10
         for index, whole in enumerate(alone["layers"]):
