@@ -23,7 +23,7 @@ def target_attention(
         key, value: this rank's slice, [tasks, heads, places, width]; on all ranks of equal shapes.
         before: how many events of its task a row sees, the first ones, [tasks, rows]; on the host.
     """
-    limits = KeyLimits(before, query.device)
+    limits = KeyLimits(before, before.to(query.device, non_blocking=True))
     attended: Tensor = _PartialSoftmax.apply(query, key, value, limits, slices)
     return attended
 

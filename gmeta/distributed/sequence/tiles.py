@@ -50,18 +50,20 @@ def joined(tensor: Tensor) -> Tensor:
 class KeyLimits:
     """How many keys each query sees, from the first of the whole sequence on: [tasks, queries]."""
 
-    def __init__(self, limits: Tensor, device: torch.device, first_query: int = 0) -> None:
+    def __init__(self, of_host: Tensor, limits: Tensor, first_query: int = 0) -> None:
         # The host's decide which tiles there are: no kernel is waited for.
-        self._of_host = limits
-        self._limits = limits.to(device, non_blocking=True).unsqueeze(2)
+        self._of_host, self._limits = of_host, limits.unsqueeze(2)
         self._first_query = first_query
 
     @classmethod
     def causal(cls, length_T: Tensor, first: int, places: int, device: torch.device) -> Self:
         """Return those of queries at places from `first` on, each of which sees itself and what was
         before it among its task's events. `length_T` is on the host."""
-        limits = torch.arange(first + 1, first + places + 1).minimum(length_T.unsqueeze(1))
-        return cls(limits, device, first)
+        of_host, limits = (
+            torch.arange(first + 1, first + places + 1, device=one.device).minimum(one.unsqueeze(1))
+            for one in (length_T, length_T.to(device, non_blocking=True))
+        )
+        return cls(of_host, limits, first)
 
     def tiles(self, key: Tensor, first_key: int) -> Iterator[Tile]:
         """Yield the tiles of a block of keys, the first of which has that place: all that any query

@@ -11,7 +11,13 @@ from torch import Tensor
 from gmeta.distributed.ranks import Ranks
 from gmeta.distributed.sequence.attention import causal_attention, pointwise_attention
 from gmeta.distributed.sequence.costs import SliceSize, attention_bytes, saved_bytes
-from gmeta.distributed.sequence.sharding import SequenceKind, shard_sequences, split_ranks
+from gmeta.distributed.sequence.peers import Peers
+from gmeta.distributed.sequence.sharding import (
+    SequenceKind,
+    SequenceSharding,
+    shard_sequences,
+    split_ranks,
+)
 from gmeta.distributed.sequence.tiles import RelativeBias
 from gmeta.errors import ConfigError
 from tests.distributed.harness import on_ranks
@@ -159,6 +165,19 @@ def test_ranks_send_and_keep_what_the_formulas_say(case: Any, attended: Any) -> 
         if sharing == 1:
             pairs = line * (line - 1) // 2
             assert sum(one["sent"][0] for one in by_rank) == pairs * 2 * size.block_bytes
+
+
+def test_inputs_of_16_bits_are_computed_in_32() -> None:
+    alone = SequenceSharding(Peers(), Peers(), Peers())
+    halves = [one.to(torch.bfloat16).requires_grad_() for one in inputs(2)[0]]
+    floats = [one.detach().float().requires_grad_() for one in halves]
+    with torch.autocast("cpu", torch.bfloat16):
+        found = causal_attention(*halves, LENGTHS, alone)
+        grads = torch.autograd.grad(found.sum(), halves)
+    expected = causal_attention(*floats, LENGTHS, alone)
+    whole = torch.autograd.grad(expected.sum(), floats)
+    for half, single in zip([found, *grads], [expected, *whole], strict=True):
+        assert torch.equal(half, single.to(torch.bfloat16))
 
 
 def test_ranks_are_split_by_heads_then_by_places() -> None:
