@@ -132,9 +132,9 @@ def test_all_ranks_encode_each_task_as_its_owner_would(world_size: int, name: st
                 assert one["sent"] == 2 * both_ways + moved
 
 
-def encode_nothing(ranks: Ranks, length: int) -> tuple[list[int], float]:
-    """One rank has a task of so many events, the other has none."""
-    sharding, num_tasks = shard_sequences("both", HEADS, ranks), int(length >= 0 and not ranks.rank)
+def encode_little(ranks: Ranks, kind: SequenceKind, length: int) -> tuple[list[int], float]:
+    """One rank has a task of so many events, none below 0; the other has none."""
+    sharding, num_tasks = shard_sequences(kind, HEADS, ranks), int(length >= 0 and not ranks.rank)
     states = torch.zeros(num_tasks, 3, WIDTH, dtype=torch.float64, requires_grad=ranks.rank > 0)
     lengths_T = torch.full((num_tasks,), length)
     layers = encoder("softmax")
@@ -146,9 +146,12 @@ def encode_nothing(ranks: Ranks, length: int) -> tuple[list[int], float]:
 
 
 @pytest.mark.distributed
-def test_ranks_without_tasks_and_tasks_without_events_are_no_special_case() -> None:
+@pytest.mark.parametrize("kind", ["ulysses", "ring"])
+def test_ranks_without_tasks_and_tasks_without_events_are_no_special_case(
+    kind: SequenceKind,
+) -> None:
     for length, num_tasks in ((-1, 0), (0, 1), (1, 1)):
-        (shape, nans), (other_shape, _) = on_ranks(2, encode_nothing, length)
+        (shape, nans), (other_shape, _) = on_ranks(2, encode_little, kind, length)
         assert (shape, nans) == ([num_tasks, 3, WIDTH], 0)
         assert other_shape == [0, 3, WIDTH]
 
