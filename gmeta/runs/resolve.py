@@ -9,17 +9,23 @@ from gmeta.distributed.ranks import Ranks, broadcast_value
 from gmeta.runs.build import estimate_label_prior, estimate_moments
 from gmeta.runs.checkpoints.run_mirror import fetch_run
 from gmeta.runs.checkpoints.selected_checkpoint import named_checkpoint
+from gmeta.runs.fitted_cost import resolve_task_cost
 from gmeta.runs.rank_agreement import OF_ONE_MACHINE, check_alike, settings_of_all
 from gmeta.runs.resolve_names import config_of_begun_run, with_names
 from metaio.format.dataset import Dataset
 
 
 def resolve(config: TrainConfig) -> TrainConfig:
-    """Return the config with its increment, label prior and judged label. Raises ConfigError,
-    UserError, FormatError: the stream lacks the increment, or is damaged."""
+    """Return the config with its increment, label prior, judged label and costs of tasks. Raises
+    ConfigError, UserError, FormatError: the stream lacks the increment, or is damaged."""
     # A caller of train() may leave some options out.
     config, dataset = with_names(with_every_option(config))
     data, run = _without_empty_splits(config.data, config.run, dataset)
+    data = replace(data, task_cost=resolve_task_cost(data, run))
+    if data.train_split in dataset.splits:
+        trained = dataset.splits[data.train_split]
+        num_tasks = data.mean_tasks_per_step(trained.num_episodes, trained.num_rows)
+        data = replace(data, tasks_per_step=num_tasks)
     config = replace(config, data=data, run=run)
     labels, inputs, split, loss = (
         config.labels, config.support_features, data.train_split, config.outer.loss,
