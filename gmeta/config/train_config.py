@@ -66,7 +66,7 @@ class DataConfig:
         0, "above 0: a step is about so many rows of whole tasks, not tasks_per_step", min=0
     )
     task_cost: str | tuple[float, ...] = key(
-        (10.0, 1.0),
+        (4.0, 1.0),
         "cost of a task and of each of its rows; ranks take slices of a step that cost alike; "
         "[1, 0]: equally many tasks; fitted: as the steps before the checkpoint took "
         "(docs/scaling.md)",
