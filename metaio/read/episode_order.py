@@ -10,7 +10,7 @@ Shape suffixes: E chosen episodes, W ranks or workers, Z blocks"""
 import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cached_property, lru_cache
+from functools import lru_cache
 
 import numpy as np
 import numpy.typing as npt
@@ -68,7 +68,8 @@ class OrderConfig:
     drop_last: bool = False
     # Above 0: a step is that many stored blocks; tasks_per_step, lanes, window_blocks are unused.
     blocks_per_step: int = 0
-    # Above 0: a step is about that many rows of whole episodes; tasks_per_step is unused.
+    # Above 0: a step is at least about that many rows of whole episodes, all steps of an epoch
+    # alike; tasks_per_step and drop_last are unused.
     rows_per_step: int = 0
 
     def __post_init__(self) -> None:
@@ -128,12 +129,12 @@ class EpisodeOrder:
         self._whole_rounds = int((self._lane_totals // self._quotas).min())
         # A step may straddle two windows of a lane.
         self._window = lru_cache(maxsize=2 * config.lanes)(self._shuffled_window)
-        self._by_rows = None
+        self._window_rows: Int64 | None = None
         if config.rows_per_step:
             assert sizes is not None
             assert sizes.num_rows_Z is not None, "rows_per_step needs the rows of blocks"
             rows_Z = sizes.num_rows_Z[self._lane_blocks[0]]
-            self._by_rows = offsets(_window_sums(rows_Z, config.window_blocks))
+            self._window_rows = offsets(_window_sums(rows_Z, config.window_blocks))
             self._row_offsets = lru_cache(maxsize=2)(self._row_offsets_of_window)
 
     @property
@@ -144,8 +145,9 @@ class EpisodeOrder:
     @property
     def num_steps(self) -> int:
         """Return the number of steps of this epoch, the same on every rank."""
-        if self._by_rows is not None:
-            return self._num_steps_by_rows
+        if self._window_rows is not None:
+            num_rows = int(self._window_rows[-1])
+            return min(num_rows, max(1, num_rows // self.config.rows_per_step))
         num_full_steps, rest = divmod(self.num_episodes, self.config.tasks_per_step)
         return num_full_steps + (rest > 0 and not self.config.drop_last)
 
@@ -177,11 +179,8 @@ class EpisodeOrder:
 
     def _lane_ranges(self, step: int) -> tuple[Int64, Int64]:
         """Return the positions [start, stop) that a step takes from each lane."""
-        if self._by_rows is not None:
-            first, stop = (
-                self._position_of_row(at * self.config.rows_per_step) for at in (step, step + 1)
-            )
-            return np.array([first]), np.array([stop])
+        if self._window_rows is not None:
+            return np.array([self._find_start(step)]), np.array([self._find_start(step + 1)])
         if step < self._whole_rounds:
             return step * self._quotas, (step + 1) * self._quotas
         first = step * self.config.tasks_per_step
@@ -207,38 +206,28 @@ class EpisodeOrder:
             selected[lane] += min(left, int(self._quotas[lane]), rest)
         return selected
 
-    # A step takes the episodes whose first row is one of its own, in the epoch's order: which they
-    # are is found from the rows of blocks, and of the episodes of one or two windows. As none
-    # counts for more than a step, none steps over one.
-    def _position_of_row(self, row: int) -> int:
-        """Return the first episode, in the epoch's order, that begins at this row or behind it."""
-        assert self._by_rows is not None
-        if row >= self._by_rows[-1]:
+    # Steps divide the epoch's rows evenly, and have the episodes that begin in their rows: which
+    # these are the rows of blocks tell, and those of the episodes of a window. As no episode counts
+    # for more than a step, none is longer than one and no step is empty.
+    def _find_start(self, step: int) -> int:
+        """Return the first episode, in the epoch's order, of a step that is counted in rows."""
+        assert self._window_rows is not None
+        row = -(-step * int(self._window_rows[-1]) // self.num_steps)
+        if row == self._window_rows[-1]:
             return self.num_episodes
-        window = int(np.searchsorted(self._by_rows, row, side="right")) - 1
-        within = int(np.searchsorted(self._row_offsets(window), row - self._by_rows[window]))
-        return int(self._window_offsets[0][window]) + within
+        window = int(np.searchsorted(self._window_rows, row, side="right")) - 1
+        within = np.searchsorted(self._row_offsets(window), row - self._window_rows[window])
+        return int(self._window_offsets[0][window] + within)
 
     def _row_offsets_of_window(self, window: int) -> Int64:
         """Return the first row of each episode of a window, in its shuffled order, and the end."""
         assert self._sizes is not None
-        parts = self._group(np.sort(self._window(0, window)))
-        read = self._sizes.rows_of([part.block for part in parts])
-        rows_E = np.minimum(np.concatenate(read), self.config.rows_per_step)
-        # The window's blocks are complete: sorted, its episodes are those of `read`.
-        place_E = np.argsort(np.argsort(self._window(0, window)))
-        return offsets(rows_E[place_E])
-
-    @cached_property
-    def _num_steps_by_rows(self) -> int:
-        assert self._by_rows is not None
-        if not self.num_episodes:
-            return 0
-        window = int(np.searchsorted(self._by_rows, self._by_rows[-1])) - 1
-        last = int(self._by_rows[window]) + int(self._row_offsets(window)[-2])
-        num_full_steps = int(self._by_rows[-1]) // self.config.rows_per_step
-        num_steps = last // self.config.rows_per_step + 1
-        return min(num_steps, num_full_steps) if self.config.drop_last else num_steps
+        episodes_E = self._window(0, window)
+        parts = self._group(np.sort(episodes_E))
+        # The window's blocks are complete: sorted, its episodes are those of all of them.
+        rows_E = np.concatenate(self._sizes.rows_of([part.block for part in parts]))
+        place_E = np.argsort(np.argsort(episodes_E))
+        return offsets(np.minimum(rows_E, self.config.rows_per_step)[place_E])
 
     def _lane_episodes(self, lane: int, start: int, stop: int) -> Int64:
         windows = self._window_offsets[lane]

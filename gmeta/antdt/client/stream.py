@@ -196,9 +196,8 @@ class UnitStream:
             number = 0
             for cost in costs_of(held):
                 # A unit belongs to the budget that holds more than half of it.
-                if left < cost / 2 and (ranges or number):
+                if left <= 0 or (left < cost / 2 and (ranges or number)):
                     left = 0.0
-                if left <= 0:
                     break
                 left -= cost
                 number += 1

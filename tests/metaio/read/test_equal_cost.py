@@ -122,8 +122,8 @@ def test_slices_of_whole_blocks_are_the_shortest(uneven: Dataset) -> None:
 def test_steps_of_rows_follow_the_definition(
     budget: int, window_blocks: int, bundle_tasks: int
 ) -> None:
-    """Episodes in the epoch's order, each in the step where its first row falls; one of more rows
-    than a step counts as a step."""
+    """Steps divide the rows evenly; an episode is in the step where its first row falls, and counts
+    for the budget where it has more rows."""
     rng = np.random.default_rng(budget)
     lengths = [5, 1, 7, 3, 0, 3, 8, 2, 6, 4]
     rows_of_block = [rng.integers(1, 60, length).astype(np.int32) for length in lengths]
@@ -131,29 +131,25 @@ def test_steps_of_rows_follow_the_definition(
     sizes = EpisodeSizes(lambda blocks: [rows_of_block[at] for at in blocks], None, most)
     by_task = OrderConfig(1, 4, window_blocks=window_blocks)
     single = EpisodeOrder(lengths, by_task, 2, bundle_tasks)
+    num_steps = max(1, int(most.sum()) // budget)
     expected: dict[int, list[tuple[int, int]]] = {}
     row = 0
     for step in range(single.num_steps):
         (part,) = single.step(step)
-        expected.setdefault(row // budget, []).append((part.block, int(part.episodes[0])))
+        expected.setdefault(row * num_steps // int(most.sum()), []).append(
+            (part.block, int(part.episodes[0]))
+        )
         row += min(int(rows_of_block[part.block][part.episodes[0]]), budget)
     by_rows = OrderConfig(1, 4, window_blocks=window_blocks, rows_per_step=budget)
     order = EpisodeOrder(lengths, by_rows, 2, bundle_tasks, sizes)
     found = [flat(order.step(step)) for step in range(order.num_steps)]
-    assert list(expected) == list(range(order.num_steps))
+    assert list(expected) == list(range(num_steps))
+    assert order.num_steps == num_steps
     assert found == [sorted(episodes) for episodes in expected.values()]
 
 
 def flat(parts: list[BlockEpisodes]) -> list[tuple[int, int]]:
     return [(part.block, int(episode)) for part in parts for episode in part.episodes]
-
-
-def test_a_last_step_of_fewer_rows_can_be_left_out(uneven: Dataset) -> None:
-    options = {"tasks_per_step": 1, "rows_per_step": 500}
-    whole = steps_of(uneven, 1, **options)
-    assert (
-        steps_of(uneven, 1, drop_last=True, **options) == whole[: sum(rows_of_split(uneven)) // 500]
-    )
 
 
 def test_rows_and_another_measure_of_a_step_are_refused() -> None:
