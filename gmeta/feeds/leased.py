@@ -13,6 +13,7 @@ import numpy as np
 
 from gmeta.access.errors import AntdtError, RefusedError
 from gmeta.antdt.client.client import ShardClient
+from gmeta.antdt.client.lease import Lease
 from gmeta.antdt.client.stream import UnitRange, UnitStream
 from gmeta.antdt.manifests.shard_manifest import MANIFEST_FILE_NAME, ShardManifest, load_manifest
 from gmeta.antdt.model import MAX_EPOCHS, MAX_SHARDS_PER_LEASE_CALL, DatasetSpec
@@ -203,7 +204,9 @@ class LeasedBatchSource(BatchSource):
     ) -> Iterator[Batch]:
         self._close_stream()
         self._replan = self._epoch_ended = False
-        self._stream = UnitStream(self.client, self._split, epoch, self._shards_ahead())
+        self._stream = UnitStream(
+            self.client, self._split, epoch, self._shards_ahead(), self._costs.prefetch
+        )
         yield from self._iterate_batches(self._stream, maker, first_step)
         self._epoch_ended = True
 
@@ -346,15 +349,19 @@ class _UnitCosts:
         self._rows = EpisodeRows(dataset, split.name)
         self._offsets = split.episode_offsets
 
+    def prefetch(self, lease: Lease) -> None:
+        """Read what the costs of these tasks take, if that takes long."""
+        self._rows.prefetch(self._blocks_of(lease.start_unit, lease.end_unit))
+
+    def _blocks_of(self, first: int, end: int) -> range:
+        last = int(np.searchsorted(self._offsets, end))
+        return range(int(np.searchsorted(self._offsets, first, side="right")) - 1, last)
+
     def of(self, units: UnitRange) -> list[float]:
         """Return the cost of each task of a range."""
-        first, end = units.first, units.first + units.number
-        blocks = range(
-            int(np.searchsorted(self._offsets, first, side="right")) - 1,
-            int(np.searchsorted(self._offsets, end)),
-        )
+        blocks = self._blocks_of(units.first, units.first + units.number)
         num_rows_E = np.concatenate(self._rows.of_blocks(blocks))
-        skipped = first - int(self._offsets[blocks.start])
+        skipped = units.first - int(self._offsets[blocks.start])
         costs_E = self.cost.of_episodes(num_rows_E[skipped : skipped + units.number])
         found: list[float] = costs_E.tolist()
         return found

@@ -41,6 +41,8 @@ class EpisodeSizes:
     cost: TaskCost | None = None
     # With rows_per_step: the rows of each block, of an episode rows_per_step at most.
     num_rows_Z: Int64 | None = None
+    # Is told which blocks come next.
+    prefetch: Callable[[Sequence[int]], object] = lambda _: None
 
     def costs_of(self, parts: Sequence[BlockEpisodes]) -> list[npt.NDArray[np.float64]]:
         """Return the cost of each episode, part by part."""
@@ -246,6 +248,8 @@ class EpisodeOrder:
     def _shuffled_window(self, lane: int, window: int) -> Int64:
         size = self.config.window_blocks
         blocks = self._lane_blocks[lane][window * size : (window + 1) * size]
+        if self._sizes is not None:
+            self._sizes.prefetch(self._lane_blocks[lane][(window + 1) * size :][:size].tolist())
         starts = self._episode_offsets[blocks]
         lengths = self._episode_offsets[blocks + 1] - starts
         episodes = ragged_indices(starts, lengths)

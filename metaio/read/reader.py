@@ -142,7 +142,9 @@ class BatchReader(_PipelineReader):
         )
         rows = EpisodeRows(dataset, split)
         num_rows_Z = rows.sums_at_most(rows_per_step) if rows_per_step else None
-        self._sizes = EpisodeSizes(rows.of_blocks, cost, num_rows_Z)
+        self._sizes: EpisodeSizes | None = None
+        if rows_per_step or (cost is not None and world_size > 1):
+            self._sizes = EpisodeSizes(rows.of_blocks, cost, num_rows_Z, rows.prefetch)
         super().__init__(
             dataset,
             threads=threads,

@@ -18,9 +18,15 @@ class ShardFeed:
     """The leases of an epoch, taken by a thread, with up to `prefetch_shards` of them ready."""
 
     def __init__(
-        self, client: ShardClient, dataset: str, epoch: int, prefetch_shards: int = 2
+        self,
+        client: ShardClient,
+        dataset: str,
+        epoch: int,
+        prefetch_shards: int = 2,
+        on_lease: Callable[[Lease], object] = lambda _: None,
     ) -> None:
-        """Begin to lease at once. Raise ValueError for a prefetch below 1."""
+        """Begin to lease at once; the thread passes each lease to `on_lease`. Raise ValueError for
+        a prefetch below 1."""
         if prefetch_shards < 1:
             raise ValueError(
                 f"prefetch_shards is {prefetch_shards}; at least 1 is needed. Use 2 to hide the "
@@ -29,6 +35,7 @@ class ShardFeed:
         self._client = client
         self._dataset = dataset
         self._epoch = epoch
+        self._on_lease = on_lease
         self.prefetch_shards = prefetch_shards  # may be changed at any time
         self._ready: deque[Lease] = deque()
         self._error: AntdtError | None = None
@@ -111,6 +118,9 @@ class ShardFeed:
         if not missing:
             return None
         answer = self._client.lease(self._dataset, self._epoch, missing)
+        if not isinstance(answer, EndOfEpoch | WaitFor):
+            for lease in answer:
+                self._on_lease(lease)
         with self._changed:
             self._end_seen = isinstance(answer, EndOfEpoch)
             self.waiting_for = answer.reason if isinstance(answer, WaitFor) else ""
@@ -151,10 +161,17 @@ def count_units(units: UnitRange) -> Sequence[float]:
 class UnitStream:
     """One epoch of one dataset, unit by unit: taken before a step, marked trained after it."""
 
-    def __init__(self, client: ShardClient, dataset: str, epoch: int, prefetch_shards: int) -> None:
-        """Begin to lease at once."""
+    def __init__(
+        self,
+        client: ShardClient,
+        dataset: str,
+        epoch: int,
+        prefetch_shards: int,
+        on_lease: Callable[[Lease], object] = lambda _: None,
+    ) -> None:
+        """Begin to lease at once; a thread passes each lease to `on_lease`."""
         self._client = client
-        self._feed = ShardFeed(client, dataset, epoch, prefetch_shards)
+        self._feed = ShardFeed(client, dataset, epoch, prefetch_shards, on_lease)
         self._held: deque[Lease] = deque()  # in the order taken; trained in part, or not yet
         self._next_unit = 0  # of the last lease in `_held`: the first one not taken
         self._put_back: deque[Lease] = deque()  # to be taken again, before any new one

@@ -1,15 +1,21 @@
 """Slices of equal cost against all slices that there are, and what a step of them holds."""
 
 import itertools
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from threading import Event
 
 import numpy as np
 import pytest
 
 from metaio import BatchReader, Dataset, FormatError, open_dataset
+from metaio.ragged import Int32
 from metaio.read.episode_order import BlockEpisodes, EpisodeOrder, EpisodeSizes, OrderConfig
+from metaio.read.episode_rows import EpisodeRows
 from metaio.read.equal_cost import TOLERANCE, TaskCost, cut_evenly
 from tests.metaio.conftest import WriteFn, make_rows
+from tests.support.waiting import PATIENCE_S
 
 COST = TaskCost(2.0, 1.0)
 
@@ -186,3 +192,51 @@ def test_a_changed_number_of_rows_is_found(write: WriteFn) -> None:
     assert str(caught.value).startswith(
         f"{file}, row group 0, column num_rows: the bytes differ from the checksum in the block "
     )
+
+
+def test_what_is_read_in_the_background_is_read_once_or_says_why_not(
+    uneven: Dataset, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As of a remote dataset: one thread reads ahead, another needs its blocks."""
+    rows, asked, began, goes_on = EpisodeRows(uneven, "train"), [], Event(), Event()
+    read = uneven.read_num_rows
+    monkeypatch.setattr(Dataset, "is_local", False)
+
+    def slow(self: Dataset, split: str, blocks: Sequence[int]) -> list[Int32]:
+        asked.append(list(blocks))
+        began.set()
+        goes_on.wait(PATIENCE_S)
+        if len(asked) == 2:
+            raise FormatError("the disk is gone")
+        return read(split, blocks)
+
+    monkeypatch.setattr(Dataset, "read_num_rows", slow)
+    with ThreadPoolExecutor(1) as pool:
+        for first in (0, 3):
+            began.clear(), goes_on.clear()
+            rows.prefetch(range(first, first + 3))
+            began.wait(PATIENCE_S)
+            needed = pool.submit(rows.of_blocks, [first + 2, first])
+            goes_on.set()
+            found = [own_E.tolist() for own_E in needed.result()]
+            assert found == [own_E.tolist() for own_E in read("train", [first + 2, first])]
+    # Of the second the read ahead failed, so whoever needed the blocks read them.
+    assert asked == [[0, 1, 2], [3, 4, 5], [5, 3]]
+
+
+def test_no_more_rows_are_held_than_allowed(
+    uneven: Dataset, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("metaio.read.episode_rows.HELD_EPISODES", 30)
+    rows, asked = EpisodeRows(uneven, "train"), []
+    read = Dataset.read_num_rows
+
+    def noted(self: Dataset, split: str, blocks: Sequence[int]) -> list[Int32]:
+        asked.extend(blocks)
+        return read(self, split, blocks)
+
+    monkeypatch.setattr(Dataset, "read_num_rows", noted)
+    num_blocks = uneven.split("train").num_blocks
+    for block in [*range(num_blocks), num_blocks - 1, 0]:
+        rows.of_blocks([block])
+    assert asked == [*range(num_blocks), 0]
