@@ -6,7 +6,7 @@ from collections.abc import Iterator
 import pytest
 
 from gmeta.antdt import DatasetSpec, LeaseLostError, ShardClient
-from gmeta.antdt.client.stream import UnitStream
+from gmeta.antdt.client.stream import UnitRange, UnitStream
 from tests.antdt.trained import trained_ranges
 from tests.support.waiting import wait_until
 
@@ -123,4 +123,35 @@ def test_a_rank_may_hold_the_small_shards_of_many_large_batches(client: ShardCli
     stream.mark_trained(6_000)
     stream.flush()
     assert client.held == []
+    stream.close()
+
+
+def test_a_budget_takes_the_units_whose_costs_come_nearest(
+    client: ShardClient, stream: UnitStream
+) -> None:
+    """Unit u costs u + 1; a unit belongs to the budget that holds more than half of it."""
+    taken: list[list[int]] = []
+
+    def costs_of(held: UnitRange) -> list[float]:
+        return [unit + 1.0 for unit in units([held])]
+
+    while step := units(stream.take_units(8.0, costs_of)):
+        taken.append(step)
+    order = [unit for step in taken for unit in step]
+    assert sorted(order) == list(range(10))
+    expected: list[list[int]] = []
+    for unit in order:
+        spent = sum(at + 1 for at in expected[-1]) if expected else 8
+        if spent >= 8 or 8 - spent < (unit + 1) / 2:
+            expected.append([])
+        expected[-1].append(unit)
+    assert taken == expected
+
+
+def test_every_lease_is_passed_on_before_its_units_are_taken(client: ShardClient) -> None:
+    leased: list[int] = []
+    stream = UnitStream(client, "d", 0, 2, lambda lease: leased.append(lease.start_unit))
+    taken = stream.take_units(10)
+    assert sorted(leased) == [0, 4, 8]
+    assert {part.first for part in taken} == set(leased)
     stream.close()
