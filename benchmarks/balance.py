@@ -59,10 +59,10 @@ CASES = (
     Case(1.5, 5_000, 64, 16, 1),
 )
 SIMULATED_STEPS, QUICK_SIMULATED_STEPS = 50, 20
-REAL = Case(1.5, 1_000, 2, 16, 1)
+REAL = Case(1.5, 1_000, 2, 8, 1)
 WORKLOAD = replace(DEMO, hidden=(512, 256))
-STEPS = 12
-TURNS_S, QUICK_TURNS_S = 120.0, 12.0  # as many turns as fit
+STEPS = 8
+TURNS_S, QUICK_TURNS_S = 120.0, 15.0  # as many turns as fit
 COUNT, COST = "equal numbers", "equal cost"
 
 
@@ -136,7 +136,7 @@ def work(
 def measure_costs(index: int, folder: str, cores: list[int]) -> None:
     """Fit the cost of a step, a task and a row to the steps of a rank alone, of many sizes."""
     one = Rank(WORKLOAD, start_on_core(cores[index], f"{folder}/one", 0, 1), FLOAT32)
-    batches = [batch for number in (4, 8, 16, 32) for batch in step_batches(one.features, number)]
+    batches = [batch for number in (2, 4, 8, 16) for batch in step_batches(one.features, number)]
     turns = [one.run(batches) for _ in range(4)][1:]
     sums = np.zeros((4, 4))
     for batch, seconds in zip(batches, zip(*(t.cpu for t in turns), strict=True), strict=True):
