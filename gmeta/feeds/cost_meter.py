@@ -10,7 +10,7 @@ import numpy.typing as npt
 from gmeta.distributed.ranks import Ranks, gather_values
 from gmeta.distributed.sharded_learner import ShardedLearner
 from gmeta.feeds.local_time import LocalClock
-from gmeta.runs.fitted_cost import COST_FILE_NAME
+from gmeta.runs.resolve import COST_FILE_NAME
 
 WARM_UP_STEPS = 10  # buffers grow, kernels are chosen
 MIN_STEPS = 100  # of all ranks: fewer say little on a busy machine

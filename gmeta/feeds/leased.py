@@ -13,7 +13,6 @@ import numpy as np
 
 from gmeta.access.errors import AntdtError, RefusedError
 from gmeta.antdt.client.client import ShardClient
-from gmeta.antdt.client.lease import Lease
 from gmeta.antdt.client.stream import UnitRange, UnitStream
 from gmeta.antdt.manifests.shard_manifest import MANIFEST_FILE_NAME, ShardManifest, load_manifest
 from gmeta.antdt.model import MAX_EPOCHS, MAX_SHARDS_PER_LEASE_CALL, DatasetSpec
@@ -204,9 +203,7 @@ class LeasedBatchSource(BatchSource):
     ) -> Iterator[Batch]:
         self._close_stream()
         self._replan = self._epoch_ended = False
-        self._stream = UnitStream(
-            self.client, self._split, epoch, self._shards_ahead(), self._costs.prefetch
-        )
+        self._stream = UnitStream(self.client, self._split, epoch, self._shards_ahead())
         yield from self._iterate_batches(self._stream, maker, first_step)
         self._epoch_ended = True
 
@@ -244,6 +241,7 @@ class LeasedBatchSource(BatchSource):
         while not stream.ended:
             began_s = time.perf_counter()
             ranges = stream.take_units(self.share * self._costs.mean, self._costs.of)
+            self._costs.prefetch(stream.leased_ahead)
             if ranges:
                 warn_at_s = began_s + WARN_AFTER_S
             else:
@@ -349,17 +347,17 @@ class _UnitCosts:
         self._rows = EpisodeRows(dataset, split.name)
         self._offsets = split.episode_offsets
 
-    def prefetch(self, lease: Lease) -> None:
-        """Read what the costs of these tasks take, if that takes long."""
-        self._rows.prefetch(self._blocks_of(lease.start_unit, lease.end_unit))
+    def prefetch(self, ranges: list[UnitRange]) -> None:
+        """Read what the costs of these tasks take in the background, if that takes long."""
+        self._rows.prefetch([block for units in ranges for block in self._blocks_of(units)])
 
-    def _blocks_of(self, first: int, end: int) -> range:
-        last = int(np.searchsorted(self._offsets, end))
-        return range(int(np.searchsorted(self._offsets, first, side="right")) - 1, last)
+    def _blocks_of(self, units: UnitRange) -> range:
+        last = int(np.searchsorted(self._offsets, units.first + units.number))
+        return range(int(np.searchsorted(self._offsets, units.first, side="right")) - 1, last)
 
     def of(self, units: UnitRange) -> list[float]:
         """Return the cost of each task of a range."""
-        blocks = self._blocks_of(units.first, units.first + units.number)
+        blocks = self._blocks_of(units)
         num_rows_E = np.concatenate(self._rows.of_blocks(blocks))
         skipped = units.first - int(self._offsets[blocks.start])
         costs_E = self.cost.of_episodes(num_rows_E[skipped : skipped + units.number])

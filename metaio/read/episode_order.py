@@ -17,7 +17,7 @@ import numpy.typing as npt
 
 from metaio.hashing import splitmix64
 from metaio.ragged import Int32, Int64, offsets, ragged_indices
-from metaio.read.equal_cost import TaskCost, cut_evenly
+from metaio.read.equal_cost import Float64, TaskCost, cut_evenly
 
 
 @dataclass(frozen=True)
@@ -44,12 +44,11 @@ class EpisodeSizes:
     # Is told which blocks come next.
     prefetch: Callable[[Sequence[int]], object] = lambda _: None
 
-    def costs_of(self, parts: Sequence[BlockEpisodes]) -> list[npt.NDArray[np.float64]]:
-        """Return the cost of each episode, part by part."""
-        assert self.cost is not None
+    def costs_of(self, parts: Sequence[BlockEpisodes], cost: TaskCost) -> Float64:
+        """Return the cost of each episode of these parts [E]."""
         read = self.rows_of([part.block for part in parts])
-        pairs = zip(read, parts, strict=True)
-        return [self.cost.of_episodes(own_E[part.episodes]) for own_E, part in pairs]
+        rows = [own_E[part.episodes] for own_E, part in zip(read, parts, strict=True)]
+        return cost.of_episodes(np.concatenate(rows))
 
 
 @dataclass(frozen=True)
@@ -163,8 +162,8 @@ class EpisodeOrder:
             first, stop = rank * size // world_size, (rank + 1) * size // world_size
             return self._group(self._slice(starts, stops, first, stop))
         episodes_E = self._slice(starts, stops, 0, size)
-        costs = self._sizes.costs_of(self._group(episodes_E))
-        cuts_W1 = cut_evenly(np.concatenate(costs), world_size)
+        costs_E = self._sizes.costs_of(self._group(episodes_E), self._sizes.cost)
+        cuts_W1 = cut_evenly(costs_E, world_size)
         return self._group(episodes_E[cuts_W1[rank] : cuts_W1[rank + 1]])
 
     def _slice(self, starts: Int64, stops: Int64, first: int, stop: int) -> Int64:
@@ -287,15 +286,8 @@ class EpisodeOrder:
 class BlockOrder:
     """The order of one split's blocks in one epoch; a rank takes a slice of each step's blocks."""
 
-    def __init__(
-        self,
-        num_episodes_Z: npt.ArrayLike,
-        config: OrderConfig,
-        epoch: int = 0,
-        sizes: EpisodeSizes | None = None,
-    ) -> None:
+    def __init__(self, num_episodes_Z: npt.ArrayLike, config: OrderConfig, epoch: int = 0) -> None:
         self.config = config
-        self._sizes = sizes
         self._num_episodes_Z = np.asarray(num_episodes_Z)
         key = _mix(config.seed, epoch)
         self._blocks = _block_order(len(self._num_episodes_Z), config.shuffle, key)
@@ -311,15 +303,10 @@ class BlockOrder:
         _check_step(step, self.num_steps)
         first = step * self.config.blocks_per_step
         blocks = self._blocks[first : first + self.config.blocks_per_step]
-        of_step = [
-            BlockEpisodes(block, np.arange(self._num_episodes_Z[block]))
-            for block in blocks.tolist()
-        ]
-        cuts = np.arange(world_size + 1) * len(blocks) // world_size
-        if self._sizes is not None and self._sizes.cost is not None and world_size > 1:
-            costs = [own_E.sum() for own_E in self._sizes.costs_of(of_step)]
-            cuts = cut_evenly(np.array(costs), world_size)
-        return of_step[cuts[rank] : cuts[rank + 1]]
+        # Equal numbers are equal costs: blocks of a split have about as many rows.
+        own = blocks[rank * len(blocks) // world_size : (rank + 1) * len(blocks) // world_size]
+        sizes = self._num_episodes_Z
+        return [BlockEpisodes(block, np.arange(sizes[block])) for block in own.tolist()]
 
 
 def make_order(
@@ -331,7 +318,7 @@ def make_order(
 ) -> EpisodeOrder | BlockOrder:
     """Return the order of episodes, or of blocks where the config counts a step in these."""
     if config.blocks_per_step:
-        return BlockOrder(num_episodes_Z, config, epoch, sizes)
+        return BlockOrder(num_episodes_Z, config, epoch)
     return EpisodeOrder(num_episodes_Z, config, epoch, bundle_tasks, sizes)
 
 

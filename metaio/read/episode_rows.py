@@ -72,7 +72,7 @@ class EpisodeRows:
             with suppress(MetaIOError, OSError):  # raised where they are needed
                 self.of_blocks(blocks)
 
-        if not self._dataset.is_local:
+        if not self._dataset.is_local and not self._reads.keys() >= set(blocks):
             threading.Thread(target=read, name="metaio-rows", daemon=True).start()
 
     def sums_at_most(self, most: int) -> Int64:

@@ -16,8 +16,7 @@ from gmeta.distributed.ranks import Ranks
 from gmeta.errors import ConfigError
 from gmeta.feeds.cost_meter import MIN_STEPS, WARM_UP_STEPS, CostMeter, fit_costs
 from gmeta.feeds.local_time import LocalClock
-from gmeta.runs.fitted_cost import COST_FILE_NAME
-from gmeta.runs.resolve import resolve
+from gmeta.runs.resolve import COST_FILE_NAME, resolve
 from gmeta.runs.run_folder import list_checkpoints
 from gmeta.training import train
 from gmeta_models import ModelConfig

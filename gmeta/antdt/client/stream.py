@@ -18,15 +18,9 @@ class ShardFeed:
     """The leases of an epoch, taken by a thread, with up to `prefetch_shards` of them ready."""
 
     def __init__(
-        self,
-        client: ShardClient,
-        dataset: str,
-        epoch: int,
-        prefetch_shards: int = 2,
-        on_lease: Callable[[Lease], object] = lambda _: None,
+        self, client: ShardClient, dataset: str, epoch: int, prefetch_shards: int = 2
     ) -> None:
-        """Begin to lease at once; the thread passes each lease to `on_lease`. Raise ValueError for
-        a prefetch below 1."""
+        """Begin to lease at once. Raise ValueError for a prefetch below 1."""
         if prefetch_shards < 1:
             raise ValueError(
                 f"prefetch_shards is {prefetch_shards}; at least 1 is needed. Use 2 to hide the "
@@ -35,7 +29,6 @@ class ShardFeed:
         self._client = client
         self._dataset = dataset
         self._epoch = epoch
-        self._on_lease = on_lease
         self.prefetch_shards = prefetch_shards  # may be changed at any time
         self._ready: deque[Lease] = deque()
         self._error: AntdtError | None = None
@@ -56,6 +49,11 @@ class ShardFeed:
         # them has seen this.
         self._raise_error()
         return self._end_seen and not self._ready
+
+    @property
+    def ready(self) -> list[Lease]:
+        """Return the leases that wait to be taken."""
+        return list(self._ready)
 
     def poll(self) -> Lease | None:
         """Return the next shard, or None, without blocking. Raise the thread's error."""
@@ -118,9 +116,6 @@ class ShardFeed:
         if not missing:
             return None
         answer = self._client.lease(self._dataset, self._epoch, missing)
-        if not isinstance(answer, EndOfEpoch | WaitFor):
-            for lease in answer:
-                self._on_lease(lease)
         with self._changed:
             self._end_seen = isinstance(answer, EndOfEpoch)
             self.waiting_for = answer.reason if isinstance(answer, WaitFor) else ""
@@ -161,17 +156,10 @@ def count_units(units: UnitRange) -> Sequence[float]:
 class UnitStream:
     """One epoch of one dataset, unit by unit: taken before a step, marked trained after it."""
 
-    def __init__(
-        self,
-        client: ShardClient,
-        dataset: str,
-        epoch: int,
-        prefetch_shards: int,
-        on_lease: Callable[[Lease], object] = lambda _: None,
-    ) -> None:
-        """Begin to lease at once; a thread passes each lease to `on_lease`."""
+    def __init__(self, client: ShardClient, dataset: str, epoch: int, prefetch_shards: int) -> None:
+        """Begin to lease at once."""
         self._client = client
-        self._feed = ShardFeed(client, dataset, epoch, prefetch_shards, on_lease)
+        self._feed = ShardFeed(client, dataset, epoch, prefetch_shards)
         self._held: deque[Lease] = deque()  # in the order taken; trained in part, or not yet
         self._next_unit = 0  # of the last lease in `_held`: the first one not taken
         self._put_back: deque[Lease] = deque()  # to be taken again, before any new one
@@ -188,6 +176,11 @@ class UnitStream:
         """Return whether every unit of the epoch, of all ranks, is in the model or was skipped."""
         self._raise_error()
         return self._feed.ended
+
+    @property
+    def leased_ahead(self) -> list[UnitRange]:
+        """Return the units that no `take_units` has come to yet."""
+        return [UnitRange(lease.start_unit, lease.num_units) for lease in self._feed.ready]
 
     @property
     def waiting_for(self) -> str:

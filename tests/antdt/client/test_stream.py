@@ -148,10 +148,11 @@ def test_a_budget_takes_the_units_whose_costs_come_nearest(
     assert taken == expected
 
 
-def test_every_lease_is_passed_on_before_its_units_are_taken(client: ShardClient) -> None:
-    leased: list[int] = []
-    stream = UnitStream(client, "d", 0, 2, lambda lease: leased.append(lease.start_unit))
-    taken = stream.take_units(10)
-    assert sorted(leased) == [0, 4, 8]
-    assert {part.first for part in taken} == set(leased)
-    stream.close()
+def test_what_is_leased_ahead_is_taken_next(stream: UnitStream) -> None:
+    (first,) = stream.take_units(1)
+    wait_until(lambda: len(stream.leased_ahead) == 2)
+    ahead = stream.leased_ahead
+    assert {first.first, *(part.first for part in ahead)} == {0, 4, 8}
+    taken = [unit for n in (9, 9) for unit in units(stream.take_units(n))]
+    assert taken[-sum(part.number for part in ahead) :] == units(ahead)
+    assert stream.leased_ahead == []

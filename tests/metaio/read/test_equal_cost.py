@@ -104,24 +104,6 @@ def test_slices_of_a_step_are_the_shortest(uneven: Dataset) -> None:
     assert gained > 4
 
 
-def test_slices_of_whole_blocks_are_the_shortest(uneven: Dataset) -> None:
-    # Blocks have equal rows: where a task costs as much as 50 of them, short tasks are costly.
-    cost = TaskCost(50.0, 1.0)
-    table = uneven.split("train").blocks
-    of_block = cost.per_task * table.num_episodes_Z + table.num_rows_Z
-    first_Z = table.num_episodes_Z.cumsum() - table.num_episodes_Z + 5000
-    at_first = {task: block for block, task in enumerate(first_Z.tolist())}
-    gained = 0
-    for step in steps_of(uneven, 3, cost=cost, tasks_per_step=1, blocks_per_step=8):
-        blocks = [[at_first[task] for task in tasks if task in at_first] for tasks in step]
-        costs = [[float(of_block[at]) for at in of_rank] for of_rank in blocks]
-        of_step, size = list(itertools.chain(*costs)), sum(map(len, costs))
-        found = max(map(sum, costs))
-        assert found <= shortest_longest(of_step, 3) * (1 + TOLERANCE)
-        gained += found < longest(of_step, (size // 3, 2 * size // 3))
-    assert gained > 1
-
-
 @pytest.mark.parametrize("bundle_tasks", [0, 4])
 @pytest.mark.parametrize("window_blocks", [1, 3, 100])
 @pytest.mark.parametrize("budget", [30, 100, 499, 10_000])
