@@ -10,7 +10,7 @@ import numpy.typing as npt
 from gmeta.distributed.ranks import Ranks, gather_values
 from gmeta.distributed.sharded_learner import ShardedLearner
 from gmeta.feeds.local_time import LocalClock
-from gmeta.runs.resolve import COST_FILE_NAME
+from gmeta.runs.run_folder import COST_FILE
 
 WARM_UP_STEPS = 10  # buffers grow, kernels are chosen
 MIN_STEPS = 100  # of all ranks: fewer say little on a busy machine
@@ -56,7 +56,7 @@ class CostMeter:
         tasks are alike. Collective."""
         sums = gather_values(self._sums, self._ranks)
         costs = None if sums is None else fit_costs(np.sum(sums, axis=0))
-        return {} if costs is None else {COST_FILE_NAME: json.dumps(costs)}
+        return {} if costs is None else {COST_FILE: json.dumps(costs)}
 
 
 def fit_costs(sums: npt.NDArray[np.float64]) -> dict[str, float] | None:

@@ -12,10 +12,8 @@ from gmeta.runs.checkpoints.run_mirror import fetch_run
 from gmeta.runs.checkpoints.selected_checkpoint import named_checkpoint
 from gmeta.runs.rank_agreement import OF_ONE_MACHINE, check_alike, settings_of_all
 from gmeta.runs.resolve_names import config_of_begun_run, with_names
-from gmeta.runs.run_folder import RunFolder, list_checkpoints
+from gmeta.runs.run_folder import COST_FILE, RunFolder, list_checkpoints
 from metaio.format.dataset import Dataset
-
-COST_FILE_NAME = "task_cost.json"  # of a checkpoint
 
 
 def resolve(config: TrainConfig) -> TrainConfig:
@@ -57,7 +55,7 @@ def _resolve_task_cost(data: DataConfig, run: RunConfig) -> tuple[float, ...] | 
     for name in ("continue_from", "start_from"):
         if not checkpoints and (named := getattr(run, name)):
             checkpoints = [named_checkpoint(f"run.{name}", named)[1]]
-    for file in (checkpoint / COST_FILE_NAME for checkpoint in checkpoints):
+    for file in (checkpoint / COST_FILE for checkpoint in checkpoints):
         if file.exists():
             costs = json.loads(file.read_text())
             return costs["per_task_ms"], costs["per_row_ms"]

@@ -16,8 +16,8 @@ from gmeta.distributed.ranks import Ranks
 from gmeta.errors import ConfigError
 from gmeta.feeds.cost_meter import MIN_STEPS, WARM_UP_STEPS, CostMeter, fit_costs
 from gmeta.feeds.local_time import LocalClock
-from gmeta.runs.resolve import COST_FILE_NAME, resolve
-from gmeta.runs.run_folder import list_checkpoints
+from gmeta.runs.resolve import resolve
+from gmeta.runs.run_folder import COST_FILE, list_checkpoints
 from gmeta.training import train
 from gmeta_models import ModelConfig
 from metaio import open_dataset
@@ -84,7 +84,7 @@ def test_each_time_belongs_to_its_step_also_if_it_comes_later_or_never(
             late = []
         spent_s += meter.finish_step(int(tasks), int(rows))
     assert spent_s > 0
-    costs = json.loads(meter.checkpoint_files()[COST_FILE_NAME])
+    costs = json.loads(meter.checkpoint_files()[COST_FILE])
     assert costs == pytest.approx({"per_step_ms": 3.0, "per_task_ms": 0.2, "per_row_ms": 0.01})
 
 
@@ -100,7 +100,7 @@ def test_the_first_steps_do_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
         seconds = ms / 1000 if number > WARM_UP_STEPS else 9.0
         clock.take = lambda of=(number, seconds): [of]
         meter.finish_step(int(tasks), int(rows))
-    costs = json.loads(meter.checkpoint_files()[COST_FILE_NAME])
+    costs = json.loads(meter.checkpoint_files()[COST_FILE])
     assert costs == pytest.approx({"per_step_ms": 3.0, "per_task_ms": 0.2, "per_row_ms": 0.01})
 
 
@@ -136,14 +136,14 @@ def test_a_fitted_run_cuts_as_the_steps_before_its_checkpoint_took(
     assert resolve(config("one")).data.task_cost == DataConfig.task_cost
     on_ranks(2, run_on_rank, config("one"))
     (newest,) = list_checkpoints(tmp_path / "one" / "checkpoints")[-1:]
-    costs = json.loads((newest / COST_FILE_NAME).read_text())
+    costs = json.loads((newest / COST_FILE).read_text())
     assert set(costs) == {"per_step_ms", "per_task_ms", "per_row_ms"}
     fitted = costs["per_task_ms"], costs["per_row_ms"]
     assert max(fitted) > 0
     for later in (config("one"), config("two", start_from=str(tmp_path / "one"))):
         assert resolve(later).data.task_cost == fitted
     # A file of a checkpoint without one says nothing.
-    (newest / COST_FILE_NAME).unlink()
+    (newest / COST_FILE).unlink()
     assert resolve(config("one")).data.task_cost == DataConfig.task_cost
 
 
