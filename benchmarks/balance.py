@@ -26,7 +26,7 @@ from _common import available_cores, environment, finish, make_parser, print_tab
 from _synthetic import random_batch
 from scaling import DEMO, FLOAT32, Rank, Turn, compacted, start_on_core
 
-from gmeta.distributed.ranks import barrier, broadcast_value
+from gmeta.distributed.ranks import barrier, broadcast_value, stop_ranks
 from gmeta.feeds.cost_meter import MIN_STEPS, fit_costs
 from metaio import open_dataset
 from metaio.read.episode_order import EpisodeOrder, EpisodeSizes, OrderConfig
@@ -134,9 +134,9 @@ def work(
     os._exit(0)
 
 
-def measure_costs(index: int, folder: str, cores: list[int]) -> None:
-    """Fit the cost of a step, a task and a row to the steps of a rank alone, of many sizes."""
-    one = Rank(WORKLOAD, start_on_core(cores[index], f"{folder}/one", 0, 1), FLOAT32)
+def measure_costs(folder: str, core: int) -> dict[str, float]:
+    """Fit the cost of a step, a task and a row to the steps of this process, of many sizes."""
+    one = Rank(WORKLOAD, start_on_core(core, f"{folder}/one", 0, 1), FLOAT32)
     batches = [batch for number in (4, 8, 16, 32) for batch in step_batches(one.features, number)]
     turns = [one.run(batches) for _ in range(4)][1:]
     sums = np.zeros((4, 4))
@@ -145,16 +145,16 @@ def measure_costs(index: int, folder: str, cores: list[int]) -> None:
         sums += np.outer(of_step, of_step)
     # A fit wants more steps than these, which are quieter than a job's.
     costs = fit_costs(sums * MIN_STEPS / len(batches))
-    Path(folder, "costs.pickle").write_bytes(pickle.dumps(costs))
-    os._exit(0)
+    assert costs is not None, "steps of many sizes tell what they cost"
+    stop_ranks()
+    return costs
 
 
 def measure_ranks(turns_s: float) -> dict[str, Any]:
     """Both ways to cut, on two real ranks."""
     cores = available_cores()[:2]
     with tempfile.TemporaryDirectory() as folder:
-        mp.spawn(measure_costs, (folder, cores), nprocs=1)
-        costs = pickle.loads(Path(folder, "costs.pickle").read_bytes())
+        costs = measure_costs(folder, cores[0])
         mp.spawn(work, (folder, cores, costs, turns_s), nprocs=2)
         ranks = [pickle.loads(Path(folder, f"{at}.pickle").read_bytes()) for at in range(2)]
         lengths_ms = measure_lengths_ms(folder)
