@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
+from weakref import WeakKeyDictionary
 
 import numpy as np
 
@@ -25,7 +26,18 @@ class Catalogue:
 
     @classmethod
     def of(cls, dataset: Dataset, columns: EventColumns) -> Catalogue:
-        """Return the items of all rows of a dataset, but for those without a row of their own."""
+        """Return the items of all rows of a dataset, but for those without a row of their own. Of
+        items without attributes the vocabulary tells; else all rows are read, once a dataset."""
+        name = dataset.features.single[columns.target[0]].table
+        if len(columns.target) == 1 and name in dataset.manifest.vocabularies:
+            values = next(one.num_rows for one in dataset.features.tables if one.name == name)
+            return cls(np.arange(1, values).reshape(-1, 1))
+        if dataset not in _CATALOGUES:
+            _CATALOGUES[dataset] = cls._read(dataset, columns)
+        return _CATALOGUES[dataset]
+
+    @classmethod
+    def _read(cls, dataset: Dataset, columns: EventColumns) -> Catalogue:
         parts = [np.zeros((0, len(columns.target)), np.int64)]
         for split in dataset.splits:
             for index in range(dataset.split(split).num_blocks):
@@ -44,3 +56,7 @@ class Catalogue:
             return np.full(len(item_N), -1)
         place_N = np.minimum(np.searchsorted(ids, item_N), len(ids) - 1)
         return np.where(ids[place_N] == item_N, place_N, -1)
+
+
+# Every validation asks for it, with one encoder of events a process.
+_CATALOGUES: WeakKeyDictionary[Dataset, Catalogue] = WeakKeyDictionary()
