@@ -27,6 +27,7 @@ from metaio.stream.chain import open_stream
 from tests.pipeline.days import write_loop
 from tests.pipeline.following import loop_of
 from tests.support.commands import gmeta
+from tests.support.page_outline import outline_page
 from tests.support.refusals import catch_message
 
 
@@ -50,6 +51,18 @@ def test_the_page_shows_every_increment_with_its_version(followed: Path) -> None
         "Ids that came (up) and went (down)", "Bytes shipped", "Where the time goes",
     ]  # fmt: skip
     assert page.count("<svg role") == len(titles)
+    outline = outline_page(page)
+    assert outline.verdicts == ["good"]
+    assert outline.tiles == [
+        *("served version", "promoted", "knows events up to", "partitions waiting")
+    ]
+    hero, _, gate, *_, shipped, times = outline.pictures
+    axes = ("end of the increment (UTC)", "AUC", "(higher is better)")
+    # Two lines, the second of one point; both increments were promoted.
+    assert (hero.words, hero.num_marks) == ((*axes, "continued", "frozen", "promoted"), 4)
+    assert gate.words[-2:] == ("candidate", "champion")
+    assert shipped.words == ("increment", "bytes", "whole model", "full")
+    assert times.words == ("increment", "seconds", "prepare", "train", "deliver")
     assert page.count("promoted") >= 4  # verdicts and moves of the pointer
     # Every colour goes by the reader's choice of light or dark.
     assert not re.findall("(?:fill|stroke): ?#[0-9a-f]{6}", page)

@@ -33,6 +33,7 @@ from gmeta.tuning.study import (
     import_optuna,
 )
 from gmeta.tuning.study_page import measure_limits, render_study
+from tests.support.page_outline import PageOutline, Picture, outline_page
 from tests.support.refusals import catch_message
 
 SPACE = (
@@ -299,6 +300,21 @@ def test_the_better_side_is_told_with_what_it_gains(tmp_path: Path, loss: str) -
     page = render_study("<tune>", sides, None, "valid", decides)
     assert page.count('<svg role="img"') == 3
     assert "<tune>" not in page
+    tried = ("inner_lr", "name", "score", "maml", "metasgd")
+    assert outline_page(page) == PageOutline(
+        verdicts=[""],
+        tiles=[],
+        headings=["adapted against plain", "What was tried"],
+        legends=[["adapted", "plain"]],
+        pictures=[
+            # Three trials and a line of each side.
+            Picture(
+                "auc, higher is better" if loss == "bce" else "mae, lower is better", ("trial",), 8
+            ),
+            *(Picture(f"{side}, # whole trials", tried, 3) for side in ("adapted", "plain")),
+        ],
+        folds=[],
+    )
     ranked = [sign * score for score in (1.62, 1.5, -1e20)]
     assert measure_limits(ranked) == (ranked[0], ranked[1])
     assert [SPACE[0].place(0.001), SPACE[1].place("metasgd")] == [0.0, 1.0]
