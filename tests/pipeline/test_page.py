@@ -206,6 +206,12 @@ def test_a_stream_without_an_increment_has_a_page(tmp_path: Path) -> None:
     assert status == PipelineStatus()
     page = render_page(draw_stream(loop), status)
     assert "No increment yet." in page
+    assert (outline_page(page).verdicts, outline_page(page).pictures) == ([""], [])
+    # Stale: what serves is older than follow.fresh_s allows.
+    stale = replace(status, event_end_s=time.time() - 7_201, fresh_s=3_600)
+    page = render_page(draw_stream(loop), stale)
+    assert outline_page(page).verdicts == ["bad"]
+    assert "Look at this: the served model knows nothing of the last 2.0 h" in page
     metrics = PipelineMetrics(loop)
     metrics.refresh()
     age = metrics.registry.get_sample_value("gmeta_follow_event_age_seconds")

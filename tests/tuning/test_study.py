@@ -320,6 +320,15 @@ def test_the_better_side_is_told_with_what_it_gains(tmp_path: Path, loss: str) -
     assert [SPACE[0].place(0.001), SPACE[1].place("metasgd")] == [0.0, 1.0]
 
 
+def test_a_study_of_one_trial_has_a_page(tmp_path: Path) -> None:
+    study = opened(tmp_path)
+    played(study, 0.6)
+    side = TunedSide("adapted", study, SPACE, tmp_path / "best.toml")
+    decides = make_early_stop(config_from_dict({"outer": {"loss": "bce"}}))
+    page = render_study("one", [side], None, "valid", decides)
+    assert [picture.num_marks for picture in outline_page(page).pictures] == [2, 1]
+
+
 def test_a_study_that_an_older_release_began_goes_on(tmp_path: Path) -> None:
     opened(tmp_path)
     path = tmp_path / "study.json"

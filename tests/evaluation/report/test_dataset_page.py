@@ -2,6 +2,7 @@
 
 from pathlib import Path
 
+from gmeta.evaluation.report.dataset_page import render_dataset
 from metaio import Provenance, open_dataset, write_dataset
 from metaio.format.inspection import summarise
 from tests.metaio.conftest import FEATURES, make_rows
@@ -40,3 +41,12 @@ def test_the_page_has_each_split_and_table(tmp_path: Path) -> None:
         folds=[],
     )
     assert "http://" not in page.replace("http://www.w3.org", "")
+
+
+def test_a_dataset_of_an_empty_split_has_a_page(tmp_path: Path) -> None:
+    with write_dataset(str(tmp_path / "data"), FEATURES, Provenance("user", "click")) as writer:
+        writer.split("train").write(make_rows(0, 0))
+    dataset = open_dataset(str(tmp_path / "data"))
+    outline = outline_page(render_dataset(dataset, summarise(dataset)))
+    assert outline.tiles == ["episodes of train"]
+    assert [picture.caption for picture in outline.pictures] == ["Ids in use"]
