@@ -297,9 +297,10 @@ def test_the_better_side_is_told_with_what_it_gains(tmp_path: Path, loss: str) -
         f"0.1500 better than the config as it was ({minus}1.5000)"
     )
     assert ", level with boosted trees" in choose_side(sides, sign * 1.65, "valid", decides)[1]
-    page = render_study("<tune>", sides, None, "valid", decides)
+    page = render_study("to train: gmeta train best.toml   <tune>", sides, None, "valid", decides)
     assert page.count('<svg role="img"') == 3
     assert "<tune>" not in page
+    assert "Next: <code>gmeta train best.toml</code>" in page
     tried = ("inner_lr", "name", "score", "maml", "metasgd")
     assert outline_page(page) == PageOutline(
         verdicts=[""],
