@@ -33,12 +33,6 @@ SCHEMA: dict[str, Any] = {
 }
 
 
-@pytest.fixture(autouse=True)
-def _wide_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
-    """One that folds no line."""
-    monkeypatch.setenv("COLUMNS", "400")
-
-
 @pytest.fixture
 def model(tmp_path: Path) -> Path:
     write_random_model(tmp_path / "model", table_format="int8")

@@ -29,12 +29,6 @@ from tests.support.commands import SMALL_MODEL, gmeta, succeed, write_config
 from tests.support.refusals import catch_message
 
 
-@pytest.fixture(autouse=True)
-def _wide_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
-    """One that folds no line."""
-    monkeypatch.setenv("COLUMNS", "400")
-
-
 @pytest.fixture(scope="module")
 def trained_once(tmp_path_factory: pytest.TempPathFactory, click_logs: Path) -> Path:
     """A run of 8 steps with checkpoints of steps 4 and 8."""

@@ -50,7 +50,7 @@ def test_damage_lists_every_broken_file_once(write: WriteFn) -> None:
 
 
 def run(*arguments: str) -> tuple[int, str]:
-    result = CliRunner().invoke(app, list(arguments), env={"COLUMNS": "400"})
+    result = CliRunner().invoke(app, list(arguments))
     mistake = result.exception is not None and not isinstance(result.exception, SystemExit)
     return result.exit_code, str(result.exception) if mistake else result.output
 
