@@ -122,6 +122,8 @@ def test_the_page_tells_what_the_job_does(tmp_path: Path) -> None:
             service.wait_until_serving()
             browser.wait_for("#link", "live")
             ended(browser, service)
+            assert browser.text("#workers tbody").count("done") == 4
+            assert browser.text("#decisions") == "none since this service began"
     finally:
         service.kill()
 
