@@ -33,6 +33,10 @@ def render_dataset(dataset: Dataset, summaries: Sequence[SplitSummary]) -> str:
         )
         for one in summaries
     ]
+    # What [episodes] longer and the other rules cut; a synthetic dataset reports nothing.
+    for name, count in dataset.manifest.report.get("dropped", {}).items():
+        if count:
+            tiles.append((f"{count:,}", name.replace("_", " "), "left out by gmeta prepare", ""))
     sizes = [
         Panel(
             one.name,
