@@ -41,6 +41,10 @@ _NOT_READ = (pa.ArrowException, TypeError, ValueError, OverflowError)
 class ColumnEncoder(Protocol):
     """Turns a record batch of the columns `names(...)` into ids."""
 
+    @property
+    def lists(self) -> list[str]:
+        """Return the column of each multi-id feature."""
+
     def names(self, with_label: bool) -> list[str]:
         """Return the columns that `encode` reads, without the task column."""
 
@@ -68,6 +72,11 @@ class RawColumnEncoder:
             **{c.column: pa.list_(pa.int64()) for c in schema.multi if c.separator is None},
         }
 
+    @property
+    def lists(self) -> list[str]:
+        """Return the raw column of each multi-id feature."""
+        return [column.column for column in self._schema.multi]
+
     def names(self, with_label: bool) -> list[str]:
         """Return the raw columns that the schema encodes."""
         schema = self._schema
@@ -93,6 +102,11 @@ class IdColumnEncoder:
         self._columns = columns
         self._features = features
         self._num_rows = {table.name: table.num_rows for table in features.tables}
+
+    @property
+    def lists(self) -> list[str]:
+        """Return the multi-id features' own names."""
+        return [feature.name for feature in self._features.multi]
 
     def names(self, with_label: bool) -> list[str]:
         """Return the columns by the features' own names."""

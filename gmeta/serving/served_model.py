@@ -5,13 +5,14 @@ Shape suffixes: T tasks, N rows, F single-id or pooled features, M multi-id feat
 dense columns, B tables, U unique ids, D embedding width, P task-row pairs, O outputs, J parts of a
 gate, E chosen episodes"""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, NoReturn, TypeVar
 
 import numpy as np
+import numpy.typing as npt
 import pyarrow as pa
 import torch
 from torch import Tensor
@@ -24,7 +25,14 @@ from gmeta.errors import UserError
 from gmeta.platform.files.tensor_files import MappedFiles
 from gmeta.platform.threads import ThreadChoice, make_compute_lock, work_to_predict
 from gmeta.serving.device import HOST, on_the_cpu
-from gmeta.serving.encoded_rows import EncodedColumns, empty_rows, join_rows, split_rows
+from gmeta.serving.encoded_rows import (
+    EncodedColumns,
+    copy_shared_lists,
+    empty_rows,
+    find_shared_bags,
+    join_rows,
+    split_rows,
+)
 from gmeta.serving.episodes import task_batch
 from gmeta.serving.exported_folder import ExportedConfig
 from gmeta.serving.finite_values import (
@@ -88,6 +96,10 @@ class ServedModel:
         self._device = device
         self._inner = learner.general_loop
         self._statistics = learner.statistics
+        # Statistics of lists go by the batch, in which each row then needs its own.
+        items = learner.items
+        of_items = items is not None and items.reads_lists
+        self._reads_lists_by_row = of_items or bool(learner.statistics.multi_columns)
         self.tables = tables
         self.files = files  # of the tables and neighbours
         self._encoder = encoder
@@ -99,6 +111,10 @@ class ServedModel:
         self._threads: ThreadChoice | None = None  # None: as many as torch has
         # Adapted layers act through hooks on the one model that all tasks share.
         self._lock = make_compute_lock()
+
+    def mark_lists(self, names: Collection[str]) -> npt.NDArray[np.bool_]:
+        """Return which multi-id features [M] are read from columns of these names."""
+        return np.array([name in names for name in self._encoder.lists], np.bool_)
 
     def refusal(self, support_rows: int, who: str = "a task") -> str | None:
         """Return why `who`, with `support_rows` rows, cannot be adapted to; None if it can."""
@@ -271,10 +287,18 @@ class ServedModel:
 
     @on_the_cpu
     def predict_adapted(
-        self, tasks: AdaptedTensors, rows: EncodedColumns, lengths: Sequence[int]
+        self,
+        tasks: AdaptedTensors,
+        rows: EncodedColumns,
+        lengths: Sequence[int],
+        shared_TM: npt.NDArray[np.bool_] | None = None,
     ) -> Tensor:
-        """Return probabilities (bce) or ratings [N] of the rows of these tasks, in their order."""
+        """Return probabilities (bce) or ratings [N] of the rows of these tasks, in their order. A
+        task's rows have the list of its first row in the features that `shared_TM` marks."""
         adapts_rows = tasks.key_P.numel() > 0
+        bag_NM = None if shared_TM is None else find_shared_bags(lengths, shared_TM)
+        if bag_NM is not None and self._reads_lists_by_row:
+            rows, bag_NM = copy_shared_lists(rows, bag_NM), None
         with self._exclusive(), torch.no_grad():
             batch = self._as_query(tasks, rows, lengths)
             batch, fetched_row_P, num_rows = with_row_copies(batch, adapts_rows)
@@ -291,6 +315,8 @@ class ServedModel:
                 is_known_P = known_K[place_P] == key_P
                 rows_PD[is_known_P] = tasks.rows_PD[place_P[is_known_P]]
             side = make_full_side(batch, constant=True, num_rows=num_rows)
+            if bag_NM is not None:
+                side = replace(side, bag_NM=torch.from_numpy(bag_NM))
             layers = tuple(tasks.changes.values()), tuple(tasks.gates_TJO.values())
             query, rows_PD, changes, gates = self._to_device((side, rows_PD, *layers))
             adapted = self._inner.restore_adapted(

@@ -36,6 +36,7 @@ class Side:
     longest_M: tuple[int, ...]  # of each multi-id feature, the longest bag
     # Of each label in its row's loss: objectives.label_weights.
     weight: Tensor | None = None
+    bag_NM: Tensor | None = None  # see RowInputs
 
     def inputs(self, rows_PD: Tensor) -> RowInputs:
         """Return what the model sees when the embedding rows have these values."""
@@ -47,6 +48,7 @@ class Side:
             num_multi=len(self.longest_M),
             dense_NK=self.dense_NK.to(rows_PD.dtype),
             longest_M=self.longest_M,
+            bag_NM=self.bag_NM,
         )
 
 

@@ -8,14 +8,15 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-import pyarrow as pa
 from pydantic_core import from_json
 
 from gmeta.serving.outputs import PREDICTION, Output
-from gmeta.serving.server.input_columns import ModelColumns, to_tables
+from gmeta.serving.server.input_columns import ModelColumns
 from gmeta.serving.server.request_errors import RequestError, abbreviate, bad_request
+from gmeta.serving.server.request_rows import RequestRows, to_rows
 from gmeta.serving.server.server_limits import RequestLimits
 from gmeta.serving.server.tensors import (
+    TASK_LENGTHS,
     Tensor,
     check_head,
     raw_bytes,
@@ -37,8 +38,8 @@ PLATFORM = "gmeta_export"
 class InferenceRequest:
     """What a request asks for: rows to adapt by, a task key, query rows; any may be missing."""
 
-    support: pa.Table | None
-    query: pa.Table | None
+    support: RequestRows | None
+    query: RequestRows | None
     task_key: str | None = None
     # What is computed, each for all labels; the answer has only `wanted_outputs` of them.
     outputs: tuple[str, ...] = (PREDICTION,)
@@ -50,7 +51,13 @@ class InferenceRequest:
     @property
     def num_rows(self) -> int:
         """Count the rows of both sides."""
-        return sum(side.num_rows for side in (self.support, self.query) if side is not None)
+        return sum(side.table.num_rows for side in (self.support, self.query) if side is not None)
+
+    @property
+    def num_tasks(self) -> int:
+        """Count the tasks."""
+        sides = (self.support, self.query)
+        return next(len(side.lengths_T) for side in sides if side is not None)
 
 
 @dataclass(frozen=True)
@@ -111,8 +118,8 @@ def make_inference(
             f"id has {len(request_id)} characters; at most {MAX_ID_CHARS} are allowed"
         )
     # Checked before rows are made: rows of empty lists cost a caller nothing, but memory here.
-    _check_rows(max((one.shape[0] for one in tensors if len(one.shape) == 2), default=0), limits)
-    support, query = to_tables(columns, tensors)
+    limits.check_rows(max((one.shape[0] for one in tensors if len(one.shape) == 2), default=0))
+    support, query = to_rows(columns, tensors, limits, shares_lists=True)
     if query is None and (support is None or key is None):
         raise bad_request(
             "the request has no rows to predict: send the model's columns as inputs; or support "
@@ -122,17 +129,13 @@ def make_inference(
     wanted = named or columns.default_outputs
     computed = tuple(dict.fromkeys(output.kind for output in wanted))
     inference = InferenceRequest(support, query, key, computed, wanted, request_id, binary)
-    _check_rows(inference.num_rows, limits)
-    return inference
-
-
-def _check_rows(num_rows: int, limits: RequestLimits) -> None:
-    if num_rows > limits.rows:
-        raise RequestError(
-            413,
-            f"the request has {num_rows} rows of both sides; at most {limits.rows} are "
-            "allowed. Split it, or start the server with a higher --max-rows",
+    limits.check_rows(inference.num_rows)
+    if key is not None and inference.num_tasks != 1:
+        raise bad_request(
+            f"{TASK_LENGTHS} is of {inference.num_tasks} tasks, and parameter {TASK_KEY} of one. "
+            "Leave the key out, or send a request for each task"
         )
+    return inference
 
 
 def parse_http(

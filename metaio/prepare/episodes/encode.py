@@ -210,6 +210,9 @@ class Encoder:
             ids = np.zeros(len(column), dtype=np.int64)
             ids[known] = self._encode_ids(rule, column.drop_null())
             return ids
+        if pa.types.is_dictionary(column.type) and len(column.dictionary) <= len(column):
+            # Each value is looked up once, however many rows have it.
+            return self._encode_ids(rule, column.dictionary)[to_int64(column.indices)]
         # Row 0 is for unknown values, so values share num_rows - 1 rows. The bias of the remainder
         # is below num_rows / 2^64.
         if rule.hash is not None:
