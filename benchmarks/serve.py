@@ -7,7 +7,8 @@ answers single calls too, then calls at 60 % of the most that it answered in tha
 callers, each at a steady pace (as wrk2 does it), and at random times, however many are under way.
 Beside both stands the least that they could be (_latency.py). Figures are medians over rounds,
 rates by the clock and by the servers' CPU time. Then, with the demo's model, 20 newer versions
-under load. At last one caller with 500 candidates of one user (_candidates.py)."""
+under load. At last one caller with 500 candidates of one user, and with states in its requests
+(_candidates.py)."""
 
 import asyncio
 import json

@@ -8,8 +8,8 @@ gate, E chosen episodes"""
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
-from functools import partial
-from typing import TYPE_CHECKING, NoReturn, TypeVar
+from functools import cached_property, partial
+from typing import TYPE_CHECKING, NoReturn, TypeVar, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -48,7 +48,7 @@ from gmeta.serving.row_encoders import (
     check_task_kinds,
     select_columns,
 )
-from gmeta.serving.state_bytes import StateShape, from_bytes, to_bytes
+from gmeta.serving.state_bytes import StateShape, from_bytes, is_renewable, pack_rows, to_bytes
 from gmeta.serving.stored_tables import StoredTable, fetch_UD
 from gmeta.serving.task_matching import TaskPredictions, predict_tasks
 from gmeta.serving.task_states import AdaptedTensors, TaskState, split_tasks, stack_tasks
@@ -150,12 +150,38 @@ class ServedModel:
                 f"support holds rows of {num_tasks} tasks: adapt takes those of 1. "
                 "Call predict_tasks for many tasks at once"
             )
-        return AdaptedTask(self, *self.adapt_encoded(rows, [rows.num_rows]))
+        return AdaptedTask(self, self.adapt_encoded(rows, [rows.num_rows])[0], rows)
 
     def task(self, state: bytes) -> "AdaptedTask":
-        """Return the task of what `AdaptedTask.state()` of this export returned, bit for bit."""
+        """Return the task of what `AdaptedTask.state()` of this export returned, bit for bit; of a
+        state of another version that carries its support rows, the task adapted anew by them."""
+        found = self.read_state(state)
+        if isinstance(found, TaskState):
+            return AdaptedTask(self, found, content=bytes(state))
+        return AdaptedTask(self, self.adapt_encoded(found, [found.num_rows])[0], found)
+
+    def read_support(self, state: bytes) -> EncodedColumns:
+        """Return the support rows that a state of any version carries."""
+        return cast(EncodedColumns, self.read_state(state, renews=True))
+
+    def read_state(self, state: object, renews: bool = False) -> TaskState | EncodedColumns:
+        """Return the state in these bytes; of another version's, or if it `renews` any, the support
+        rows to adapt by."""
+        of_model = self.checksum, self._state_shape, self._encoder.translation
+        found = from_bytes(state, *of_model, renews)
+        if isinstance(found, EncodedColumns):
+            self._check_labels(found)
+        return found
+
+    def write_state(self, state: TaskState, support: EncodedColumns | None) -> bytes:
+        """Return a state as bytes, which carry the support rows if there are any."""
+        renewal = b"" if support is None else pack_rows(support, self._encoder.translation)
+        return to_bytes(state, self.checksum, renewal)
+
+    @cached_property
+    def _state_shape(self) -> StateShape:
         layers = row_layers(self.learner.model).items()
-        shape = StateShape(
+        return StateShape(
             layers={name: (layer.in_features, layer.out_features) for name, layer in layers},
             gates_1JO=self.unadapted.gates_1JO,
             width=self.config.model.embedding_dim,
@@ -163,7 +189,6 @@ class ServedModel:
             features=self.config.features,
             keeps_support=self._statistics.width > 0,
         )
-        return AdaptedTask(self, from_bytes(state, self.checksum, shape))
 
     @on_the_cpu
     def predict(self, rows: object) -> Tensor:
@@ -411,10 +436,13 @@ class ServedModel:
         batch = select_columns(as_table(rows, what), names, [columns.task], what)
         encoded = self._encoder.encode(batch, with_label)
         if with_label:
-            may_lack = bool(self.config.features.labels)
-            known = self.config.losses, may_lack, self.config.label_range
-            check_labels(encoded.label_N, columns.label, *known)
+            self._check_labels(encoded)
         return encoded
+
+    def _check_labels(self, rows: EncodedColumns) -> None:
+        may_lack = bool(self.config.features.labels)
+        known = self.config.losses, may_lack, self.config.label_range
+        check_labels(rows.label_N, self.config.columns.label, *known)
 
 
 def _task_of_copies(batch: TaskBatch, num_rows: int) -> Tensor:
@@ -430,9 +458,17 @@ def _task_of_copies(batch: TaskBatch, num_rows: int) -> Tensor:
 class AdaptedTask:
     """A model adapted to one task: the change of each layer and the rows that its support uses."""
 
-    def __init__(self, model: ServedModel, state: TaskState) -> None:
+    def __init__(
+        self,
+        model: ServedModel,
+        state: TaskState,
+        support: EncodedColumns | None = None,
+        content: bytes = b"",
+    ) -> None:
         self._model = model
         self._state = state
+        self._support = support  # that it adapted by in this process
+        self._content = content  # that it was read from
 
     def __reduce__(self) -> NoReturn:
         # A copy would adapt layers of its own, which no model runs through.
@@ -441,10 +477,27 @@ class AdaptedTask:
             "of this process. Send its state() instead, and call task(state) of the model there"
         )
 
-    def state(self) -> bytes:
-        """Return the task as bytes, which `ServedModel.task` of the same export takes anywhere."""
-        # No support rows are in them unless the model takes statistics of these.
-        return to_bytes(self._state, self._model.checksum)
+    @property
+    def is_current(self) -> bool:
+        """Return whether the bytes that it was read from are of this export; else keep `state()`
+        in their place."""
+        return bool(self._content)
+
+    def state(self, with_support: bool = False) -> bytes:
+        """Return the task as bytes, which `ServedModel.task` of the same export takes anywhere;
+        `with_support` they carry the support rows, and other versions renew them. Raises UserError
+        for a task read from a state that carries none."""
+        if not with_support:
+            # No support rows are in them unless the model takes statistics of these.
+            return self._model.write_state(self._state, None)
+        if self._support is not None:
+            return self._model.write_state(self._state, self._support)
+        if is_renewable(self._content):
+            return self._content
+        raise UserError(
+            "the task was read from a state that carries no support rows. Adapt it by its rows, "
+            "or leave out with_support"
+        )
 
     def predict(self, rows: object) -> Tensor:
         """Return probabilities (bce) or ratings [N] of rows of the task, [N, labels] of several."""

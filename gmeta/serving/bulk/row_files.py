@@ -48,11 +48,13 @@ class RowFiles:
         """Return how many rows all files hold."""
         return sum(num_rows for _, num_rows in self._heads)
 
-    def batches(self, columns: list[str] | None = None) -> Iterator[pa.RecordBatch]:
+    def batches(
+        self, columns: list[str] | None = None, batch_rows: int = _BATCH_ROWS
+    ) -> Iterator[pa.RecordBatch]:
         """Yield all rows in their order, with these columns or all."""
         for fs, path in self._places:
             with _translate_errors(path), fs.open(path) as file:
-                yield from pq.ParquetFile(file).iter_batches(_BATCH_ROWS, columns=columns)
+                yield from pq.ParquetFile(file).iter_batches(batch_rows, columns=columns)
 
     def _read_head(self, fs: Any, path: str) -> tuple[pa.Schema, int]:
         with _translate_errors(path), fs.open(path) as file:

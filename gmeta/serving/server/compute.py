@@ -35,12 +35,18 @@ class _BatchShare:
     entry: CachedTask | None = None  # the cache's, where the request has no rows
     state: TaskState | None = None  # where it need not be adapted now
     cache: str = ""
+    new_state: bytes = b""  # for the caller
     support_rows: int = 0
     encoded_support: EncodedColumns | None = None  # the support rows as ids and numbers
     encoded_query: EncodedColumns | None = None  # the query rows
     outputs: dict[str, npt.NDArray[np.float32]] = field(default_factory=dict)
     error: RequestError | None = None
     tasks: "list[_BatchShare]" = field(default_factory=list)  # of a request of several, each one's
+
+    @property
+    def gives_state(self) -> bool:
+        """Return whether the caller gets the state that is made in this batch."""
+        return self.request.returns_state or self.request.state is not None
 
     def split_tasks(self) -> "list[_BatchShare]":
         """Return a share for each task of the request: this one where it is of one."""
@@ -68,7 +74,7 @@ class _BatchShare:
             name: np.concatenate([share.outputs[name] for share in shares])
             for name in shares[0].outputs
         }
-        return InferenceAnswer(version, outputs, self.support_rows, self.cache)
+        return InferenceAnswer(version, outputs, self.support_rows, self.cache, self.new_state)
 
 
 def answer_all(
@@ -109,6 +115,9 @@ def answer_all(
 def _find_state(share: _BatchShare, model: ServedModel, version: str, cache: TaskCache) -> None:
     """Decide what a request's task is: to adapt now, in the cache, or unknown."""
     request = share.request
+    if request.state is not None:
+        _read_state(share, model, request.state)
+        return
     if request.support is not None:
         share.support = request.support
     elif request.task_key is None:
@@ -132,6 +141,28 @@ def _find_state(share: _BatchShare, model: ServedModel, version: str, cache: Tas
             return
         share.support, share.cache = RequestRows.of(entry.support), "restored"
     share.support_rows = share.support.table.num_rows
+
+
+def _read_state(share: _BatchShare, model: ServedModel, content: bytes) -> None:
+    """Take the task from a state that its caller kept, or its support rows where another version
+    made it."""
+    try:
+        state = model.read_state(content)
+    except (UserError, MetaIOError) as error:
+        share.error = bad_request(str(error))
+        return
+    if isinstance(state, TaskState):
+        share.state, share.cache = state, "kept"
+        return
+    share.encoded_support, share.cache, share.support_rows = state, "renewed", state.num_rows
+    share.error = _find_support_error(model, state, [state.num_rows])
+    if state.num_rows > share.request.most_state_rows:
+        share.error = RequestError(
+            413,
+            f"the task's state carries {state.num_rows} support rows; at most "
+            f"{share.request.most_state_rows} are allowed. Adapt to fewer, or start the server "
+            "with a higher --max-rows",
+        )
 
 
 def _encode_sides(shares: Sequence[_BatchShare], model: ServedModel) -> None:
@@ -183,7 +214,7 @@ def _adapt_and_predict(
     lengths = [rows.num_rows for rows in supports]
     tasks = model.adapt_tasks(join_rows(supports), lengths)
     # Splitting copies every tensor: left out where nobody wants a state kept.
-    if any(share.request.task_key is not None for share in shares):
+    if any(share.request.task_key is not None or share.gives_state for share in shares):
         states, finite = split_tasks(tasks, len(shares)), find_finite_T(tasks).tolist()
         for share, state, is_finite in zip(shares, states, finite, strict=True):
             key = share.request.task_key
@@ -194,6 +225,8 @@ def _adapt_and_predict(
             elif key is not None and share.support is not None:
                 is_kept = cache.put(key, share.support.table, state, version)
                 share.cache = "stored" if is_kept else "too_large"
+            if share.error is None and share.gives_state:
+                share.new_state = model.write_state(state, share.encoded_support)
     adapted_s = time.perf_counter()
     observe("adapt", adapted_s - began_s)
     _predict(shares, PREDICTION, model, tasks)

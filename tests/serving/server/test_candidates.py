@@ -225,7 +225,7 @@ def test_what_does_not_fit_is_refused_in_a_line(service: InferenceService) -> No
     )
     lengths = tensor("task.lengths", "INT64", [1, 39])
     assert refusal(service, [*once, lengths], parameters={"task_key": "u"}) == (
-        "task.lengths is of 2 tasks, and parameter task_key of one. Leave the key out, or send a "
+        "task.lengths is of 2 tasks, and parameter task_key of one. Leave it out, or send a "
         "request for each task"
     )
     assert refusal(service, [*once, lengths, *support_inputs()]).startswith(
