@@ -54,12 +54,28 @@ class RowFiles:
         """Yield all rows in their order, with these columns or all."""
         for fs, path in self._places:
             with _translate_errors(path), fs.open(path) as file:
-                yield from pq.ParquetFile(file).iter_batches(batch_rows, columns=columns)
+                parquet = pq.ParquetFile(file)
+                # Not all at once: Arrow keeps the bytes of all row groups that a call reads.
+                for groups in _cut_groups(parquet.metadata, batch_rows):
+                    yield from parquet.iter_batches(batch_rows, row_groups=groups, columns=columns)
 
     def _read_head(self, fs: Any, path: str) -> tuple[pa.Schema, int]:
         with _translate_errors(path), fs.open(path) as file:
             parquet = pq.ParquetFile(file)
             return parquet.schema_arrow, parquet.metadata.num_rows
+
+
+def _cut_groups(metadata: pq.FileMetaData, num_rows: int) -> Iterator[list[int]]:
+    """Yield runs of row groups of so many rows or more."""
+    run, rows_of_run = list[int](), 0
+    for group in range(metadata.num_row_groups):
+        run.append(group)
+        rows_of_run += metadata.row_group(group).num_rows
+        if rows_of_run >= num_rows:
+            yield run
+            run, rows_of_run = [], 0
+    if run:
+        yield run
 
 
 @contextmanager

@@ -2,14 +2,13 @@
 grpc_service.py does so for gRPC."""
 
 import base64
-import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-from pydantic_core import from_json
+from pydantic_core import from_json, to_json
 
 from gmeta.serving.outputs import PREDICTION, Output
 from gmeta.serving.server.input_columns import ModelColumns
@@ -325,7 +324,7 @@ def render_http(
         "parameters": answer.parameters,
         "outputs": outputs,
     }
-    text = json.dumps(response).encode()
+    text = to_json(response)
     if not behind:
         return text, {"content-type": "application/json"}
     headers = {"content-type": "application/octet-stream", BINARY_HEADER: str(len(text))}

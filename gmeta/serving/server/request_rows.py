@@ -177,6 +177,7 @@ class _Spread:
         self._num_tasks = len(lengths_T)
         self._is_first_N = np.diff(self._task_N, prepend=-1) > 0
         self._shared, self._limits = shared, limits
+        self._indices: dict[bool, pa.Array] = {}  # of the values of one row, or of one a task
         self._num_values = 0  # of lists and texts that were written out so far
         self.shared_lists: list[str] = []
 
@@ -184,20 +185,33 @@ class _Spread:
         """Return the column with a value for each row. Raise RequestError: too much of it."""
         if len(values) == len(self._task_N):
             return values
-        source_N = self._task_N if len(values) == self._num_tasks else np.zeros_like(self._task_N)
+        is_one = len(values) == 1  # else one for each task
+        source_N = np.zeros_like(self._task_N) if is_one else self._task_N
         if column.name in self._shared:
             self.shared_lists.append(column.name)
+            if is_one and self._num_tasks == 1 and column.is_list and not values.null_count:
+                # The quick form of what follows: the first row's list ends where all others do.
+                ends = np.full(len(source_N) + 1, len(values.flatten()))
+                ends[0] = 0
+                return pa.LargeListArray.from_arrays(ends, values.flatten())
             nothing = pa.array([[] if column.is_list else ""], values.type)
             values = pa.concat_arrays([values, nothing])
             source_N = np.where(self._is_first_N, source_N, len(values) - 1)
         if column.is_list or column.role == "multi":
             return self._write_out(values, source_N)
+        if is_one not in self._indices:  # the same for all columns of one form
+            self._indices[is_one] = pa.array(source_N.astype(np.int32))
+        index = self._indices[is_one]
         if not pa.types.is_string(values.type):
-            return values.take(pa.array(source_N))
+            return values.take(index)
         # A text stands once, however many rows have it.
-        is_null_N = values.is_null().to_numpy(zero_copy_only=False)[source_N]
-        places_N = pa.array(source_N.astype(np.int32), mask=is_null_N)
-        return pa.DictionaryArray.from_arrays(places_N, values.fill_null(""))
+        if values.null_count:
+            is_null_N = values.is_null().take(index).to_numpy(zero_copy_only=False)
+            index, values = (
+                pa.array(source_N.astype(np.int32), mask=is_null_N),
+                values.fill_null(""),
+            )
+        return pa.DictionaryArray.from_arrays(index, values)
 
     def _write_out(self, values: pa.Array, source_N: Int64) -> pa.Array:
         is_text = pa.types.is_string(values.type)
