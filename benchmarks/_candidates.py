@@ -1,8 +1,9 @@
 """Requests of one user and many candidates: the user's columns once, and in each row.
 
-A DLRM of random values: 8 user columns and a history of 20 items, 2 dense columns of the user, 3
-columns and a price of a candidate. The user's task is kept or adapts by 16 support rows; or it is a
-state in the request, of the version that answers or of the one before."""
+A DLRM of random values: 12 user columns, the last 20 items that the user saw and their categories,
+2 dense columns of the user; 3 columns and a price of a candidate. The user's task is kept or adapts
+by 16 support rows; or it is a state in the request, of the version that answers or of the one
+before."""
 
 import base64
 import json
@@ -29,7 +30,8 @@ from metaio.prepare.schema.schema_file import parse_schema
 CANDIDATES, USERS, SUPPORT, HISTORY, WIDTH = 500, 16, 16, 20, 16
 _TURNS = 5  # of each form in a round: neighbours of the machine come and go
 INFER = "/v2/models/model/infer"
-_NUMBERS, _WORDS, _OF_ITEM = [f"user{i}" for i in range(6)], ["country", "device"], "item"
+_NUMBERS, _WORDS, _OF_ITEM = [f"user{i}" for i in range(10)], ["country", "device"], "item"
+_LISTS = {"seen_items": 10**6, "seen_categories": 500}
 _Rows = dict[str, list[Any]]
 
 
@@ -41,7 +43,7 @@ def write_candidates_model(folder: Path, rate: float) -> None:
             "task": {"column": "user"},
             "label": {"column": "click"},
             "single": [{"column": name, "hash": 10_000} for name in names],
-            "multi": [{"column": "history", "hash": 10_000}],
+            "multi": [{"column": name, "hash": 10_000} for name in _LISTS],
             "dense": [{"column": name} for name in ("age", "activity", "price")],
             "episodes": {"by": "last", "query_rows": 1},
         }
@@ -68,7 +70,7 @@ def write_candidates_model(folder: Path, rate: float) -> None:
 def _user(rng: np.random.Generator) -> _Rows:
     rows: _Rows = {name: rng.integers(0, 10**6, 1).tolist() for name in _NUMBERS}
     rows |= {name: [f"{name} {rng.integers(0, 1_000)}"] for name in _WORDS}
-    rows["history"] = [rng.integers(0, 10**6, HISTORY).tolist()]
+    rows |= {name: [rng.integers(0, most, HISTORY).tolist()] for name, most in _LISTS.items()}
     return rows | {"age": [float(rng.integers(18, 80))], "activity": [round(rng.random(), 3)]}
 
 

@@ -26,7 +26,10 @@ def task_batch(
     # A block holds each task's support rows and then its query rows; here each side is one array.
     sides = [support_E, query_E + support.num_rows]
     order_N = reorder_row_by_row(np.stack(lengths_T, axis=1), sides)
-    both = take_rows(join_rows([support, query]), order_N)
+    both = join_rows([side for side in (support, query) if side.num_rows] or [query])
+    # One task's query rows, as most requests have them, stand as they should.
+    if not np.array_equal(order_N, np.arange(both.num_rows)):
+        both = take_rows(both, order_N)
     rows = Rows(
         # Numbered within the batch, which may hold several pieces of one long task.
         task_T=np.arange(len(support_T)),

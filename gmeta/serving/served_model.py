@@ -447,6 +447,8 @@ class ServedModel:
 
 def _task_of_copies(batch: TaskBatch, num_rows: int) -> Tensor:
     """Return the task [P] of each row in the batch that is a task's own copy."""
+    if batch.num_tasks == 1:
+        return torch.zeros(num_rows, dtype=torch.int64)
     task_N = torch.arange(batch.num_tasks).repeat_interleave(batch.row_offsets_T1.diff())
     task_P = torch.empty(num_rows, dtype=torch.int64)
     task_P[batch.positions_NF] = task_N.unsqueeze(1).expand_as(batch.positions_NF)

@@ -49,9 +49,10 @@ class RowFiles:
         return sum(num_rows for _, num_rows in self._heads)
 
     def batches(
-        self, columns: list[str] | None = None, batch_rows: int = _BATCH_ROWS
+        self, columns: list[str] | None = None, most_rows: int | None = None
     ) -> Iterator[pa.RecordBatch]:
-        """Yield all rows in their order, with these columns or all."""
+        """Yield all rows in their order, with these columns or all, so many in a batch at most."""
+        batch_rows = most_rows or _BATCH_ROWS
         for fs, path in self._places:
             with _translate_errors(path), fs.open(path) as file:
                 parquet = pq.ParquetFile(file)
