@@ -1,9 +1,11 @@
 """A batch of episodes made of encoded rows.
 
 Shape suffixes: T tasks, N rows, F single-id or pooled features, M multi-id features, V values, K
-dense columns, E chosen episodes"""
+dense columns, E chosen episodes, P task-row pairs"""
 
 import numpy as np
+import torch
+from torch import Tensor
 
 from gmeta.serving.encoded_rows import EncodedColumns, join_rows, take_rows
 from metaio.format.block import Rows, build_block
@@ -43,3 +45,15 @@ def task_batch(
         weight_N=both.weight_NW.ravel(),
     )
     return compose(features, [(build_block(features, rows), np.arange(len(support_T)))])
+
+
+def find_tasks_P(batch: TaskBatch, num_rows: int) -> Tensor:
+    """Return the task [P] of each row in the batch that is a task's own copy."""
+    if batch.num_tasks == 1:
+        return torch.zeros(num_rows, dtype=torch.int64)
+    task_N = torch.arange(batch.num_tasks).repeat_interleave(batch.row_offsets_T1.diff())
+    task_P = torch.empty(num_rows, dtype=torch.int64)
+    task_P[batch.positions_NF] = task_N.unsqueeze(1).expand_as(batch.positions_NF)
+    values_N = batch.multi_lengths_NM.sum(dim=1)
+    task_P[batch.multi_positions_V] = task_N.repeat_interleave(values_N)
+    return task_P

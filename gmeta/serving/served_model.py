@@ -33,7 +33,7 @@ from gmeta.serving.encoded_rows import (
     join_rows,
     split_rows,
 )
-from gmeta.serving.episodes import task_batch
+from gmeta.serving.episodes import find_tasks_P, task_batch
 from gmeta.serving.exported_folder import ExportedConfig
 from gmeta.serving.finite_values import (
     adaptation_error,
@@ -276,7 +276,7 @@ class ServedModel:
         rows_PD, key_P, task_P = values_PD[:0], none, none
         if fetched_row_P is not None:
             rows_PD = self._to_host(adapted.rows_PD.detach())
-            key_P, task_P = self._key_U(batch)[fetched_row_P], _task_of_copies(batch, num_rows)
+            key_P, task_P = self._key_U(batch)[fetched_row_P], find_tasks_P(batch, num_rows)
         changes = {name: self._to_host(each) for name, each in adapted.layers.changes.items()}
         gates_TJO = {name: self._to_host(each) for name, each in adapted.layers.gates_TJO.items()}
         # Support rows are kept: the statistics of a task are features of its later query rows too.
@@ -332,7 +332,7 @@ class ServedModel:
                 # Both ascending. Rows that the support did not use are as they were trained.
                 key_P = self._key_U(batch)[fetched_row_P]
                 # (task, row) as one integer: a row that two tasks adapted is two rows.
-                key_P += _task_of_copies(batch, num_rows) * self._num_keys
+                key_P += find_tasks_P(batch, num_rows) * self._num_keys
                 rows_PD = rows_PD[fetched_row_P]
                 known_K = tasks.key_P + tasks.task_P * self._num_keys
                 # Clamped: the place of a key behind the last known one would be outside.
@@ -443,18 +443,6 @@ class ServedModel:
         may_lack = bool(self.config.features.labels)
         known = self.config.losses, may_lack, self.config.label_range
         check_labels(rows.label_N, self.config.columns.label, *known)
-
-
-def _task_of_copies(batch: TaskBatch, num_rows: int) -> Tensor:
-    """Return the task [P] of each row in the batch that is a task's own copy."""
-    if batch.num_tasks == 1:
-        return torch.zeros(num_rows, dtype=torch.int64)
-    task_N = torch.arange(batch.num_tasks).repeat_interleave(batch.row_offsets_T1.diff())
-    task_P = torch.empty(num_rows, dtype=torch.int64)
-    task_P[batch.positions_NF] = task_N.unsqueeze(1).expand_as(batch.positions_NF)
-    values_N = batch.multi_lengths_NM.sum(dim=1)
-    task_P[batch.multi_positions_V] = task_N.repeat_interleave(values_N)
-    return task_P
 
 
 class AdaptedTask:
