@@ -1,4 +1,5 @@
-"""Callers of an HTTP server that cost little: bodies are made before, connections are kept."""
+"""Callers of an HTTP server that cost little: bodies are made before, connections are kept;
+and rows as the inputs of the Open Inference Protocol."""
 
 import asyncio
 import json
@@ -60,6 +61,23 @@ class Connection:
         self._streams = None
 
 
+def inputs_of(rows: dict[str, list[Any]], prefix: str = "") -> list[dict[str, Any]]:
+    """Columns as the protocol's inputs."""
+    found: list[dict[str, Any]] = []
+
+    def add(name: str, kind: str, data: list[Any]) -> None:
+        found.append({"name": name, "datatype": kind, "shape": [len(data)], "data": data})
+
+    for name, values in rows.items():
+        if isinstance(values[0], list):
+            add(f"{prefix}{name}", "INT64", [item for value in values for item in value])
+            add(f"{prefix}{name}.lengths", "INT64", [len(value) for value in values])
+        else:
+            kinds = {int: "INT64", float: "FP64", str: "BYTES"}
+            add(f"{prefix}{name}", kinds[type(values[0])], values)
+    return found
+
+
 def run(calls: Coroutine[Any, Any, T]) -> T:
     """What comes of them, on an event loop that leaves the core to the server: what callers do with
     an answer, one after the other, is in the latency of those whose answers came with it."""
@@ -79,6 +97,12 @@ def for_seconds(seconds: float) -> Callable[[], bool]:
     """Until so much time is over."""
     until_s = time.perf_counter() + seconds
     return lambda: time.perf_counter() < until_s
+
+
+def counted(number: int) -> Callable[[], bool]:
+    """So many calls."""
+    left = iter(range(number))
+    return lambda: next(left, None) is not None
 
 
 async def closed_loop(

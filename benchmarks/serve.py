@@ -6,8 +6,9 @@ a closed loop, JSON both ways, all on the same cores. The servers take turns, an
 answers single calls too, then calls at 60 % of the most that it answered in that round: of the 16
 callers, each at a steady pace (as wrk2 does it), and at random times, however many are under way.
 Beside both stands the least that they could be (_latency.py). Figures are medians over rounds,
-rates by the clock and by the servers' CPU time. At last, with the demo's model, 20 newer versions
-under load."""
+rates by the clock and by the servers' CPU time. Then, with the demo's model, 20 newer versions
+under load. At last one caller with 500 candidates of one user, and with states in its requests
+(_candidates.py)."""
 
 import asyncio
 import json
@@ -21,8 +22,9 @@ from typing import Any
 import adapt_latency
 import numpy as np
 import torch
+from _candidates import measure_candidates
 from _common import environment, finish, interleaved, make_parser, positive_int, print_table
-from _http_load import Answers, Connection, closed_loop, for_seconds, run
+from _http_load import Answers, Connection, closed_loop, counted, for_seconds, inputs_of, run
 from _latency import Latencies, latencies, latency_figures
 from _servers import Server, locked, serving
 
@@ -88,23 +90,6 @@ def demo_rows(rng: np.random.Generator, num_rows: int) -> Rows:
         rows[feature.name] = drawn
     rows |= {name: rng.standard_normal(num_rows).tolist() for name in told.dense}
     return rows | {"click": rng.integers(0, 2, num_rows).tolist()}
-
-
-def inputs_of(rows: Rows, prefix: str = "") -> list[dict[str, Any]]:
-    """Columns as the protocol's inputs."""
-    found: list[dict[str, Any]] = []
-
-    def add(name: str, kind: str, data: list[Any]) -> None:
-        found.append({"name": name, "datatype": kind, "shape": [len(data)], "data": data})
-
-    for name, values in rows.items():
-        if isinstance(values[0], list):
-            add(f"{prefix}{name}", "INT64", [item for value in values for item in value])
-            add(f"{prefix}{name}.lengths", "INT64", [len(value) for value in values])
-        else:
-            kinds = {int: "INT64", float: "FP64", str: "BYTES"}
-            add(f"{prefix}{name}", kinds[type(values[0])], values)
-    return found
 
 
 def workload(
@@ -276,11 +261,6 @@ def reload_under_load(work: Workload, workers: int, folder: Path) -> dict[str, i
     }
 
 
-def counted(number: int) -> Callable[[], bool]:
-    left = iter(range(number))
-    return lambda: next(left, None) is not None
-
-
 def main() -> None:
     parser = make_parser(__doc__ or "")
     parser.add_argument("--workers", type=positive_int, default=1, help="of gmeta serve")
@@ -309,6 +289,8 @@ def main() -> None:
             }
         (folder / "reload").mkdir()
         figures |= reload_under_load(works["demo"], options.workers, folder / "reload")
+        candidates = measure_candidates(folder / "candidates", rounds, seconds)
+        figures |= {name: round(value, 3) for name, value in candidates.items()}
     names = sorted({name.partition("_")[2] for name in figures if name.startswith("wide_")})
     print_table(
         ["", "demo", "26 x 32"],

@@ -1,10 +1,10 @@
 """Encoded rows, ids and numbers in NumPy arrays: split, chosen and joined.
 
 Shape suffixes: N rows, F single-id or pooled features, M multi-id features, V values, K dense
-columns"""
+columns, T tasks"""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any
 
@@ -55,6 +55,24 @@ def take_rows(rows: EncodedColumns, chosen: Int64) -> EncodedColumns:
     values = index_entries(offsets(sum_rows(rows.lengths_NM)), chosen)
     arrays = {name: array[chosen] for name, array in vars(rows).items() if name != "values_V"}
     return EncodedColumns(**arrays, values_V=rows.values_V[values])
+
+
+def find_shared_bags(lengths: Sequence[int], shared_TM: npt.NDArray[np.bool_]) -> Int64:
+    """Return which list [N, M], counted row by row, each row of the tasks reads: its own, or that
+    of its task's first row where the task's rows share it."""
+    first_N = np.repeat(offsets(lengths)[:-1], lengths)
+    own_N = np.arange(len(first_N))
+    shared_NM = np.repeat(shared_TM, lengths, axis=0)
+    row_NM: Int64 = np.where(shared_NM, first_N[:, np.newaxis], own_N[:, np.newaxis])
+    bag_NM: Int64 = row_NM * shared_TM.shape[1] + np.arange(shared_TM.shape[1])
+    return bag_NM
+
+
+def copy_shared_lists(rows: EncodedColumns, bag_NM: Int64) -> EncodedColumns:
+    """Return the rows, each with a copy of every list that it reads."""
+    values = index_entries(offsets(rows.lengths_NM.ravel()), bag_NM.ravel())
+    lengths_NM = rows.lengths_NM.ravel()[bag_NM]
+    return replace(rows, lengths_NM=lengths_NM, values_V=rows.values_V[values])
 
 
 def join_rows(parts: Sequence[EncodedColumns]) -> EncodedColumns:

@@ -1,12 +1,14 @@
 """A batch of episodes made of encoded rows.
 
 Shape suffixes: T tasks, N rows, F single-id or pooled features, M multi-id features, V values, K
-dense columns, E chosen episodes"""
+dense columns, E chosen episodes, P task-row pairs"""
 
 from dataclasses import replace
 
 import numpy as np
 import numpy.typing as npt
+import torch
+from torch import Tensor
 
 from gmeta.serving.encoded_rows import EncodedColumns, join_rows, take_rows
 from metaio.format.block import Rows, build_block
@@ -30,7 +32,10 @@ def task_batch(
     # A block holds each task's support rows and then its query rows; here each side is one array.
     sides = [support_E, query_E + support.num_rows]
     order_N = reorder_row_by_row(np.stack(lengths_T, axis=1), sides)
-    both = take_rows(join_rows([support, query]), order_N)
+    both = join_rows([side for side in (support, query) if side.num_rows] or [query])
+    # One task's query rows, as most requests have them, stand as they should.
+    if not np.array_equal(order_N, np.arange(both.num_rows)):
+        both = take_rows(both, order_N)
     rows = Rows(
         # Numbered within the batch, which may hold several pieces of one long task.
         task_T=np.arange(len(support_T)),
@@ -80,3 +85,15 @@ def _with_events(features: Features, rows: Rows, event_times: npt.NDArray[np.flo
         num_events_T=num_events_T,
         multi_ids_V=values_V[index_V],
     )
+
+
+def find_tasks_P(batch: TaskBatch, num_rows: int) -> Tensor:
+    """Return the task [P] of each row in the batch that is a task's own copy."""
+    if batch.num_tasks == 1:
+        return torch.zeros(num_rows, dtype=torch.int64)
+    task_N = torch.arange(batch.num_tasks).repeat_interleave(batch.row_offsets_T1.diff())
+    task_P = torch.empty(num_rows, dtype=torch.int64)
+    task_P[batch.positions_NF] = task_N.unsqueeze(1).expand_as(batch.positions_NF)
+    values_N = batch.multi_lengths_NM.sum(dim=1)
+    task_P[batch.multi_positions_V] = task_N.repeat_interleave(values_N)
+    return task_P

@@ -6,6 +6,7 @@ columns, L labels"""
 import difflib
 from collections.abc import Mapping, Sequence
 from dataclasses import fields, replace
+from functools import cached_property
 from typing import Any, Protocol
 
 import numpy as np
@@ -18,6 +19,7 @@ from gmeta.errors import UserError
 from gmeta.losses.row_losses import ANY_NUMBER, defined_labels_N
 from gmeta.serving.encoded_rows import EncodedColumns, no_events
 from gmeta.serving.exported_folder import ExportedColumns
+from gmeta.serving.row_translation import RowTranslation
 from metaio.errors import DataError
 from metaio.format.features import Features, FeatureSpec
 from metaio.prepare.episodes.encode import Encoder, FittedEncoding
@@ -42,6 +44,14 @@ _NOT_READ = (pa.ArrowException, TypeError, ValueError, OverflowError)
 
 class ColumnEncoder(Protocol):
     """Turns a record batch of the columns `names(...)` into ids."""
+
+    @property
+    def lists(self) -> list[str]:
+        """Return the column of each multi-id feature."""
+
+    @cached_property
+    def translation(self) -> RowTranslation:
+        """Return what makes encoded rows readable for other versions of the model."""
 
     def names(self, with_label: bool) -> list[str]:
         """Return the columns that `encode` reads, without the task column."""
@@ -76,6 +86,31 @@ class RawColumnEncoder:
             **{column.column: pa.list_(pa.float32()) for column in schema.vector},
             **{c.column: pa.list_(pa.int64()) for c in schema.multi if c.separator is None},
         }
+
+    @property
+    def lists(self) -> list[str]:
+        """Return the raw column of each multi-id feature."""
+        return [column.column for column in self._schema.multi]
+
+    @cached_property
+    def translation(self) -> RowTranslation:
+        """Return the translation by values and numbers as the schema's columns hold them."""
+        schema, fitted = self._schema, self._encoder.fitted
+        meaning = [
+            [[c.column, c.hash, fitted.kinds.get(c.column)] for c in schema.sparse],
+            [[c.column, c.log1p] for c in schema.dense],
+            [[c.column, c.width] for c in schema.vector],
+            [[c.column, c.threshold] for c in schema.labels],
+            schema.weight and schema.weight.column,
+        ]
+        tables = [[column.table_name for column in side] for side in (schema.single, schema.multi)]
+        plain = 0.0, 1.0
+        moments = [
+            fitted.moments[column.column] if column.standardise else plain
+            for column in schema.dense
+        ]
+        moments += [plain] * sum(column.width for column in schema.vector)
+        return RowTranslation(meaning, fitted.vocabularies, (tables[0], tables[1]), moments)
 
     def names(self, with_label: bool) -> list[str]:
         """Return the raw columns that the schema encodes."""
@@ -136,6 +171,22 @@ class IdColumnEncoder:
         self._columns = columns
         self._features = features
         self._num_rows = {table.name: table.num_rows for table in features.tables}
+
+    @property
+    def lists(self) -> list[str]:
+        """Return the multi-id features' own names."""
+        return [feature.name for feature in self._features.multi]
+
+    @cached_property
+    def translation(self) -> RowTranslation:
+        """Return the translation that leaves everything as it is, for the same tables."""
+        features = self._features
+        meaning = [
+            [[one.name, one.table, self._num_rows[one.table]] for one in features.sparse],
+            list(features.dense),
+            self._columns.label,
+        ]
+        return RowTranslation(meaning, {}, ((), ()), [(0.0, 1.0)] * len(features.dense))
 
     def names(self, with_label: bool) -> list[str]:
         """Return the columns by the features' own names."""

@@ -5,13 +5,14 @@ Shape suffixes: T tasks, N rows, F single-id or pooled features, M multi-id feat
 K dense columns, B tables, U unique ids, D embedding width, P task-row pairs, O outputs, J parts
 of a gate, E chosen episodes, X all inputs side by side"""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
-from functools import partial
-from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
+from functools import cached_property, partial
+from typing import TYPE_CHECKING, Any, NoReturn, TypeVar, cast
 
 import numpy as np
+import numpy.typing as npt
 import pyarrow as pa
 import torch
 from torch import Tensor
@@ -21,14 +22,19 @@ from gmeta.adaptation.general_loop import AdaptedModel
 from gmeta.adaptation.layout.event_inputs import put_before_dense
 from gmeta.adaptation.layout.sides import Side, WorkingRows
 from gmeta.data.episodes import make_full_side, with_row_copies
-from gmeta.data.hash_rng import reorder_rows
 from gmeta.data.transfer import move_to_device
 from gmeta.errors import UserError
 from gmeta.platform.files.tensor_files import MappedFiles
 from gmeta.platform.threads import ThreadChoice, make_compute_lock, work_to_predict
 from gmeta.serving.device import HOST, on_the_cpu
-from gmeta.serving.encoded_rows import EncodedColumns, empty_rows, join_rows, split_rows
-from gmeta.serving.episodes import task_batch
+from gmeta.serving.encoded_rows import (
+    EncodedColumns,
+    copy_shared_lists,
+    empty_rows,
+    find_shared_bags,
+    split_rows,
+)
+from gmeta.serving.episodes import find_tasks_P
 from gmeta.serving.exported_folder import ExportedConfig
 from gmeta.serving.finite_values import (
     adaptation_error,
@@ -43,8 +49,9 @@ from gmeta.serving.row_encoders import (
     check_task_kinds,
     select_columns,
 )
-from gmeta.serving.state_bytes import StateShape, from_bytes, to_bytes
+from gmeta.serving.state_bytes import StateShape, from_bytes, is_renewable, pack_rows, to_bytes
 from gmeta.serving.stored_tables import StoredTable, fetch_UD
+from gmeta.serving.task_batches import TaskBatches
 from gmeta.serving.task_matching import TaskPredictions, predict_tasks
 from gmeta.serving.task_states import AdaptedTensors, TaskState, split_tasks, stack_tasks
 from gmeta_models.dot import Dot, find_user_vectors
@@ -93,6 +100,11 @@ class ServedModel:
         self._device = device
         self._inner = learner.general_loop
         self._statistics = learner.statistics
+        self._batches = TaskBatches(learner, config.features)
+        # Statistics of lists go by the batch, in which each row then needs its own.
+        items = learner.items
+        of_items = items is not None and items.reads_lists
+        self._reads_lists_by_row = of_items or bool(learner.statistics.multi_columns)
         self.tables = tables
         self.files = files  # of the tables and neighbours
         self._encoder = encoder
@@ -104,6 +116,10 @@ class ServedModel:
         self._threads: ThreadChoice | None = None  # None: as many as torch has
         # Adapted layers act through hooks on the one model that all tasks share.
         self._lock = make_compute_lock()
+
+    def mark_lists(self, names: Collection[str]) -> npt.NDArray[np.bool_]:
+        """Return which multi-id features [M] are read from columns of these names."""
+        return np.array([name in names for name in self._encoder.lists], np.bool_)
 
     def refusal(self, support_rows: int, who: str = "a task") -> str | None:
         """Return why `who`, with `support_rows` rows, cannot be adapted to; None if it can."""
@@ -139,20 +155,45 @@ class ServedModel:
                 f"support holds rows of {num_tasks} tasks: adapt takes those of 1. "
                 "Call predict_tasks for many tasks at once"
             )
-        return AdaptedTask(self, *self.adapt_encoded(rows, [rows.num_rows]))
+        return AdaptedTask(self, self.adapt_encoded(rows, [rows.num_rows])[0], rows)
 
     def task(self, state: bytes) -> "AdaptedTask":
-        """Return the task of what `AdaptedTask.state()` of this export returned, bit for bit."""
+        """Return the task of what `AdaptedTask.state()` of this export returned, bit for bit; of a
+        state of another version that carries its support rows, the task adapted anew by them."""
+        found = self.read_state(state)
+        if isinstance(found, TaskState):
+            return AdaptedTask(self, found, content=bytes(state))
+        return AdaptedTask(self, self.adapt_encoded(found, [found.num_rows])[0], found)
+
+    def read_support(self, state: bytes) -> EncodedColumns:
+        """Return the support rows that a state of any version carries."""
+        return cast(EncodedColumns, self.read_state(state, renews=True))
+
+    def read_state(self, state: object, renews: bool = False) -> TaskState | EncodedColumns:
+        """Return the state in these bytes; of another version's, or if it `renews` any, the support
+        rows to adapt by."""
+        of_model = self.checksum, self._state_shape, self._encoder.translation
+        found = from_bytes(state, *of_model, renews)
+        if isinstance(found, EncodedColumns):
+            self._check_labels(found)
+        return found
+
+    def write_state(self, state: TaskState, support: EncodedColumns | None) -> bytes:
+        """Return a state as bytes, which carry the support rows if there are any."""
+        renewal = b"" if support is None else pack_rows(support, self._encoder.translation)
+        return to_bytes(state, self.checksum, renewal)
+
+    @cached_property
+    def _state_shape(self) -> StateShape:
         layers = row_layers(self.learner.model).items()
-        shape = StateShape(
+        return StateShape(
             layers={name: (layer.in_features, layer.out_features) for name, layer in layers},
             gates_1JO=self.unadapted.gates_1JO,
             width=self.config.model.embedding_dim,
             num_keys=self._num_keys,
             features=self.config.features,
-            keeps_support=self._keeps_support,
+            keeps_support=self._batches.keeps_support,
         )
-        return AdaptedTask(self, from_bytes(state, self.checksum, shape))
 
     @on_the_cpu
     def predict(self, rows: object) -> Tensor:
@@ -221,7 +262,7 @@ class ServedModel:
         # A length may be 0: that of a task of which nothing is known.
         with self._exclusive(), torch.enable_grad():
             nothing = empty_rows(self.config.features), [0] * len(lengths)
-            unfetched = self.learner.with_support(self._batch((rows, lengths), nothing))
+            unfetched = self.learner.with_support(self._batches.make((rows, lengths), nothing))
             batch, fetched_row_P, num_rows = with_row_copies(unfetched, adapts_rows)
             values_PD = self._fetch_UD(batch)
             vectors = self._event_inputs(unfetched, values_PD)
@@ -241,12 +282,14 @@ class ServedModel:
         rows_PD, key_P, task_P = values_PD[:0], none, none
         if fetched_row_P is not None:
             rows_PD = self._to_host(adapted.rows_PD.detach())
-            key_P, task_P = self._key_U(batch)[fetched_row_P], _task_of_copies(batch, num_rows)
+            key_P, task_P = self._key_U(batch)[fetched_row_P], find_tasks_P(batch, num_rows)
         changes = {name: self._to_host(each) for name, each in adapted.layers.changes.items()}
         gates_TJO = {name: self._to_host(each) for name, each in adapted.layers.gates_TJO.items()}
         # Support rows are kept: the statistics of a task are features of its later query rows too.
         # So are those that are its events.
-        supports = split_rows(rows, lengths) if self._keeps_support else [None] * len(lengths)
+        supports = (
+            split_rows(rows, lengths) if self._batches.keeps_support else [None] * len(lengths)
+        )
         return AdaptedTensors(changes, gates_TJO, rows_PD, key_P, task_P, supports)
 
     @on_the_cpu
@@ -278,11 +321,21 @@ class ServedModel:
 
     @on_the_cpu
     def predict_adapted(
-        self, tasks: AdaptedTensors, rows: EncodedColumns, lengths: Sequence[int]
+        self,
+        tasks: AdaptedTensors,
+        rows: EncodedColumns,
+        lengths: Sequence[int],
+        shared_TM: npt.NDArray[np.bool_] | None = None,
     ) -> Tensor:
-        """Return probabilities (bce) or ratings [N] of the rows of these tasks, in their order."""
+        """Return probabilities (bce) or ratings [N] of the rows of these tasks, in their order. A
+        task's rows have the list of its first row in the features that `shared_TM` marks."""
+        bag_NM = None if shared_TM is None else find_shared_bags(lengths, shared_TM)
+        if bag_NM is not None and self._reads_lists_by_row:
+            rows, bag_NM = copy_shared_lists(rows, bag_NM), None
         with self._exclusive(), torch.no_grad():
             adapted, query = self._adapted_query(tasks, rows, lengths)
+            if bag_NM is not None:
+                query = replace(query, bag_NM=self._to_device(torch.from_numpy(bag_NM)))
             return self._to_predictions_N(self._to_host(self._inner.output_N(adapted, query)))
 
     def _adapted_query(
@@ -290,7 +343,7 @@ class ServedModel:
     ) -> tuple[AdaptedModel, Side]:
         """Return the model adapted to these tasks, and their rows as its inputs."""
         adapts_rows = tasks.key_P.numel() > 0
-        unfetched = self._as_query(tasks, rows, lengths)
+        unfetched = self._batches.make_query(tasks, rows, lengths)
         batch, fetched_row_P, num_rows = with_row_copies(unfetched, adapts_rows)
         rows_PD = self._fetch_UD(batch)
         vectors = self._event_inputs(unfetched, rows_PD)
@@ -298,7 +351,7 @@ class ServedModel:
             # Both ascending. Rows that the support did not use are as they were trained.
             key_P = self._key_U(batch)[fetched_row_P]
             # (task, row) as one integer: a row that two tasks adapted is two rows.
-            key_P += _task_of_copies(batch, num_rows) * self._num_keys
+            key_P += find_tasks_P(batch, num_rows) * self._num_keys
             rows_PD = rows_PD[fetched_row_P]
             known_K = tasks.key_P + tasks.task_P * self._num_keys
             # Clamped: the place of a key behind the last known one would be outside.
@@ -381,33 +434,6 @@ class ServedModel:
     def _to_predictions_N(self, output_N: Tensor) -> Tensor:
         return self.learner.objectives.outer.predictions(output_N)
 
-    def _as_query(
-        self, tasks: AdaptedTensors, rows: EncodedColumns, lengths: Sequence[int]
-    ) -> TaskBatch:
-        """Return rows as query sides alone, with the statistics of each task's support."""
-        nothing = empty_rows(self.config.features)
-        batch = self._batch((nothing, [0] * len(lengths)), (rows, lengths))
-        if not self._keeps_support:
-            return batch
-        known = [support or nothing for support in tasks.supports]
-        known_lengths = [support.num_rows for support in known]
-        # Statistics are of a task's support, so one batch has both sides to compute them; only the
-        # query rows are used further.
-        sides = (join_rows(known), known_lengths), (rows, lengths)
-        both = self.learner.with_support(self._batch(*sides))
-        # Both sides stand in turn, task by task.
-        turns = np.array([known_lengths, lengths], np.int64).T.ravel()
-        is_query_N = np.repeat(np.tile([False, True], len(lengths)), turns)
-        if self.learner.events is not None:
-            # Of the rows with their support the query alone, whose events the support is.
-            order_N = np.flatnonzero(is_query_N)
-            return reorder_rows(both, order_N, np.zeros(len(lengths), np.int64))
-        return replace(batch, dense_NK=both.dense_NK[torch.from_numpy(is_query_N)])
-
-    @property
-    def _keeps_support(self) -> bool:
-        return self._statistics.width > 0 or self.learner.events is not None
-
     def _event_inputs(self, batch: TaskBatch, rows_UD: Tensor) -> Tensor | None:
         """Return the inputs that a batch's rows have of events; None of a model without."""
         columns, encoder = self.learner.event_columns, self.learner.events
@@ -420,14 +446,6 @@ class ServedModel:
 
     def _with_events(self, side: Side, vectors_NX: Tensor | None) -> Side:
         return side if vectors_NX is None else put_before_dense(side, vectors_NX)
-
-    def _batch(self, *sides: tuple[EncodedColumns, Sequence[int]]) -> TaskBatch:
-        """Return a batch of support and query rows, which stand task by task, of these lengths."""
-        support, query = (rows for rows, _ in sides)
-        chosen_E = np.arange(support.num_rows), np.arange(query.num_rows)
-        support_T, query_T = (np.array(lengths, np.int64) for _, lengths in sides)
-        batch = task_batch(self.config.features, support, query, chosen_E, (support_T, query_T))
-        return self.learner.with_items(batch)
 
     def example_values(self, count: int) -> dict[str, list[Any]]:
         """Return up to `count` raw values of each sparse column whose table says which it knows."""
@@ -446,28 +464,29 @@ class ServedModel:
         batch = select_columns(as_table(rows, what), names, [columns.task], what)
         encoded = self._encoder.encode(batch, with_label)
         if with_label:
-            may_lack = bool(self.config.features.labels)
-            known = self.config.losses, may_lack, self.config.label_range
-            check_labels(encoded.label_N, columns.label, *known)
+            self._check_labels(encoded)
         return encoded
 
-
-def _task_of_copies(batch: TaskBatch, num_rows: int) -> Tensor:
-    """Return the task [P] of each row in the batch that is a task's own copy."""
-    task_N = torch.arange(batch.num_tasks).repeat_interleave(batch.row_offsets_T1.diff())
-    task_P = torch.empty(num_rows, dtype=torch.int64)
-    task_P[batch.positions_NF] = task_N.unsqueeze(1).expand_as(batch.positions_NF)
-    values_N = batch.multi_lengths_NM.sum(dim=1)
-    task_P[batch.multi_positions_V] = task_N.repeat_interleave(values_N)
-    return task_P
+    def _check_labels(self, rows: EncodedColumns) -> None:
+        may_lack = bool(self.config.features.labels)
+        known = self.config.losses, may_lack, self.config.label_range
+        check_labels(rows.label_N, self.config.columns.label, *known)
 
 
 class AdaptedTask:
     """A model adapted to one task: the change of each layer and the rows that its support uses."""
 
-    def __init__(self, model: ServedModel, state: TaskState) -> None:
+    def __init__(
+        self,
+        model: ServedModel,
+        state: TaskState,
+        support: EncodedColumns | None = None,
+        content: bytes = b"",
+    ) -> None:
         self._model = model
         self._state = state
+        self._support = support  # that it adapted by in this process
+        self._content = content  # that it was read from
 
     def __reduce__(self) -> NoReturn:
         # A copy would adapt layers of its own, which no model runs through.
@@ -476,10 +495,27 @@ class AdaptedTask:
             "of this process. Send its state() instead, and call task(state) of the model there"
         )
 
-    def state(self) -> bytes:
-        """Return the task as bytes, which `ServedModel.task` of the same export takes anywhere."""
-        # No support rows are in them unless the model takes statistics of these.
-        return to_bytes(self._state, self._model.checksum)
+    @property
+    def is_current(self) -> bool:
+        """Return whether the bytes that it was read from are of this export; else keep `state()`
+        in their place."""
+        return bool(self._content)
+
+    def state(self, with_support: bool = False) -> bytes:
+        """Return the task as bytes, which `ServedModel.task` of the same export takes anywhere;
+        `with_support` they carry the support rows, and other versions renew them. Raises UserError
+        for a task read from a state that carries none."""
+        if not with_support:
+            # No support rows are in them unless the model takes statistics of these.
+            return self._model.write_state(self._state, None)
+        if self._support is not None:
+            return self._model.write_state(self._state, self._support)
+        if is_renewable(self._content):
+            return self._content
+        raise UserError(
+            "the task was read from a state that carries no support rows. Adapt it by its rows, "
+            "or leave out with_support"
+        )
 
     def user_vector(self) -> Tensor:
         """Return the task's vector [D], for an index of the items' vectors; see user_vectors."""

@@ -7,6 +7,7 @@ features, V values, K dense columns, D embedding width, P task-row pairs, I inpu
 parts of a gate"""
 
 import struct
+import zlib
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any
@@ -22,15 +23,18 @@ from torch import Tensor
 from gmeta.adaptation.plain_update import LowRankUpdate, MaterialisedUpdate, PlainUpdate
 from gmeta.errors import UserError
 from gmeta.serving.encoded_rows import EncodedColumns, labels_shape
+from gmeta.serving.row_translation import RowTranslation
 from gmeta.serving.task_states import TaskState
 from metaio.format.block import find_features_of_values
 from metaio.format.features import Features
 
 MAGIC = b"GMETATS"
-VERSION = 1
+VERSION, RENEWABLE_VERSION = 1, 2  # the latter carries support rows
 _HEADER = struct.Struct("<7sB8s8s")  # magic, version, the model's checksum, that of the rest
 _CHECKSUM_BYTES = 8
 _CHANGE, _GATE, _SUPPORT = "change", "gate", "support"
+_RENEWAL = "renewal"
+_MOST_RENEWAL_BYTES = 64 << 20  # of unpacked support rows
 _ROWS, _KEYS = "rows", "keys"
 _REMEDY = "Adapt the task anew by its support rows"
 _Arrays = Mapping[str, npt.NDArray[Any]]
@@ -51,16 +55,58 @@ class StateShape:
     keeps_support: bool
 
 
-def to_bytes(state: TaskState, model_checksum: str) -> bytes:
-    """Return a state as bytes, tied to the exported model with this checksum (hexadecimal)."""
-    payload: bytes = save(_to_arrays(state))
+def to_bytes(state: TaskState, model_checksum: str, renewal: bytes = b"") -> bytes:
+    """Return a state as bytes, tied to the exported model with this checksum (hexadecimal);
+    `renewal` (pack_rows) makes it one that other versions renew."""
+    arrays = _to_arrays(state)
+    if renewal:
+        arrays[_RENEWAL] = np.frombuffer(renewal, np.uint8)
+    payload: bytes = save(arrays)
+    version = RENEWABLE_VERSION if renewal else VERSION
     # The checksum covers the fields before it as well as the rest.
-    before = _HEADER.pack(MAGIC, VERSION, bytes.fromhex(model_checksum), b"")[:-_CHECKSUM_BYTES]
+    before = _HEADER.pack(MAGIC, version, bytes.fromhex(model_checksum), b"")[:-_CHECKSUM_BYTES]
     return before + _checksum(before, payload) + payload
 
 
-def from_bytes(content: object, model_checksum: str, shape: StateShape) -> TaskState:
-    """Return the state in what `to_bytes` returned, bit for bit."""
+def pack_rows(rows: EncodedColumns, translation: RowTranslation) -> bytes:
+    """Return support rows as a state carries them."""
+    arrays = {name: np.ascontiguousarray(one) for name, one in translation.to_common(rows).items()}
+    # Most columns of a task are its own, the same in all rows: packed, they cost next to nothing.
+    return bytes.fromhex(translation.name) + zlib.compress(save(arrays), 1)
+
+
+def _unpack_rows(
+    packed: bytes, translation: RowTranslation, shape: StateShape
+) -> EncodedColumns | None:
+    """Return the rows, or None where they are of other columns."""
+    name_bytes = len(translation.name) // 2
+    if packed[:name_bytes].hex() != translation.name:
+        return None
+    unpacking = zlib.decompressobj()
+    content = unpacking.decompress(packed[name_bytes:], _MOST_RENEWAL_BYTES)
+    if unpacking.unconsumed_tail:
+        raise ValueError(f"its support rows take more than {_MOST_RENEWAL_BYTES} bytes")
+    rows = translation.from_common(load(content))
+    _check_rows(rows, shape.features)
+    if not rows.num_rows:
+        raise ValueError("it has 0 support rows")
+    return rows
+
+
+def is_renewable(content: bytes) -> bool:
+    """Return whether a state carries support rows."""
+    return content[len(MAGIC) : len(MAGIC) + 1] == bytes([RENEWABLE_VERSION])
+
+
+def from_bytes(
+    content: object,
+    model_checksum: str,
+    shape: StateShape,
+    translation: RowTranslation,
+    renews: bool = False,
+) -> TaskState | EncodedColumns:
+    """Return the state in what `to_bytes` returned, bit for bit; of another version's state, or if
+    it `renews` any, the support rows that it carries, to adapt anew by."""
     if not isinstance(content, bytes | bytearray | memoryview):
         raise UserError(
             f"a task's state is of type {type(content).__name__}; bytes are needed. Give what "
@@ -73,10 +119,10 @@ def from_bytes(content: object, model_checksum: str, shape: StateShape) -> TaskS
             "Give what task.state() returned"
         )
     _, version, model, checksum = _HEADER.unpack_from(content)
-    if version != VERSION:
+    if version not in (VERSION, RENEWABLE_VERSION):
         raise UserError(
-            f"a task's state has format version {version}; this release reads version {VERSION}. "
-            f"{_REMEDY}, or read it with the release that wrote it"
+            f"a task's state has format version {version}; this release reads versions {VERSION} "
+            f"and {RENEWABLE_VERSION}. {_REMEDY}, or read it with the release that wrote it"
         )
     payload = content[_HEADER.size :]
     # Before the model's name: of altered bytes nothing is to be believed.
@@ -85,18 +131,33 @@ def from_bytes(content: object, model_checksum: str, shape: StateShape) -> TaskS
             f"a task's state of {len(content)} bytes does not match its checksum: it was cut short "
             f"or altered. {_REMEDY}"
         )
-    if model.hex() != model_checksum:
-        raise UserError(
-            f"a task's state is of the exported model {model.hex()}; this one is {model_checksum}. "
-            f"{_REMEDY}, or load the model that it was adapted with"
-        )
+    rows, is_own = None, model.hex() == model_checksum and not renews
     try:
-        return _to_state(load(payload), shape)
-    except (SafetensorError, ValueError, LookupError, TypeError, OverflowError) as error:
+        if is_own or version == RENEWABLE_VERSION:
+            arrays = load(payload)
+            renewal = arrays.pop(_RENEWAL, np.zeros(0, np.uint8))
+            if is_own:
+                return _to_state(arrays, shape)
+            rows = _unpack_rows(renewal.tobytes(), translation, shape)
+    except (
+        SafetensorError,
+        ValueError,
+        LookupError,
+        TypeError,
+        OverflowError,
+        zlib.error,
+    ) as error:
         # The checksum held, but whoever can write the bytes can make it hold.
         raise UserError(
             f"a task's state holds what this model cannot take ({error!s:.200}). {_REMEDY}"
         ) from error
+    if rows is not None:
+        return rows
+    carried = "support rows of other columns" if version == RENEWABLE_VERSION else "no support rows"
+    raise UserError(
+        f"a task's state is of the exported model {model.hex()}; this one is {model_checksum}, and "
+        f"it carries {carried}. {_REMEDY}, or load the model that it was adapted with"
+    )
 
 
 def _checksum(before: bytes, payload: bytes) -> bytes:
@@ -186,16 +247,21 @@ def _parse_support(parts: _Arrays, shape: StateShape) -> EncodedColumns | None:
         return None
     if not parts:
         return None  # of a task of which nothing is known
-    features = shape.features
-    num_rows = len(parts["label_N"])
     # A state of a release before weights has none.
     # Nor has one of a release before events any of those.
     none: dict[str, npt.NDArray[Any]] = {
-        "weight_NW": np.zeros((num_rows, 0), np.float32),
-        "event_times": np.zeros((num_rows, 0)),
+        "weight_NW": np.zeros((len(parts["label_N"]), 0), np.float32),
+        "event_times": np.zeros((len(parts["label_N"]), 0)),
     }
     parts = {**none, **parts}
     rows = EncodedColumns(**{own.name: parts[own.name] for own in fields(EncodedColumns)})
+    _check_rows(rows, shape.features)
+    return rows
+
+
+def _check_rows(rows: EncodedColumns, features: Features) -> None:
+    """Raise ValueError for rows that a model of these features cannot have."""
+    num_rows = len(rows.label_N)
     _check_array("task_N", rows.task_N, np.int64, (num_rows,))
     _check_array("label_N", rows.label_N, np.float32, labels_shape(features, num_rows))
     _check_array("weight_NW", rows.weight_NW, np.float32, (num_rows, int(bool(features.weight))))
@@ -215,7 +281,6 @@ def _parse_support(parts: _Arrays, shape: StateShape) -> EncodedColumns | None:
     for ids, limit in ((rows.ids_NF, limit_F), (rows.values_V, limit_V)):
         if np.any((ids < 0) | (ids >= limit)):
             raise ValueError("a support row has an id that its table does not have")
-    return rows
 
 
 def _parse_tensor(name: str, array: npt.NDArray[Any], shape: tuple[int | None, ...]) -> Tensor:

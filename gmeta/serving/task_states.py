@@ -71,6 +71,12 @@ def split_tasks(adapted: AdaptedTensors, num_tasks: int) -> list[TaskState]:
 
 def stack_tasks(states: Sequence[TaskState]) -> AdaptedTensors:
     """Return the tasks side by side, in their order."""
+    if len(states) == 1:  # as it is, without copies
+        (one,) = states
+        task_P = torch.zeros_like(one.key_P)
+        return AdaptedTensors(
+            one.changes, one.gates_1JO, one.rows_PD, one.key_P, task_P, [one.support]
+        )
     names = dict.fromkeys(name for state in states for name in state.changes)
     changes = {name: _stack_changes([one.changes.get(name) for one in states]) for name in names}
     gates = states[0].gates_1JO  # the same layers in every state

@@ -52,6 +52,14 @@ class TaskBatch:
         return self.task_T.numel()
 
     @property
+    def uses_all_ids(self) -> bool:
+        """Return whether a row reads each of the unique ids."""
+        is_used_U = np.zeros(self.unique_ids_U.numel(), np.bool_)
+        is_used_U[self.positions_NF.numpy()] = True
+        is_used_U[self.multi_positions_V.numpy()] = True
+        return bool(is_used_U.all())
+
+    @property
     def num_rows(self) -> int:
         """Return the number of support and query rows."""
         return len(self.label_N)
@@ -148,6 +156,10 @@ def deduplicate_task_rows(batch: TaskBatch) -> TaskRows:
     # A pair is one number, so that one np.unique finds them. A row that two episodes use is two
     # pairs: each episode adapts its own copy.
     num_positions = max(batch.unique_ids_U.numel(), 1)
+    if batch.num_tasks == 1 and batch.uses_all_ids:
+        # Each id is its own pair: nothing to sort.
+        places_P = torch.arange(batch.unique_ids_U.numel())
+        return TaskRows(places_P, batch.positions_NF.long(), batch.multi_positions_V.long())
     row_lengths_T = np.diff(batch.row_offsets_T1.numpy())
     episode_N = np.repeat(np.arange(batch.num_tasks) * num_positions, row_lengths_T)
     values_N = sum_rows(batch.multi_lengths_NM.numpy())

@@ -47,6 +47,9 @@ class RowInputs:
     dense_NK: Tensor
     # The length of each multi-id feature's longest bag, or more; None: found from the values.
     longest_M: tuple[int, ...] | None = field(default=None, kw_only=True)
+    # The bag that each row reads, where rows share some: each bag is then pooled once. None: row n
+    # reads the bags n * M to (n + 1) * M.
+    bag_NM: Tensor | None = field(default=None, kw_only=True)
 
     @property
     def num_rows(self) -> int:
@@ -86,7 +89,11 @@ class RowInputs:
         padded = self.bag_values_VD.new_zeros(end + 1, width)
         padded = padded.index_copy(0, place_V, self.bag_values_VD)[:end]
         there_NH = torch.arange(longest, device=bag_V.device) < lengths_N.unsqueeze(1)
-        return History(padded.view(num_rows, longest, width), there_NH)
+        history = History(padded.view(num_rows, longest, width), there_NH)
+        if self.bag_NM is None:
+            return history
+        row_N = self.bag_NM[:, feature] // self.num_multi
+        return History(*(part.index_select(0, row_N) for part in history))
 
     def pooled_NMD(self, mode: Pooling) -> Tensor:
         """Return a vector for each bag; repeated ids count repeatedly, an empty bag is zero."""
@@ -100,6 +107,8 @@ class RowInputs:
             ones_V = bags.new_ones(self.bag_index_V.numel())
             sizes = bags.new_zeros(num_bags).index_add_(0, self.bag_index_V, ones_V).clamp_(min=1)
             bags = bags / sizes.unsqueeze(1)
+        if self.bag_NM is not None:
+            bags = bags.index_select(0, self.bag_NM.flatten())
         return bags.view(num_rows, self.num_multi, width)
 
     def features_NFD(self, mode: Pooling) -> Tensor:

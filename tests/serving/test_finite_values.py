@@ -21,6 +21,7 @@ from gmeta.serving.served_model import ServedModel
 from gmeta.serving.server.compute import answer_all
 from gmeta.serving.server.inference_protocol import InferenceAnswer, InferenceRequest
 from gmeta.serving.server.request_errors import RequestError
+from gmeta.serving.server.request_rows import RequestRows
 from gmeta.serving.server.task_cache import TaskCache
 from tests.support.exported import random_rows, write_random_model
 
@@ -99,7 +100,9 @@ def test_a_command_writes_nothing_that_is_not_finite(
 
 def test_a_server_keeps_no_task_that_is_not_finite(model: ServedModel, rows: pa.Table) -> None:
     cache = TaskCache(1 << 20, 3600.0)
-    requests = [InferenceRequest(of_task(rows, task), None, str(task)) for task in range(3)]
+    requests = [
+        InferenceRequest(RequestRows.of(of_task(rows, task)), None, str(task)) for task in range(3)
+    ]
     wrong = answer_all(model, "1", cache, requests, lambda _stage, _seconds: None)
     assert [type(one) for one in wrong] == [InferenceAnswer, RequestError, InferenceAnswer]
     assert str(wrong[1]).startswith("the adaptation to these rows is not finite: ")

@@ -112,16 +112,16 @@ def test_what_is_no_state_of_it_is_told(model: ServedModel, state: bytes, tmp_pa
         "a task's state begins with b'\\x80\\x04pickle' and has 8 bytes: it is none. "
         "Give what task.state() returned"
     )
-    newer = signed(state[:7] + b"\x02" + state[8:])
+    newer = signed(state[:7] + b"\x03" + state[8:])
     assert refused(model, newer) == (
-        "a task's state has format version 2; this release reads version 1. "
+        "a task's state has format version 3; this release reads versions 1 and 2. "
         f"{remedy}, or read it with the release that wrote it"
     )
     other = served(tmp_path, replace(MAML, name="encoder_maml", adapt_embeddings=True))
     assert other.checksum != model.checksum
     assert refused(other, state) == (
-        f"a task's state is of the exported model {model.checksum}; this one is {other.checksum}. "
-        f"{remedy}, or load the model that it was adapted with"
+        f"a task's state is of the exported model {model.checksum}; this one is {other.checksum}, "
+        f"and it carries no support rows. {remedy}, or load the model that it was adapted with"
     )
 
 

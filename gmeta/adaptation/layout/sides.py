@@ -38,6 +38,7 @@ class Side:
     weight: Tensor | None = None
     # Which row of the batch each is, where events make inputs of it; None: they do not.
     row_N: Tensor | None = None
+    bag_NM: Tensor | None = None  # see RowInputs
 
     def inputs(self, rows_PD: Tensor) -> RowInputs:
         """Return what the model sees when the embedding rows have these values."""
@@ -49,6 +50,7 @@ class Side:
             num_multi=len(self.longest_M),
             dense_NK=self.dense_NK.to(rows_PD.dtype),
             longest_M=self.longest_M,
+            bag_NM=self.bag_NM,
         )
 
 

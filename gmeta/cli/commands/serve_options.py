@@ -1,6 +1,6 @@
 """The options of `gmeta serve`, each with its bounds and its line of help."""
 
-from typing import Annotated, TypeAlias
+from typing import Annotated, Literal, TypeAlias
 
 import typer
 
@@ -27,6 +27,10 @@ MaxBody: TypeAlias = Annotated[
 ]
 MaxRows: TypeAlias = Annotated[
     int, typer.Option(min=1, max=1_000_000, help="rows that a request may have, both sides")
+]
+Extra: TypeAlias = Annotated[
+    Literal["ignore", "refuse"],
+    typer.Option(help="inputs that are no columns of the model, as of a feature store's rows"),
 ]
 MaxWaiting: TypeAlias = Annotated[
     int, typer.Option(min=1, max=100_000, help="requests that may wait, each worker; then 429")

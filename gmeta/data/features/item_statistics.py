@@ -88,6 +88,11 @@ class ItemStatistics(nn.Module):
         """Return the number of statistics of a row."""
         return 2 * len(self._columns)
 
+    @property
+    def reads_lists(self) -> bool:
+        """Return whether multi-id columns have statistics."""
+        return any(column.is_multi for column in self._columns)
+
     def table_buffers(self) -> list[tuple[str, Tensor]]:
         """Return each column's table and the buffer that has a row for each of its rows."""
         return [

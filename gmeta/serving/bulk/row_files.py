@@ -48,16 +48,35 @@ class RowFiles:
         """Return how many rows all files hold."""
         return sum(num_rows for _, num_rows in self._heads)
 
-    def batches(self, columns: list[str] | None = None) -> Iterator[pa.RecordBatch]:
-        """Yield all rows in their order, with these columns or all."""
+    def batches(
+        self, columns: list[str] | None = None, most_rows: int | None = None
+    ) -> Iterator[pa.RecordBatch]:
+        """Yield all rows in their order, with these columns or all, so many in a batch at most."""
+        batch_rows = most_rows or _BATCH_ROWS
         for fs, path in self._places:
             with _translate_errors(path), fs.open(path) as file:
-                yield from pq.ParquetFile(file).iter_batches(_BATCH_ROWS, columns=columns)
+                parquet = pq.ParquetFile(file)
+                # Not all at once: Arrow keeps the bytes of all row groups that a call reads.
+                for groups in _cut_groups(parquet.metadata, batch_rows):
+                    yield from parquet.iter_batches(batch_rows, row_groups=groups, columns=columns)
 
     def _read_head(self, fs: Any, path: str) -> tuple[pa.Schema, int]:
         with _translate_errors(path), fs.open(path) as file:
             parquet = pq.ParquetFile(file)
             return parquet.schema_arrow, parquet.metadata.num_rows
+
+
+def _cut_groups(metadata: pq.FileMetaData, num_rows: int) -> Iterator[list[int]]:
+    """Yield runs of row groups of so many rows or more."""
+    run, rows_of_run = list[int](), 0
+    for group in range(metadata.num_row_groups):
+        run.append(group)
+        rows_of_run += metadata.row_group(group).num_rows
+        if rows_of_run >= num_rows:
+            yield run
+            run, rows_of_run = [], 0
+    if run:
+        yield run
 
 
 @contextmanager

@@ -11,8 +11,10 @@ import triton_python_backend_utils as pb_utils
 from gmeta.errors import GMetaError
 from gmeta.serving.model_loader import load
 from gmeta.serving.outputs import BEFORE, PREDICTION
-from gmeta.serving.server.input_columns import describe_columns, to_tables
+from gmeta.serving.server.input_columns import describe_columns
 from gmeta.serving.server.request_errors import RequestError, bad_request
+from gmeta.serving.server.request_rows import to_rows
+from gmeta.serving.server.server_limits import RequestLimits
 from gmeta.serving.server.tensors import Tensor
 from metaio.errors import MetaIOError
 
@@ -40,16 +42,18 @@ class TritonPythonModel:
         return pb_utils.InferenceResponse(output_tensors=outputs)
 
     def _predict(self, inputs: list[Tensor]) -> dict[str, Any]:
-        support, query = to_tables(self.columns, inputs)
+        # Triton has limits of its own.
+        limits = RequestLimits(rows=1 << 31)
+        support, query = to_rows(self.columns, inputs, limits, shares_lists=False)
         if query is None:
             raise bad_request(
                 "the request has no rows to predict. Send inputs named like the columns"
             )
-        before_N = self.model.predict(query).numpy()
+        before_N = self.model.predict(query.table).numpy()
         # Without support rows both outputs are the same.
         after_N = before_N
         if support is not None:
-            after_N = self.model.adapt(support).predict(query).numpy()
+            after_N = self.model.adapt(support.table).predict(query.table).numpy()
         found = {PREDICTION: after_N, BEFORE: before_N}
         return {one.name: one.values_N(found[one.kind]) for one in self.columns.outputs}
 

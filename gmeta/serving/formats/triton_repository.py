@@ -7,7 +7,8 @@ from pathlib import Path
 
 from gmeta.serving.exported_folder import CONFIG_FILE as MODEL_CONFIG
 from gmeta.serving.exported_folder import ExportedConfig
-from gmeta.serving.server.input_columns import LENGTHS, SUPPORT, InputColumn, describe_columns
+from gmeta.serving.server.input_columns import InputColumn, describe_columns
+from gmeta.serving.server.tensors import LENGTHS, SUPPORT
 
 CONFIG_FILE = "config.pbtxt"
 BACKEND_FILE = Path("1") / "model.py"

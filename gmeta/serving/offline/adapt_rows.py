@@ -8,7 +8,6 @@ import pyarrow as pa
 from gmeta.errors import UserError
 from gmeta.serving.encoded_rows import EncodedColumns, join_rows, split_rows, take_rows
 from gmeta.serving.served_model import ServedModel
-from gmeta.serving.state_bytes import to_bytes
 from gmeta.serving.task_matching import cut_runs
 
 STATE_COLUMNS = ("task", "state", "rows")
@@ -17,9 +16,13 @@ CHUNK_ROWS = 8_192
 
 
 def adapt_rows(
-    model: ServedModel, rows: EncodedColumns, raw_task_N: pa.Array | pa.ChunkedArray
+    model: ServedModel,
+    rows: EncodedColumns,
+    raw_task_N: pa.Array | pa.ChunkedArray,
+    with_support: bool = False,
 ) -> pa.Table:
-    """Return the columns of STATE_COLUMNS with a row a task, in the order of their first rows."""
+    """Return the columns of STATE_COLUMNS with a row a task, in the order of their first rows;
+    `with_support` each state carries its support rows."""
     _, first_T, task_N, rows_T = np.unique(
         rows.task_N, return_index=True, return_inverse=True, return_counts=True
     )
@@ -42,6 +45,6 @@ def adapt_rows(
         names = tasks.take(pa.array(chosen))
         chunk_states = model.adapt_encoded(joined, lengths_T[chosen].tolist(), names)
         for place, state in zip(chosen.tolist(), chunk_states, strict=True):
-            states[place] = to_bytes(state, model.checksum)
+            states[place] = model.write_state(state, parts[place] if with_support else None)
     columns = (tasks, pa.array(states, pa.binary()), pa.array(lengths_T.astype(np.int64)))
     return pa.table(dict(zip(STATE_COLUMNS, columns, strict=True)))

@@ -3,7 +3,7 @@ request that is wrong gets its own error and holds up nobody else's."""
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import numpy.typing as npt
@@ -16,7 +16,9 @@ from gmeta.serving.outputs import BEFORE, PREDICTION
 from gmeta.serving.served_model import ServedModel
 from gmeta.serving.server.inference_protocol import InferenceAnswer, InferenceRequest, Outcome
 from gmeta.serving.server.request_errors import RequestError, bad_request
+from gmeta.serving.server.request_rows import RequestRows
 from gmeta.serving.server.task_cache import CachedTask, TaskCache
+from gmeta.serving.server.tensors import TASK_LENGTHS
 from gmeta.serving.task_matching import cut_runs
 from gmeta.serving.task_states import AdaptedTensors, TaskState, split_tasks, stack_tasks
 from metaio.errors import MetaIOError
@@ -29,15 +31,50 @@ class _BatchShare:
     """One request of a batch, and what is computed of it so far."""
 
     request: InferenceRequest
-    support: pa.Table | None = None  # rows to adapt by, in this batch
+    support: RequestRows | None = None  # rows to adapt by, in this batch
     entry: CachedTask | None = None  # the cache's, where the request has no rows
     state: TaskState | None = None  # where it need not be adapted now
     cache: str = ""
+    new_state: bytes = b""  # for the caller
     support_rows: int = 0
     encoded_support: EncodedColumns | None = None  # the support rows as ids and numbers
     encoded_query: EncodedColumns | None = None  # the query rows
     outputs: dict[str, npt.NDArray[np.float32]] = field(default_factory=dict)
     error: RequestError | None = None
+    tasks: "list[_BatchShare]" = field(default_factory=list)  # of a request of several, each one's
+
+    @property
+    def gives_state(self) -> bool:
+        """Return whether the caller gets the state that is made in this batch."""
+        return self.request.returns_state or self.request.state is not None
+
+    def split_tasks(self) -> "list[_BatchShare]":
+        """Return a share for each task of the request: this one where it is of one."""
+        if self.request.num_tasks == 1:
+            return [self]
+        sides = (self.encoded_support, self.support), (self.encoded_query, self.request.query)
+        parts = [
+            [None] * self.request.num_tasks
+            if rows is None or side is None
+            else split_rows(rows, side.lengths_T)
+            for rows, side in sides
+        ]
+        self.tasks = [
+            replace(self, encoded_support=support, encoded_query=query, outputs={})
+            for support, query in zip(*parts, strict=True)
+        ]
+        return self.tasks
+
+    def outcome(self, version: str) -> Outcome:
+        """Return the answer, or the first error of its tasks."""
+        shares = self.tasks or [self]
+        if error := next((share.error for share in shares if share.error is not None), self.error):
+            return error
+        outputs = {
+            name: np.concatenate([share.outputs[name] for share in shares])
+            for name in shares[0].outputs
+        }
+        return InferenceAnswer(version, outputs, self.support_rows, self.cache, self.new_state)
 
 
 def answer_all(
@@ -54,7 +91,7 @@ def answer_all(
     began_s = time.perf_counter()
     _encode_sides(shares, model)
     observe("encode", time.perf_counter() - began_s)
-    right = [share for share in shares if share.error is None]
+    right = [task for share in shares if share.error is None for task in share.split_tasks()]
     # Tasks that adapt now are predicted by the tensors they adapted in, neither split nor stacked.
     fresh = [share for share in right if share.state is None]
     sizes = [(_num_rows(one.encoded_support), _num_rows(one.encoded_query)) for one in fresh]
@@ -72,15 +109,15 @@ def answer_all(
         # Without adaptation all tasks have the one state.
         _predict(some, BEFORE, model, stack_tasks([model.unadapted] * len(some)))
     observe("predict", time.perf_counter() - began_s)
-    return [
-        share.error or InferenceAnswer(version, share.outputs, share.support_rows, share.cache)
-        for share in shares
-    ]
+    return [share.outcome(version) for share in shares]
 
 
 def _find_state(share: _BatchShare, model: ServedModel, version: str, cache: TaskCache) -> None:
     """Decide what a request's task is: to adapt now, in the cache, or unknown."""
     request = share.request
+    if request.state is not None:
+        _read_state(share, model, request.state)
+        return
     if request.support is not None:
         share.support = request.support
     elif request.task_key is None:
@@ -102,36 +139,66 @@ def _find_state(share: _BatchShare, model: ServedModel, version: str, cache: Tas
         if entry.state is not None and entry.version == version:
             share.state, share.cache = entry.state, "hit"
             return
-        share.support, share.cache = entry.support, "restored"
-    share.support_rows = share.support.num_rows
+        share.support, share.cache = RequestRows.of(entry.support), "restored"
+    share.support_rows = share.support.table.num_rows
+
+
+def _read_state(share: _BatchShare, model: ServedModel, content: bytes) -> None:
+    """Take the task from a state that its caller kept, or its support rows where another version
+    made it."""
+    try:
+        state = model.read_state(content)
+    except (UserError, MetaIOError) as error:
+        share.error = bad_request(str(error))
+        return
+    if isinstance(state, TaskState):
+        share.state, share.cache = state, "kept"
+        return
+    share.encoded_support, share.cache, share.support_rows = state, "renewed", state.num_rows
+    share.error = _find_support_error(model, state, [state.num_rows])
+    if state.num_rows > share.request.most_state_rows:
+        share.error = RequestError(
+            413,
+            f"the task's state carries {state.num_rows} support rows; at most "
+            f"{share.request.most_state_rows} are allowed. Adapt to fewer, or start the server "
+            "with a higher --max-rows",
+        )
 
 
 def _encode_sides(shares: Sequence[_BatchShare], model: ServedModel) -> None:
     """Encode every request's rows as ids and numbers, or note the error where that fails."""
     adapting = [share for share in shares if share.support is not None and share.error is None]
-    tables = [share.support for share in adapting if share.support is not None]
+    tables = [share.support.table for share in adapting if share.support is not None]
     parts = _encode_tables(model, tables, "support", with_label=True)
     for share, encoded_rows in zip(adapting, parts, strict=True):
         if isinstance(encoded_rows, RequestError):
             share.error = encoded_rows
-        # Support rows may name their task, but a request is of one.
-        elif len(np.unique(encoded_rows.task_N)) > 1:
-            share.error = bad_request(
-                f"the support rows are of {len(np.unique(encoded_rows.task_N))} tasks; a request "
-                "is of one. Send a request for each"
-            )
-        elif refusal := model.refusal(encoded_rows.num_rows, "the request"):
-            share.error = RequestError(413, refusal)
-        else:
+        elif share.support is not None:
             share.encoded_support = encoded_rows
+            share.error = _find_support_error(model, encoded_rows, share.support.lengths_T)
     asking = [share for share in shares if share.request.query is not None and share.error is None]
-    tables = [share.request.query for share in asking if share.request.query is not None]
+    tables = [one.request.query.table for one in asking if one.request.query is not None]
     parts = _encode_tables(model, tables, "query", with_label=False)
     for share, encoded in zip(asking, parts, strict=True):
         if isinstance(encoded, RequestError):
             share.error = encoded
         else:
             share.encoded_query = encoded
+
+
+def _find_support_error(
+    model: ServedModel, rows: EncodedColumns, lengths_T: Sequence[int]
+) -> RequestError | None:
+    # Support rows may name their task, but those of `lengths_T` are of one.
+    changes_N = np.flatnonzero(np.diff(rows.task_N)) + 1
+    if not np.isin(changes_N, np.cumsum(lengths_T)).all():
+        return bad_request(
+            f"the support rows are of {len(np.unique(rows.task_N))} tasks; a request is of one, or "
+            f"of several that {TASK_LENGTHS} tells apart. Send a request for each, or these inputs"
+        )
+    if refusal := model.refusal(max(lengths_T), "the request"):
+        return RequestError(413, refusal)
+    return None
 
 
 def _num_rows(rows: EncodedColumns | None) -> int:
@@ -147,7 +214,7 @@ def _adapt_and_predict(
     lengths = [rows.num_rows for rows in supports]
     tasks = model.adapt_tasks(join_rows(supports), lengths)
     # Splitting copies every tensor: left out where nobody wants a state kept.
-    if any(share.request.task_key is not None for share in shares):
+    if any(share.request.task_key is not None or share.gives_state for share in shares):
         states, finite = split_tasks(tasks, len(shares)), find_finite_T(tasks).tolist()
         for share, state, is_finite in zip(shares, states, finite, strict=True):
             key = share.request.task_key
@@ -156,8 +223,10 @@ def _adapt_and_predict(
             elif key is not None and share.entry is not None:
                 cache.restore(key, share.entry, state, version)
             elif key is not None and share.support is not None:
-                is_kept = cache.put(key, share.support, state, version)
+                is_kept = cache.put(key, share.support.table, state, version)
                 share.cache = "stored" if is_kept else "too_large"
+            if share.error is None and share.gives_state:
+                share.new_state = model.write_state(state, share.encoded_support)
     adapted_s = time.perf_counter()
     observe("adapt", adapted_s - began_s)
     _predict(shares, PREDICTION, model, tasks)
@@ -171,7 +240,12 @@ def _predict(
     # A request with support rows alone has none to predict.
     rows = [share.encoded_query or nothing for share in shares]
     lengths = [part.num_rows for part in rows]
-    values_N = model.predict_adapted(tasks, join_rows(rows), lengths).numpy()
+    shared = [share.request.query and share.request.query.shared_lists for share in shares]
+    # A feature of lists by a task's: whether all rows of the task have the list of its first.
+    shared_TM = (
+        np.stack([model.mark_lists(lists or ()) for lists in shared]) if any(shared) else None
+    )
+    values_N = model.predict_adapted(tasks, join_rows(rows), lengths, shared_TM).numpy()
     ends = np.cumsum(lengths)
     for share, values in zip(shares, np.split(values_N, ends[:-1]), strict=True):
         share.outputs[output] = values

@@ -1,21 +1,22 @@
 """The Open Inference Protocol, version 2, over HTTP, to InferenceRequest and from InferenceAnswer;
 grpc_service.py does so for gRPC."""
 
-import json
+import base64
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-import pyarrow as pa
-from pydantic_core import from_json
+from pydantic_core import from_json, to_json
 
 from gmeta.serving.outputs import PREDICTION, Output
-from gmeta.serving.server.input_columns import ModelColumns, to_tables
+from gmeta.serving.server.input_columns import ModelColumns
 from gmeta.serving.server.request_errors import RequestError, abbreviate, bad_request
+from gmeta.serving.server.request_rows import RequestRows, to_rows
 from gmeta.serving.server.server_limits import RequestLimits
 from gmeta.serving.server.tensors import (
+    TASK_LENGTHS,
     Tensor,
     check_head,
     raw_bytes,
@@ -24,6 +25,8 @@ from gmeta.serving.server.tensors import (
 )
 
 TASK_KEY = "task_key"
+TASK_STATE = "task_state"  # in base64, in a request and in its answer
+RETURN_STATE = "return_state"
 MAX_KEY_CHARS = 256
 MAX_ID_CHARS = 256
 _MOST_DIGITS = 12
@@ -37,9 +40,12 @@ PLATFORM = "gmeta_export"
 class InferenceRequest:
     """What a request asks for: rows to adapt by, a task key, query rows; any may be missing."""
 
-    support: pa.Table | None
-    query: pa.Table | None
+    support: RequestRows | None
+    query: RequestRows | None
     task_key: str | None = None
+    state: bytes | None = None  # of the task, that the caller kept
+    returns_state: bool = False
+    most_state_rows: int = 10_000  # support rows that the state may carry
     # What is computed, each for all labels; the answer has only `wanted_outputs` of them.
     outputs: tuple[str, ...] = (PREDICTION,)
     wanted_outputs: tuple[Output, ...] = ()
@@ -50,7 +56,13 @@ class InferenceRequest:
     @property
     def num_rows(self) -> int:
         """Count the rows of both sides."""
-        return sum(side.num_rows for side in (self.support, self.query) if side is not None)
+        return sum(side.table.num_rows for side in (self.support, self.query) if side is not None)
+
+    @property
+    def num_tasks(self) -> int:
+        """Count the tasks."""
+        sides = (self.support, self.query)
+        return next(len(side.lengths_T) for side in sides if side is not None)
 
 
 @dataclass(frozen=True)
@@ -60,14 +72,16 @@ class InferenceAnswer:
     version: str
     outputs: Mapping[str, npt.NDArray[np.float32]]
     support_rows: int
-    # hit, stored, restored or too_large where a task key was given.
+    # hit, stored, restored or too_large where a task key was given; kept or renewed with a state.
     cache: str = ""
+    state: bytes = b""  # for the caller to keep
 
     @property
     def parameters(self) -> dict[str, str | int]:
         """Return the response's parameters, which go beside its outputs."""
         cache: dict[str, str | int] = {"task_cache": self.cache} if self.cache else {}
-        return {"support_rows": self.support_rows, **cache}
+        state = {TASK_STATE: base64.b64encode(self.state).decode()} if self.state else {}
+        return {"support_rows": self.support_rows, **cache, **state}
 
     def iterate_outputs(
         self, request: InferenceRequest
@@ -111,28 +125,64 @@ def make_inference(
             f"id has {len(request_id)} characters; at most {MAX_ID_CHARS} are allowed"
         )
     # Checked before rows are made: rows of empty lists cost a caller nothing, but memory here.
-    _check_rows(max((one.shape[0] for one in tensors if len(one.shape) == 2), default=0), limits)
-    support, query = to_tables(columns, tensors)
-    if query is None and (support is None or key is None):
+    limits.check_rows(max((one.shape[0] for one in tensors if len(one.shape) == 2), default=0))
+    support, query = to_rows(columns, tensors, limits, shares_lists=True)
+    state, returns_state = _parse_state(parameters), parameters.get(RETURN_STATE, False)
+    if state is not None and (support is not None or key is not None):
+        raise bad_request(
+            f"parameter {TASK_STATE} stands beside support rows or {TASK_KEY}: a task is known by "
+            "one of them. Leave out the others"
+        )
+    has_task = support is not None or state is not None
+    if not isinstance(returns_state, bool) or (returns_state and not has_task):
+        raise bad_request(
+            f"parameter {RETURN_STATE} is {abbreviate(returns_state)}; allowed are true, with "
+            f"support rows or {TASK_STATE}, and false. Correct it"
+        )
+    if query is None and (support is None or not (key or returns_state)):
         raise bad_request(
             "the request has no rows to predict: send the model's columns as inputs; or support "
-            f"rows alone with the parameter {TASK_KEY}, to keep the adapted task"
+            f"rows alone with the parameter {TASK_KEY}, to keep the adapted task, or {RETURN_STATE}"
         )
     named = tuple(outputs_by_name[name] for name in dict.fromkeys(outputs))
     wanted = named or columns.default_outputs
     computed = tuple(dict.fromkeys(output.kind for output in wanted))
-    inference = InferenceRequest(support, query, key, computed, wanted, request_id, binary)
-    _check_rows(inference.num_rows, limits)
+    inference = InferenceRequest(
+        support,
+        query,
+        key,
+        state,
+        bool(returns_state),
+        limits.rows,
+        computed,
+        wanted,
+        request_id,
+        binary,
+    )
+    limits.check_rows(inference.num_rows)
+    of_one = {TASK_KEY: key is not None, TASK_STATE: state is not None, RETURN_STATE: returns_state}
+    name = next((name for name, is_there in of_one.items() if is_there), "")
+    if name and inference.num_tasks != 1:
+        raise bad_request(
+            f"{TASK_LENGTHS} is of {inference.num_tasks} tasks, and parameter {name} of one. "
+            "Leave it out, or send a request for each task"
+        )
     return inference
 
 
-def _check_rows(num_rows: int, limits: RequestLimits) -> None:
-    if num_rows > limits.rows:
-        raise RequestError(
-            413,
-            f"the request has {num_rows} rows of both sides; at most {limits.rows} are "
-            "allowed. Split it, or start the server with a higher --max-rows",
-        )
+def _parse_state(parameters: Mapping[str, object]) -> bytes | None:
+    text = parameters.get(TASK_STATE)
+    if text is None:
+        return None
+    try:
+        if isinstance(text, str):
+            return base64.b64decode(text, validate=True)
+    except ValueError:  # refused as whatever is no text
+        pass
+    raise bad_request(
+        f"parameter {TASK_STATE} is {abbreviate(text)}; a task's state in base64 is needed. Send "
+        "what an answer's parameters had"
+    )
 
 
 def parse_http(
@@ -274,7 +324,7 @@ def render_http(
         "parameters": answer.parameters,
         "outputs": outputs,
     }
-    text = json.dumps(response).encode()
+    text = to_json(response)
     if not behind:
         return text, {"content-type": "application/json"}
     headers = {"content-type": "application/octet-stream", BINARY_HEADER: str(len(text))}

@@ -104,7 +104,7 @@ class InferenceService:
         except ChangedFileError as error:  # until a whole version is there
             return [RequestError(503, str(error), retry_after_s=1) for _ in requests]
         for request, outcome in zip(requests, outcomes, strict=True):
-            if request.task_key is not None:
+            if request.task_key is not None or request.state is not None:
                 if isinstance(outcome, InferenceAnswer):
                     self.metrics.cache.labels(outcome.cache).inc()
                 elif outcome.status == 404:

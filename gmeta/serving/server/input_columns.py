@@ -1,7 +1,5 @@
-"""The columns of a model as the inputs of a server, and rows made of tensors: inputs named like the
-model's columns are query rows; with `support.` in front, support rows."""
+"""The columns of a model as the inputs of a server; request_rows.py makes rows of them."""
 
-import difflib
 import math
 import re
 from collections.abc import Mapping, Sequence
@@ -10,19 +8,13 @@ from functools import cached_property
 from types import MappingProxyType
 from typing import Any
 
-import numpy as np
-import pyarrow as pa
-
 from gmeta.errors import UserError
 from gmeta.serving.exported_folder import ExportedColumns, ExportedConfig
 from gmeta.serving.outputs import PREDICTION, Output, list_outputs
-from gmeta.serving.server.request_errors import bad_request
-from gmeta.serving.server.tensors import Tensor
+from gmeta.serving.server.tensors import LENGTHS, SUPPORT
 from metaio.prepare.schema.schema import DenseColumn, LabelColumn
 from metaio.quantities import format_count
 
-SUPPORT = "support."
-LENGTHS = ".lengths"
 MOST_EXAMPLES = 10  # values of a column
 _NOT_KNOWN: Mapping[str, Sequence[Any]] = MappingProxyType({})
 _NUMBERS: tuple[float, ...] = (0.5, 1.5, 2.5)
@@ -54,6 +46,8 @@ class ModelColumns:
     ignored: frozenset[str]
     outputs: tuple[Output, ...]
     item: str  # the column that candidates differ in
+    # Columns that are read as lists of ids and as nothing else.
+    lists: frozenset[str]
 
     @cached_property
     def default_outputs(self) -> tuple[Output, ...]:
@@ -79,6 +73,7 @@ def describe_columns(
     exported, features, read = config.columns, config.features, dict[str, InputColumn]()
     ignored: set[str] = set()
     schema = exported.schema
+    single_names = {one.name for one in features.single}
     if schema is None:
         rows = {table.name: table.num_rows for table in features.tables}
         for role, sparse in (("single", features.single), ("multi", features.multi)):
@@ -91,6 +86,7 @@ def describe_columns(
         for name in features.dense:
             read[name] = _dense_column(DenseColumn(name), exported)
     else:
+        single_names = {column.column for column in schema.single}
         for role, described in (("single", schema.single), ("multi", schema.multi)):
             for column in described:
                 kind = exported.kinds.get(column.column, "text")
@@ -121,10 +117,16 @@ def describe_columns(
         frozenset(ignored),
         list_outputs(config),
         _find_item(config, read),
+        frozenset(
+            name
+            for name, column in read.items()
+            if column.role == "multi" and name not in single_names
+        ),
     )
     for name in model_columns.by_name:
         # Such a name could mean two things in a request.
-        if name.startswith(SUPPORT) or (name.endswith(LENGTHS) and name[: -len(LENGTHS)] in read):
+        is_length = name.endswith(LENGTHS) and name[: -len(LENGTHS)] in {*read, "task"}
+        if name.startswith(SUPPORT) or is_length:
             raise UserError(
                 f"column {name} cannot be an input of a server: {SUPPORT}NAME are the support rows "
                 f"and NAME{LENGTHS} the lengths of lists. Rename the column before prepare"
@@ -177,93 +179,10 @@ def _label_columns(config: ExportedConfig) -> list[InputColumn]:
         if label.threshold is not None:
             values = f"a number; 1 from {label.threshold:g} on, else 0"
             least, most = label.threshold - 1, label.threshold
-        values += "; null allowed" if label.null == "unknown" else ""
+        masked = f"; anything, or null, where {label.mask} is 0" if label.mask else ""
+        values += "; null allowed" if label.null == "unknown" else masked
         described[label.column] = values, (least, most)
     return [
         InputColumn(name, "label", "FP32", False, values, examples)
         for name, (values, examples) in described.items()
     ]
-
-
-def to_tables(
-    columns: ModelColumns, tensors: Sequence[Tensor]
-) -> tuple[pa.Table | None, pa.Table | None]:
-    """Return the support and the query rows of a request, or None. Raise RequestError."""
-    sides: tuple[dict[str, Tensor], dict[str, Tensor]] = ({}, {})
-    for tensor in tensors:
-        is_support = tensor.name.startswith(SUPPORT)
-        side = sides[0 if is_support else 1]
-        name = tensor.name.removeprefix(SUPPORT) if is_support else tensor.name
-        if name in side:
-            raise bad_request(f"input {tensor.name} is there twice; once is allowed. Leave one out")
-        side[name] = tensor
-    support, query = (_to_table(columns, side) for side in sides)
-    return support, query
-
-
-def _to_table(columns: ModelColumns, side: Mapping[str, Tensor]) -> pa.Table | None:
-    if not side:
-        return None
-    known, arrays = columns.by_name, dict[str, pa.Array]()
-    for name, tensor in side.items():
-        if name in known:
-            lengths = side.get(name + LENGTHS) if known[name].is_list else None
-            arrays[name] = _to_array(known[name], tensor, lengths)
-        elif not _is_lengths(name, known, side) and name not in columns.ignored:
-            near = difflib.get_close_matches(name, known, n=1)
-            raise bad_request(
-                f"input {tensor.name[:80]!r} is no column of this model; "
-                f"{f'did you mean {near[0]}?' if near else 'it has ' + ', '.join(known) + '.'} "
-                "Correct the name, or leave the input out"
-            )
-    sizes = {name: len(array) for name, array in arrays.items()}
-    if len(set(sizes.values())) > 1:
-        # The message stays one line, however many columns there are.
-        sizes_text = ", ".join(f"{name} {size}" for name, size in list(sizes.items())[:6])
-        raise bad_request(
-            f"inputs of one side differ in rows ({sizes_text}); all need the same. Correct them"
-        )
-    return pa.table(arrays) if arrays else None
-
-
-def _is_lengths(name: str, known: Mapping[str, InputColumn], side: Mapping[str, Tensor]) -> bool:
-    column = name.removesuffix(LENGTHS)
-    return column != name and column in side and column in known and known[column].is_list
-
-
-def _to_array(column: InputColumn, tensor: Tensor, lengths: Tensor | None) -> pa.Array:
-    if not column.is_list:
-        if len(tensor.shape) == 2 and tensor.shape[1] != 1:
-            raise bad_request(
-                f"input {tensor.name} has shape {list(tensor.shape)}; [N] and [N, 1] are allowed, "
-                "since each row has one value. Correct it"
-            )
-        return tensor.values
-    if lengths is None:
-        if len(tensor.shape) == 1:
-            raise bad_request(
-                f"input {tensor.name} has shape {list(tensor.shape)}, but each row has a list: "
-                f"send [N, M] for lists of one length, or all values in [V] and the {tensor.name}"
-                f"{LENGTHS} of the lists in [N]"
-            )
-        # [N, M]: every list has M values.
-        offsets = np.arange(tensor.shape[0] + 1, dtype=np.int64) * tensor.shape[1]
-        return pa.LargeListArray.from_arrays(offsets, tensor.values)
-    sizes = lengths.values
-    if len(tensor.shape) != 1 or len(lengths.shape) != 1 or not pa.types.is_integer(sizes.type):
-        raise bad_request(
-            f"input {tensor.name} with {lengths.name} needs both in one dimension and the lengths "
-            f"as integers; they have {list(tensor.shape)}, {list(lengths.shape)} and {sizes.type}. "
-            "Correct them"
-        )
-    if sizes.null_count:
-        raise bad_request(f"input {lengths.name} holds null; the length of each list is needed")
-    # As floats: the sum of integers that a stranger chose could wrap around.
-    counts = sizes.to_numpy().astype(np.float64)
-    if (counts < 0).any() or counts.sum() != len(tensor.values):
-        raise bad_request(
-            f"input {lengths.name} adds up to {counts.sum():.0f}; {tensor.name} has "
-            f"{len(tensor.values)} values, and no length may be below 0. Correct them"
-        )
-    ends = np.concatenate([[0], np.cumsum(sizes.to_numpy().astype(np.int64))])
-    return pa.LargeListArray.from_arrays(ends, tensor.values)

@@ -6,10 +6,10 @@ from http import HTTPStatus
 from typing import Any, ClassVar
 
 from gmeta.serving.server.inference_protocol import MAX_ID_CHARS, MAX_KEY_CHARS, TASK_KEY
-from gmeta.serving.server.input_columns import LENGTHS, SUPPORT, InputColumn, ModelColumns
+from gmeta.serving.server.input_columns import InputColumn, ModelColumns
 from gmeta.serving.server.request_errors import GRPC_CODES
 from gmeta.serving.server.serve_config import ServeConfig
-from gmeta.serving.server.tensors import DATATYPES, MAX_DIMENSION
+from gmeta.serving.server.tensors import DATATYPES, LENGTHS, MAX_DIMENSION, SUPPORT
 
 Json = dict[str, Any]
 

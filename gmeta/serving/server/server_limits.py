@@ -17,6 +17,16 @@ class RequestLimits:
 
     body_bytes: int = 16 << 20
     rows: int = 10_000  # of both sides
+    ignores_extra: bool = False  # inputs that are no columns of the model; else they are refused
+
+    def check_rows(self, num_rows: int) -> None:
+        """Raise RequestError for a request of more rows."""
+        if num_rows > self.rows:
+            raise RequestError(
+                413,
+                f"the request has {num_rows} rows of both sides; at most {self.rows} are "
+                "allowed. Split it, or start the server with a higher --max-rows",
+            )
 
 
 @dataclass(frozen=True)

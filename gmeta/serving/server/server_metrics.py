@@ -52,7 +52,10 @@ class ServerMetrics:
         name, text = "gmeta_serve_batch_tasks", "Requests of a batch."
         self.batch_tasks = histogram(name, text, buckets=_TASKS)
         self.batch_rows = histogram("gmeta_serve_batch_rows", "Rows of a batch.", buckets=_ROWS)
-        text = "Requests with a task key: hit, stored, restored from its rows, too_large or miss."
+        text = (
+            "Requests with a task key: hit, stored, restored from its rows, too_large or miss; "
+            "with a state: kept, or renewed from its rows."
+        )
         self.cache = counter("gmeta_serve_cache", text, ["result"])
         text = "Newer versions found, by result."
         self.reloads = counter("gmeta_serve_reloads", text, ["result"])

@@ -107,7 +107,8 @@ class Encoder:
         }
 
     def encode(self, batch: pa.RecordBatch, with_label: bool = True) -> EncodedRows:
-        """Return the encoded rows of a batch; raise DataError for values that break the schema."""
+        """Return the encoded rows of a batch; raise DataError for values that break the schema.
+        Rows without a label, which are to be predicted, have no identity."""
         schema, types = self.schema, self._types
         check_nulls(schema, {name: batch[name].null_count for name in batch.schema.names})
         num_rows = batch.num_rows
@@ -135,17 +136,19 @@ class Encoder:
             dense_NK[:, first : first + vector.width] = read_vectors(vector, column)
             first += vector.width
         lengths_NM = np.zeros((num_rows, len(schema.multi)), dtype=np.int32)
-        values_V, sums_N = self._encode_lists(batch, lengths_NM)
-        row_id_NR = self._encode_row_ids(batch)
-        label_NL = label_N.reshape(num_rows, len(schema.labels)).view(np.uint32)
-        bits_N = label_NL[:, 0] ^ sums_N
-        inputs = ids_NF, dense_NK.view(np.uint32), lengths_NM
-        columns = *inputs, label_NL[:, 1:], weight_NW.view(np.uint32)
+        values_V = self._encode_lists(batch, lengths_NM)
+        row_id_NR, identity_N = self._encode_row_ids(batch), np.zeros(num_rows, np.uint64)
+        if with_label:
+            label_NL = label_N.reshape(num_rows, len(schema.labels)).view(np.uint32)
+            bits_N = label_NL[:, 0] ^ hash_lists(values_V, sum_rows(lengths_NM))
+            inputs = ids_NF, dense_NK.view(np.uint32), lengths_NM
+            columns = *inputs, label_NL[:, 1:], weight_NW.view(np.uint32)
+            identity_N = self._hash_identity(batch, row_id_NR, bits_N, *columns)
         return EncodedRows(
             task_hash_N,
             task_N,
             time_N,
-            self._hash_identity(batch, row_id_NR, bits_N, *columns),
+            identity_N,
             row_id_NR,
             split_N,
             label_N,
@@ -213,6 +216,9 @@ class Encoder:
             ids = np.zeros(len(column), dtype=np.int64)
             ids[known] = self._encode_ids(rule, column.drop_null())
             return ids
+        if pa.types.is_dictionary(column.type) and len(column.dictionary) <= len(column):
+            # Each value is looked up once, however many rows have it.
+            return self._encode_ids(rule, column.dictionary)[to_int64(column.indices)]
         # Row 0 is for unknown values, so values share num_rows - 1 rows. The bias of the remainder
         # is below num_rows / 2^64.
         if rule.hash is not None:
@@ -250,17 +256,14 @@ class Encoder:
             numbers = (numbers - mean) / deviation
         return numbers
 
-    def _encode_lists(
-        self, batch: pa.RecordBatch, lengths_NM: npt.NDArray[np.int32]
-    ) -> tuple[Int64, UInt64]:
-        """Return the ids [V] row by row, and a hash of each row's lists; fill in `lengths_NM`."""
+    def _encode_lists(self, batch: pa.RecordBatch, lengths_NM: npt.NDArray[np.int32]) -> Int64:
+        """Return the ids [V] row by row; fill in `lengths_NM`."""
         ids = []
         for index, rule in enumerate(self.schema.multi):
             lists = read_lists(rule, batch[rule.column])
             lengths_NM[:, index] = to_int64(pc.fill_null(pc.list_value_length(lists), 0))
             ids.append(self._encode_ids(rule, lists.flatten()))
-        values = reorder_row_by_row(lengths_NM, ids)
-        return values, hash_lists(values, sum_rows(lengths_NM))
+        return reorder_row_by_row(lengths_NM, ids)
 
 
 def hash_to_rows(column: pa.Array, kind: Kind, num_rows: int) -> Int64:

@@ -6,6 +6,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from metaio.hashing import UInt64, splitmix64
 from metaio.prepare.schema.values import Kind, hash_values, to_int64
 from metaio.ragged import Int64
 
@@ -79,6 +80,31 @@ class TextIndex:
         equal = pc.equal(words.take(pa.array(hits)), self._words.take(pa.array(place[hits])))
         rows[hits[~equal.to_numpy(zero_copy_only=False)]] = 0
         return rows
+
+
+class ValueKeys:
+    """Keys of a vocabulary's rows by their values: a value has the same key in every vocabulary,
+    wherever it stands there. The key of row 0, of unknown values, is 0."""
+
+    def __init__(self, vocabulary: pa.Array) -> None:
+        kind: Kind = "integer" if pa.types.is_integer(vocabulary.type) else "text"
+        rows = _valid_rows(vocabulary)
+        keys = splitmix64(hash_values(vocabulary.drop_null(), kind))  # 0 is as good as never one
+        self._keys_R = np.zeros(len(vocabulary) + 1, np.uint64)
+        self._keys_R[rows] = keys
+        order = np.argsort(keys)
+        self._sorted_keys, self._rows = keys[order], rows[order]
+
+    def keys(self, rows: Int64) -> UInt64:
+        """Return the key of each row."""
+        return self._keys_R[rows]
+
+    def rows(self, keys: UInt64) -> Int64:
+        """Return the row of each key, 0 for values that the vocabulary does not have."""
+        if not len(self._rows):
+            return np.zeros(len(keys), np.int64)
+        place = np.minimum(np.searchsorted(self._sorted_keys, keys), len(self._rows) - 1)
+        return np.where(self._sorted_keys[place] == keys, self._rows[place], 0)
 
 
 def _valid_rows(vocabulary: pa.Array) -> Int64:

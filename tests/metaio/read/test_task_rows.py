@@ -1,6 +1,10 @@
 """Level-2 rows against a dict of (episode, position) pairs."""
 
+from dataclasses import replace
+
 import numpy as np
+import pytest
+import torch
 
 from metaio import BatchReader, TaskBatch, open_dataset
 from metaio.read.batch import deduplicate_task_rows
@@ -20,10 +24,17 @@ def slow_pairs(batch: TaskBatch) -> dict[tuple[int, int], None]:
     return dict.fromkeys(sorted(found))
 
 
-def test_pairs_are_the_distinct_episode_and_position_pairs(write: WriteFn) -> None:
+@pytest.mark.parametrize("unused", [0, 2])
+@pytest.mark.parametrize("tasks_per_step", [9, 1])
+def test_pairs_are_the_distinct_episode_and_position_pairs(
+    write: WriteFn, tasks_per_step: int, unused: int
+) -> None:
     dataset = open_dataset(write({"train": make_rows(40)}, block_rows=50))
-    with BatchReader(dataset, "train", tasks_per_step=9) as reader:
-        for batch in reader.batches(0):
+    with BatchReader(dataset, "train", tasks_per_step=tasks_per_step) as reader:
+        for read in reader.batches(0):
+            more = torch.cat([read.unique_ids_U, torch.zeros(unused, dtype=torch.int64)])
+            batch = replace(read, unique_ids_U=more)
+            assert batch.uses_all_ids == (unused == 0)
             rows = deduplicate_task_rows(batch)
             pairs = list(slow_pairs(batch))
             assert rows.level1_position_P.tolist() == [position for _, position in pairs]

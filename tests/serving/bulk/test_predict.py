@@ -50,6 +50,24 @@ def sides(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[pa.Table, pa
     return support, query
 
 
+def test_no_read_asks_for_more_than_a_batch_needs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Arrow keeps the bytes of all row groups that a call reads, until its end."""
+    rows, asked, read = random_rows(100), list[list[int]](), pq.ParquetFile.iter_batches
+    pq.write_table(rows, tmp_path / "rows.parquet", row_group_size=8)
+
+    def record(file: pq.ParquetFile, *arguments: Any, **options: Any) -> Iterator[pa.RecordBatch]:
+        asked.append(options["row_groups"])
+        return read(file, *arguments, **options)
+
+    monkeypatch.setattr(pq.ParquetFile, "iter_batches", record)
+    found = list(RowFiles(str(tmp_path / "rows.parquet")).batches(["user", "item"], 20))
+    assert asked == [[0, 1, 2], [3, 4, 5], [6, 7, 8], [9, 10, 11], [12]]
+    assert max(batch.num_rows for batch in found) <= 20
+    assert pa.Table.from_batches(found).equals(rows.select(["user", "item"]))
+
+
 def nothing(done: int, total: int) -> None:
     """No progress is shown."""
 

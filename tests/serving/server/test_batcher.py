@@ -12,6 +12,7 @@ from gmeta.access.log import LOGGER_NAME
 from gmeta.serving.server.batcher import Batcher
 from gmeta.serving.server.inference_protocol import InferenceAnswer, InferenceRequest, Outcome
 from gmeta.serving.server.request_errors import RequestError
+from gmeta.serving.server.request_rows import RequestRows
 from gmeta.serving.server.server_limits import BatchLimits
 
 TURNS = 5
@@ -32,7 +33,7 @@ class Recorder:
 
 
 def a_request() -> InferenceRequest:
-    return InferenceRequest(None, pa.table({"item": [1]}))
+    return InferenceRequest(None, RequestRows.of(pa.table({"item": [1]})))
 
 
 def test_requests_of_turns_that_follow_each_other_are_one_batch() -> None:
@@ -128,7 +129,10 @@ def test_a_request_that_breaks_the_code_fails_alone(
     async def work() -> list[InferenceAnswer | BaseException]:
         batcher = Batcher(run, BatchLimits(), lambda what, value: None)
         names = ["0", "1", "poison", "3", "4", "5", "6", "7"]
-        asked = [InferenceRequest(None, pa.table({"item": [1]}), request_id=name) for name in names]
+        asked = [
+            InferenceRequest(None, RequestRows.of(pa.table({"item": [1]})), request_id=name)
+            for name in names
+        ]
         answers = (batcher.answer(request) for request in asked)
         found = await asyncio.gather(*answers, return_exceptions=True)
         batcher.stop()

@@ -25,7 +25,7 @@ from gmeta.access.log import LOGGER_NAME
 from gmeta.config.algorithm import AlgorithmConfig
 from gmeta.errors import GMetaError
 from gmeta.serving.served_model import ServedModel
-from gmeta.serving.server import http_app, inference_protocol, input_columns
+from gmeta.serving.server import http_app, inference_protocol, request_rows
 from gmeta.serving.server.access import ServerAccess
 from gmeta.serving.server.http_connection import http_server
 from gmeta.serving.server.inference_service import InferenceService
@@ -217,7 +217,10 @@ def test_rows_of_two_tasks_are_no_task(service: InferenceService) -> None:
     request = request_of(QUERY, SUPPORT)
     request["inputs"].append(tensor("support.user", "INT64", [1] * 8 + [2]))
     found = post(service, request).json()["error"]
-    assert found == "the support rows are of 2 tasks; a request is of one. Send a request for each"
+    assert found == (
+        "the support rows are of 2 tasks; a request is of one, or of several that task.lengths "
+        "tells apart. Send a request for each, or these inputs"
+    )
 
 
 @pytest.mark.parametrize("lists", [[0, 2], [2]])
@@ -302,7 +305,7 @@ def test_more_lists_than_rows_could_need_are_never_made(
 def test_a_long_name_is_compared_with_no_column(
     service: InferenceService, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(input_columns.difflib, "get_close_matches", lambda *_, **__: 1 / 0)
+    monkeypatch.setattr(request_rows.difflib, "get_close_matches", lambda *_, **__: 1 / 0)
     for name in ("x" * 1025, "x" * (1 << 20), "support." + "x" * 2000):
         answer = post(service, {"inputs": [tensor(name, "INT64", [1])]})
         assert answer.status_code == 400
