@@ -36,6 +36,7 @@ from gmeta.runs.resolve import resolve
 from gmeta_models.internals import ONEDNN_LINEAR
 from metaio.format.dataset import Dataset
 from metaio.format.features import Features, FeatureSpec, TableSpec
+from metaio.ragged import places
 from metaio.read.batch import TaskBatch
 
 # Batches whose ids are counted, and tasks whose operations are.
@@ -254,6 +255,7 @@ def count_flops(
         positions_NF=torch.arange(num_rows, dtype=torch.int32)[:, None].repeat(1, num_single),
         multi_positions_V=torch.arange(num_rows, dtype=torch.int32).repeat_interleave(num_multi),
         multi_lengths_NM=torch.ones(num_rows, num_multi, dtype=torch.int32),
+        **(_make_events(features, rows_T) if features.events else {}),
     )
     # Values do not change the number of operations: zeros do.
     rows_UD = torch.zeros(num_ids, width, requires_grad=True)
@@ -274,6 +276,19 @@ def count_flops(
     learner.zero_grad()
     total: int = counter.get_total_flops()
     return total / COUNTED_TASKS
+
+
+def _make_events(features: Features, rows_T: torch.Tensor) -> dict[str, torch.Tensor]:
+    """Return the events of tasks with so many rows: each of them, known to all behind it."""
+    num_rows = int(rows_T.sum())
+    return {
+        "num_events_T": rows_T,
+        "event_positions": torch.arange(num_rows, dtype=torch.int32)[:, None].repeat(
+            1, len(features.events)
+        ),
+        "event_numbers": torch.zeros(num_rows, 1 + len(features.event_dense)),
+        "events_before_N": torch.from_numpy(places(rows_T)).to(torch.int32),
+    }
 
 
 def _count_operations(_: Any, left: Sequence[int], right: Sequence[int], **__: Any) -> int:

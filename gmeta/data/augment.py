@@ -123,4 +123,5 @@ def drop_ids(
         unique_lengths_B=torch.from_numpy(kept_B),
         positions_NF=torch.from_numpy(position_U[batch.positions_NF.numpy()]),
         multi_positions_V=torch.from_numpy(position_U[batch.multi_positions_V.numpy()]),
+        event_positions=torch.from_numpy(position_U[batch.event_positions.numpy()]),
     )

@@ -21,14 +21,18 @@ from gmeta.distributed.sharded_learner import DistributedLearner
 from gmeta.distributed.steps import batch_without_tasks, iterate_steps, stop_on_error
 from gmeta.distributed.stopping import Stop
 from gmeta.errors import UserError
-from gmeta.evaluation.baselines.block_rows import pack_rows, unpack_block
-from gmeta.evaluation.baselines.candidates import Candidates, rank_among_candidates_N2
+from gmeta.evaluation.baselines.block_rows import add_event_lists, pack_rows, unpack_block
+from gmeta.evaluation.baselines.candidates import (
+    Candidates,
+    RowsWithCandidates,
+    rank_among_candidates_N2,
+)
 from gmeta.evaluation.item_vectors import ALL_ITEMS, ItemVectors, fetch_item_vectors
 from gmeta.evaluation.report.evaluated_runs import PLACES
 from gmeta.learner import QueryPrediction
 from gmeta.metrics.scored_label import ScoredLabel
 from gmeta_models.dot import Dot
-from metaio.format.block import build_block
+from metaio.format.block import Rows, build_block
 from metaio.format.dataset import Dataset
 from metaio.prepare.episodes.raw_ids import find_item_feature
 from metaio.ragged import owners
@@ -168,21 +172,34 @@ def _with_candidates(
 ) -> Iterator[BatchWithCandidates]:
     """Yield batches with sampled rows, and which rows these are; one batch may become several."""
     for batch in batches:
-        rows = unpack_block(batch.map(torch.Tensor.numpy))  # type: ignore[arg-type]
+        rows, first = unpack_block(batch.map(torch.Tensor.numpy)), 0  # type: ignore[arg-type]
         if not batch.num_tasks:
             # A rank whose data failed takes part with such batches.
             yield batch, np.zeros(0, np.bool_)
         for listed in candidates.add_candidates(rows, view):
-            row_id_N, weight_N = (
-                of_row_N[listed.source_N] if len(of_row_N) else of_row_N
-                for of_row_N in (batch.row_id_N.numpy(), batch.weight_N.numpy())
-            )
-            raw = replace(pack_rows(listed.rows, row_id_N), weight_N=weight_N)
-            block = build_block(dataset.features, raw)
+            stop = first + len(listed.rows.task_T)
+            raw = _with_stored_columns(batch.tasks(first, stop), listed)
+            block, first = build_block(dataset.features, raw), stop
             yield (
                 compose(dataset.features, [(block, np.arange(block.num_episodes))]),
                 listed.is_sampled_N,
             )
+
+
+def _with_stored_columns(batch: TaskBatch, listed: RowsWithCandidates) -> Rows:
+    """Return the listed rows of these tasks with the row ids, weights and events that are stored
+    with the rows that they were made of."""
+    # Counted from the first row of the batch that the tasks are part of.
+    source_N = listed.source_N - listed.source_N.min(initial=0)
+    of_rows = batch.row_id_N.numpy(), batch.weight_N.numpy(), batch.events_before_N.numpy()
+    row_id_N, weight_N, before_N = (own[source_N] if len(own) else own for own in of_rows)
+    raw = replace(pack_rows(listed.rows, row_id_N), weight_N=weight_N)
+    if not len(batch.num_events_T):
+        return raw
+    ids_VM = batch.unique_ids_U[batch.event_positions.to(torch.int64)].numpy()
+    raw = add_event_lists(raw, ids_VM, batch.num_events_T.numpy())
+    numbers = batch.event_numbers.numpy()
+    return replace(raw, event_numbers=numbers, events_before_N=before_N)
 
 
 def gather_columns(columns: list[Columns], ranks: Ranks) -> Columns | None:

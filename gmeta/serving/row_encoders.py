@@ -23,7 +23,7 @@ from gmeta.serving.row_translation import RowTranslation
 from metaio.errors import DataError
 from metaio.format.features import Features, FeatureSpec
 from metaio.prepare.episodes.encode import Encoder, FittedEncoding
-from metaio.prepare.schema.event_columns import EventClock, find_events
+from metaio.prepare.schema.event_columns import find_events, read_event_times
 from metaio.prepare.schema.rules import SplitRule
 from metaio.prepare.schema.schema import Schema
 from metaio.prepare.schema.values import (
@@ -33,7 +33,6 @@ from metaio.prepare.schema.values import (
     to_float32,
     to_float64,
     to_int64,
-    to_time_ticks,
 )
 from metaio.quantities import format_count
 from metaio.ragged import Float32, Int64, offsets, reorder_row_by_row
@@ -144,9 +143,7 @@ class RawColumnEncoder:
         if schema is None or schema.time is None or schema.events is None:
             return found[:, :0]
         if with_label:
-            name = schema.time.column
-            clock = EventClock.of(schema.events, name, batch[name].type)
-            found[:, 0] = clock.seconds(to_time_ticks(name, batch[name]))
+            found[:, 0] = read_event_times(schema.time, batch[schema.time.column])
             is_event = find_events(schema.events, batch)
             found[:, 1] = is_event[:, 0] if is_event.shape[1] else 1.0
         return found

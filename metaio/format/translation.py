@@ -16,7 +16,7 @@ import pyarrow.compute as pc
 from metaio.errors import DataError
 from metaio.format.block import Block, merge_unknown_ids
 from metaio.format.dataset import Dataset, read_column
-from metaio.format.features import FeatureSpec
+from metaio.format.features import FeatureSpec, name_event_column
 from metaio.format.layout import VOCABULARY_FOLDER
 from metaio.ragged import Int64, offsets, owners
 
@@ -32,6 +32,7 @@ class _Translation:
 
     rows_of_tables: tuple[Int64, ...]
     affine_K: tuple[npt.NDArray[np.float64], npt.NDArray[np.float64]] | None
+    dense_of_events: tuple[int, ...]  # which dense columns events have
 
     def __call__(self, block: Block) -> Block:
         """Return the block in the other dataset's ids and units."""
@@ -41,13 +42,19 @@ class _Translation:
         ids_U = np.concatenate(mapped) if mapped else block.unique_ids_U
         table_U = owners(lengths_B)
         kept_U, kept_B, position_U = merge_unknown_ids(ids_U, ids_U == 0, table_U, len(lengths_B))
-        dense_NK = block.dense_NK
+        dense_NK, event_numbers = block.dense_NK, block.event_numbers
         if self.affine_K is not None:
             scale_K, shift_K = self.affine_K
             dense_NK = (dense_NK * scale_K + shift_K).astype(np.float32)
+            if self.dense_of_events:
+                columns, event_numbers = list(self.dense_of_events), event_numbers.copy()
+                # Behind the seconds.
+                numbers = event_numbers[:, 1:] * scale_K[columns] + shift_K[columns]
+                event_numbers[:, 1:] = numbers
         return replace(
             block,
             dense_NK=dense_NK,
+            event_numbers=event_numbers,
             unique_ids_U=kept_U,
             unique_offsets_B1=offsets(kept_B),
             positions_NF=position_U[block.positions_NF],
@@ -67,7 +74,9 @@ def translate_dataset(own: Dataset, known: Dataset) -> Dataset:
         _match_rows(own, known, table.name, table.num_rows, size.num_rows)
         for table, size in zip(own.features.tables, known.features.tables, strict=True)
     )
-    return own.with_features(known.features, _Translation(rows, _match_moments(own, known)))
+    dense_of_events = tuple(map(known.features.dense.index, known.features.event_dense))
+    translation = _Translation(rows, _match_moments(own, known), dense_of_events)
+    return own.with_features(known.features, translation)
 
 
 def _check_columns(own: Dataset, known: Dataset) -> None:
@@ -81,6 +90,8 @@ def _check_columns(own: Dataset, known: Dataset) -> None:
             *describe_columns(dataset.features.single, "single column"),
             *describe_columns(dataset.features.multi, "multi column"),
             *((name, "dense column") for name in dataset.features.dense),
+            *describe_columns(dataset.features.events, "column of events"),
+            *((name_event_column(one), "number of events") for one in dataset.features.event_dense),
         ]
         for dataset in (own, known)
     ]
@@ -119,6 +130,8 @@ def _collect_meanings(dataset: Dataset) -> dict[str, dict[str, Any]]:
         meaning = {key: one.get(key) for key in _MEANING_KEYS}
         # The kind, since 7 and "7" are hashed to different rows.
         found[one["column"]] = {**meaning, "kind": kinds.get(one["column"])}
+    if events := schema.get("events"):
+        found["events"] = {key: events.get(key) for key in ("where", "delay")}
     return found
 
 

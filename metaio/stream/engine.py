@@ -24,13 +24,12 @@ from metaio.prepare.schema.side_columns import EVENT_ONLY, QUERY, SUPPORT
 from metaio.prepare.source.source import DuckSource
 from metaio.ragged import Int64
 from metaio.stream.newest_rows import (
+    KeptRows,
     NewestRows,
     NewestRowsWriter,
     clear_freed_ids,
     drop_old_rows,
     merge_in_task_order,
-    order_newest_rows,
-    select_newest_rows,
     split_by_tasks,
 )
 from metaio.stream.numbering import Numbering
@@ -189,9 +188,7 @@ def write_bucket(
 ) -> BucketResult:
     """Write the rows of a bucket below `folder` as a shard, and count its ids in `use`."""
     job, schema = window.job, window.job.schema
-    support = find_stream_rule(schema).support
-    # Rows beyond the support are kept for the rows that know them as events.
-    most = max(support, schema.events.longest if schema.events is not None else 0)
+    kept = _find_kept_rows(window)
     buckets = job.plan.list_buckets(job.plan.find_split(bucket))
     # Most tasks of a long history are not in the window: their rows pass through unchanged.
     touched = np.unique(rows.task_hash_N)
@@ -206,11 +203,11 @@ def write_bucket(
     late_N = rows.side_NS[:, 0] == SUPPORT
     if late_N.any():  # they are from before the window, as all support is
         late = select_rows(rows, np.flatnonzero(late_N))
-        past = select_newest_rows(schema, concatenate_rows(schema, [past, late]), most)
+        past = kept.select(schema, concatenate_rows(schema, [past, late]))
         rows = select_rows(rows, np.flatnonzero(~late_N))
     episodes = concatenate_rows(schema, [past, rows])
     # Before tasks that have late rows alone are left out: these rows count as their newest.
-    newest = select_newest_rows(schema, episodes, most)
+    newest = kept.select(schema, episodes)
     present = np.unique(rows.task_hash_N)
     if len(present) < len(touched):  # all rows of the others were late
         past, _ = split_by_tasks(past, present)
@@ -218,25 +215,33 @@ def write_bucket(
     # Tasks of the window that have earlier rows.
     returning = len(np.unique(past.task_hash_N))
     newest = merge_in_task_order(schema, old, waiting, newest)
-    if most > support:
-        episodes = _as_events(schema, episodes, support)
+    if schema.events is not None:
+        episodes = _as_events(schema, episodes, kept)
     shard = job.write_shard(folder, bucket, episodes, use)
     lost = Counter[str]()
     if shard.num_query_side < rows.num_rows:
-        _, task_N, length_T = np.unique(
-            episodes.task_hash_N, return_inverse=True, return_counts=True
-        )
+        _, task_N = np.unique(episodes.task_hash_N, return_inverse=True)
+        length_T = np.bincount(task_N, episodes.side_NS[:, 0] != EVENT_ONLY)
         is_short_N = (length_T < schema.episodes.min_rows)[task_N]
         lost["short_tasks"] = int((is_short_N & (episodes.side_NS[:, 0] == QUERY)).sum())
         lost["left_out"] = rows.num_rows - shard.num_query_side - lost["short_tasks"]
     return BucketResult(shard, newest, rows.num_rows, lost, len(present) - returning, returning)
 
 
-def _as_events(schema: Schema, rows: EncodedRows, support: int) -> EncodedRows:
-    """Return the rows, of which support rows beyond the newest `support` of a task are events."""
+def _find_kept_rows(window: WindowJob) -> KeptRows:
+    support, schema = find_stream_rule(window.job.schema).support, window.job.schema
+    if schema.events is None:
+        return KeptRows(support)
+    assert window.job.clock is not None  # of every schema with [events]
+    delay, late = window.job.clock.delay, window.screen.clock.late
+    return KeptRows(support, schema.events.longest, delay, late)
+
+
+def _as_events(schema: Schema, rows: EncodedRows, kept: KeptRows) -> EncodedRows:
+    """Return the rows, of which those before the window that are no support are events alone."""
     side_NS = rows.side_NS.copy()
     past = np.flatnonzero(side_NS[:, 0] == SUPPORT)
-    order = order_newest_rows(schema, select_rows(rows, past), support)
+    order = kept.find_support(schema, select_rows(rows, past))
     side_NS[past] = EVENT_ONLY
     side_NS[past[order]] = SUPPORT
     return replace(rows, side_NS=side_NS)

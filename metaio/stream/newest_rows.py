@@ -6,11 +6,13 @@ range: read by mapping, written bucket by bucket."""
 # Ids keep the rows that they had when they were written: values that waited for admission then stay
 # unknown here.
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
 import numpy as np
+import numpy.typing as npt
 import pyarrow as pa
 
 from metaio.format.block import find_features_of_values
@@ -24,22 +26,54 @@ from metaio.prepare.episodes.encoded_rows import (
 )
 from metaio.prepare.episodes.row_order import hash_row_identity, sort_rows
 from metaio.prepare.schema.schema import Schema
-from metaio.ragged import Int64, find_run_starts, offsets, places, ragged_indices, sum_rows
+from metaio.ragged import Int64, find_run_starts, offsets, ragged_indices, sum_rows
 
 
-def select_newest_rows(schema: Schema, rows: EncodedRows, most: int) -> EncodedRows:
-    """Return the newest `most` rows of each task, tasks in the order of their hash."""
-    return select_rows(rows, order_newest_rows(schema, rows, most))
+@dataclass(frozen=True)
+class KeptRows:
+    """Which rows of a task later windows need: its newest ones as support, and older events."""
 
+    support: int
+    longest: int | None = None  # newest events before each row; 0: all; None: no row knows any
+    delay: int = 0  # of events, in ticks
+    late: int = 0  # ticks by which a row may come behind its window
 
-def order_newest_rows(schema: Schema, rows: EncodedRows, most: int) -> Int64:
-    """Return which rows are the newest `most` of their task, tasks in the order of their hash."""
-    order_N = sort_rows(schema, rows, hash_row_identity(schema, rows), True)
-    task_N = rows.task_hash_N[order_N]
-    # Run lengths from the end: the last rows of a task get the places below `most`.
-    lengths = np.diff(np.flatnonzero(find_run_starts(task_N[::-1])), append=len(task_N))
-    newest: Int64 = order_N[places(lengths)[::-1] < most]
-    return newest
+    def select(self, schema: Schema, rows: EncodedRows) -> EncodedRows:
+        """Return the rows that are kept, tasks in the order of their hash."""
+        order_N, is_support_N, is_needed_N = self._order(schema, rows)
+        return select_rows(rows, order_N[is_support_N | is_needed_N])
+
+    def find_support(self, schema: Schema, rows: EncodedRows) -> Int64:
+        """Return the newest `support` rows of each task."""
+        order_N, is_support_N, _ = self._order(schema, rows)
+        return order_N[is_support_N]
+
+    def _order(
+        self, schema: Schema, rows: EncodedRows
+    ) -> tuple[Int64, npt.NDArray[np.bool_], npt.NDArray[np.bool_]]:
+        """Return the order by task and time, which rows in it are support, and which are events
+        that support rows or rows to come know."""
+        order_N = sort_rows(schema, rows, hash_row_identity(schema, rows), True)
+        time_N, task_N = rows.time_N[order_N], rows.task_hash_N[order_N]
+        starts_T = np.flatnonzero(find_run_starts(task_N))
+        lengths_T = np.diff(starts_T, append=len(task_N))
+        stops_T = starts_T + lengths_T
+        is_support_N = np.repeat(stops_T, lengths_T) - np.arange(len(task_N)) <= self.support
+        if self.longest is None:
+            return order_N, is_support_N, np.zeros_like(is_support_N)
+        is_event_N = np.ones_like(is_support_N)
+        if rows.is_event.shape[1]:
+            is_event_N = rows.is_event[order_N, 0] > 0
+        if not self.longest:
+            return order_N, is_support_N, is_event_N
+        # The oldest row that still asks is a support row, or one to come that is late.
+        asks_T = np.minimum(
+            time_N[np.maximum(stops_T - self.support, starts_T)], time_N[stops_T - 1] - self.late
+        )
+        is_older_N = is_event_N & (time_N < np.repeat(asks_T - self.delay, lengths_T))
+        counts_N1 = offsets(is_older_N)
+        newer_N = np.repeat(counts_N1[stops_T], lengths_T) - counts_N1[:-1]
+        return order_N, is_support_N, is_event_N & (~is_older_N | (newer_N <= self.longest))
 
 
 def split_by_tasks(rows: EncodedRows, task_hashes: UInt64) -> tuple[EncodedRows, Int64]:

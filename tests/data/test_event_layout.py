@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from gmeta.config.algorithm import AlgorithmConfig
+from gmeta.data.augment import drop_ids
 from gmeta.data.event_layout import EventColumns
 from gmeta.learner import MetaLearner
 from gmeta.runs.build import build_learner
@@ -216,3 +217,14 @@ def test_a_dataset_without_events_cannot_be_read_for_them(tmp_path: Path) -> Non
     features = open_dataset(prepared(tmp_path, log(), body)).features
     with pytest.raises(ValueError, match="the dataset stores no events"):
         EventColumns.of(features, ModelConfig(events="sasrec"))
+
+
+def test_dropped_ids_are_dropped_from_events_too(tmp_path: Path) -> None:
+    dataset = open_dataset(prepared(tmp_path, log(), schema()))
+    block = dataset.read_block("train", 0)
+    batch = compose(dataset.features, [(block, np.arange(block.num_episodes))])
+    found = drop_ids(batch, 0.5, np.ones(len(dataset.features.tables), np.bool_), key=3)
+    before = batch.unique_ids_U[batch.event_positions.long()]
+    after = found.unique_ids_U[found.event_positions.long()]
+    assert ((after == before) | (after == 0)).all()
+    assert 0.2 < (after == before).float().mean() < 0.8

@@ -13,7 +13,8 @@ import torch
 from gmeta.errors import UserError
 from gmeta.serving.formats.export_runtime import export_for
 from gmeta.serving.model_loader import load
-from metaio import open_dataset
+from gmeta.serving.server.input_columns import describe_columns
+from metaio import DataError, open_dataset
 from metaio.read.compose import compose
 from tests.metaio.prepare.test_events import log, schema
 from tests.support.commands import succeed
@@ -117,6 +118,17 @@ def test_what_events_need_is_said(tmp_path: Path) -> None:
     model = load(out)
     with pytest.raises(UserError, match="time"):
         model.adapt(rows.slice(0, 1).drop_columns(["time"]))
+    at = rows.column_names.index("time")
+    for times, message in (
+        ([None, 3], "time column time has 1 null; each support row needs a time"),
+        (["today", "now"], "holds text that is no time by ISO 8601"),
+    ):
+        with pytest.raises(DataError, match=message):
+            model.adapt(rows.slice(0, 2).set_column(at, "time", pa.array(times)))
+    # A server takes the time with support rows; it is no input of query rows.
+    columns = describe_columns(model.config)
+    assert columns.by_name["time"].role == "event"
+    assert "time" not in [column.name for column in columns.read]
     with pytest.raises(UserError, match="no program for torch is written"):
         export_for(out, tmp_path / "program", "torch")
 

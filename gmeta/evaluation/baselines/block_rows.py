@@ -3,13 +3,14 @@ Shape suffixes: T tasks, N rows, F single-id or pooled features, M multi-id feat
 dense columns, U unique ids"""
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 import numpy as np
 
 from gmeta.evaluation.baselines import episode_rows
 from metaio.format.block import Block, Rows, find_features_of_values
 from metaio.format.dataset import Dataset
-from metaio.ragged import Int64, offsets
+from metaio.ragged import Int64, offsets, owners, sum_rows
 
 
 def read_rows(dataset: Dataset, split: str) -> Iterator[episode_rows.EpisodeRows]:
@@ -74,4 +75,22 @@ def pack_rows(rows: episode_rows.EpisodeRows, row_id_N: Int64) -> Rows:
         multi_ids_V=np.concatenate([none, *ids_V])[order_V],
         multi_lengths_NM=lengths_NM,
         row_id_N=row_id_N,
+    )
+
+
+def add_event_lists(rows: Rows, ids_VM: Int64, num_events_T: Int64) -> Rows:
+    """Return rows with their episodes' events, whose ids [events, columns] stand one episode after
+    another, as lists of each first row."""
+    first_T = offsets(rows.row_lengths_T)[:-1]
+    lengths_NM = np.zeros((len(rows.label_N), ids_VM.shape[1]), np.int32)
+    lengths_NM[first_T] = num_events_T[:, None]
+    # Behind the row's own lists, column by column.
+    place_V = np.repeat(offsets(sum_rows(rows.multi_lengths_NM))[first_T + 1], num_events_T)
+    order_V = np.argsort(np.tile(owners(num_events_T), ids_VM.shape[1]), kind="stable")
+    ids_V, places_V = ids_VM.T.ravel()[order_V], np.tile(place_V, ids_VM.shape[1])[order_V]
+    return replace(
+        rows,
+        multi_ids_V=np.insert(rows.multi_ids_V, places_V, ids_V),
+        multi_lengths_NM=np.concatenate([rows.multi_lengths_NM, lengths_NM], axis=1),
+        num_events_T=num_events_T,
     )

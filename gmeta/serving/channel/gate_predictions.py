@@ -144,4 +144,5 @@ def _with_model_rows(batch: TaskBatch, row_maps: list[Tensor | None]) -> TaskBat
         unique_lengths_B=torch.tensor(lengths),
         positions_NF=place_U[batch.positions_NF],
         multi_positions_V=place_U[batch.multi_positions_V],
+        event_positions=place_U[batch.event_positions],
     )

@@ -12,6 +12,7 @@ from gmeta.errors import UserError
 from gmeta.serving.exported_folder import ExportedColumns, ExportedConfig
 from gmeta.serving.outputs import PREDICTION, Output, list_outputs
 from gmeta.serving.server.tensors import LENGTHS, SUPPORT
+from metaio.prepare.schema.conditions import parse_where
 from metaio.prepare.schema.schema import DenseColumn, LabelColumn
 from metaio.quantities import format_count
 
@@ -23,7 +24,7 @@ _INTEGER = re.compile(r"-?\d{1,19}", re.ASCII)
 
 @dataclass(frozen=True)
 class InputColumn:
-    """One column: `role` is task, label, single, multi, dense or vector."""
+    """One column: `role` is task, label, single, multi, dense, vector or event."""
 
     name: str
     role: str
@@ -40,7 +41,8 @@ class ModelColumns:
     """All columns of a model; `read` are those that query rows need, in order."""
 
     task: InputColumn
-    labels: tuple[InputColumn, ...]  # and masks and weights: what support rows need beside `read`
+    # And masks, weights, and what makes events: what support rows need beside `read`.
+    labels: tuple[InputColumn, ...]
     read: tuple[InputColumn, ...]
     # Columns of the schema that no prediction needs: taken and left alone.
     ignored: frozenset[str]
@@ -112,7 +114,7 @@ def describe_columns(
     task = InputColumn(exported.task, "task", "INT64", False, "integer or text", (1,))
     model_columns = ModelColumns(
         read.get(exported.task, task),
-        tuple(read.get(label.name, label) for label in _label_columns(config)),
+        tuple(read.get(one.name, one) for one in _label_columns(config) + _event_columns(config)),
         tuple(read.values()),
         frozenset(ignored),
         list_outputs(config),
@@ -186,3 +188,20 @@ def _label_columns(config: ExportedConfig) -> list[InputColumn]:
         InputColumn(name, "label", "FP32", False, values, examples)
         for name, (values, examples) in described.items()
     ]
+
+
+def _event_columns(config: ExportedConfig) -> list[InputColumn]:
+    """Return the time and the columns of events.where that are no label."""
+    schema = config.columns.schema
+    if schema is None or schema.events is None or schema.time is None:
+        return []
+    values = "seconds, or the unit of a log of numbers, or text as the log has it; the event's time"
+    found = {
+        schema.time.column: InputColumn(schema.time.column, "event", "INT64", False, values, (0,))
+    }
+    for name, comparison, value in parse_where(schema.events.where):
+        if name not in schema.label_columns:
+            datatype = "BYTES" if isinstance(value, str) else "FP64"
+            values = f"decides whether the row is an event: {comparison} {value}"
+            found[name] = InputColumn(name, "event", datatype, False, values, (value,))
+    return list(found.values())

@@ -11,10 +11,12 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from metaio.errors import SchemaError
+from metaio.errors import DataError, SchemaError
 from metaio.prepare.schema.conditions import parse_delay, parse_where
 from metaio.prepare.schema.rules import EventsRule
-from metaio.prepare.schema.values import from_ordered_bits
+from metaio.prepare.schema.schema import TimeColumn
+from metaio.prepare.schema.values import from_ordered_bits, to_time_ticks
+from metaio.quantities import format_count
 from metaio.ragged import Int64
 
 _UNITS_S = {"s": 1, "m": 60, "h": 3_600, "d": 86_400}
@@ -31,14 +33,7 @@ class EventClock:
     def of(cls, rule: EventsRule, time: str, kind: pa.DataType) -> Self:
         """Return the clock of [events], by the name and type of the time column. Raises
         SchemaError: the delay is no duration on that clock."""
-        delay = rule.delay
-        seconds_per_tick = 1.0
-        if pa.types.is_timestamp(kind):
-            seconds_per_tick = 1e-6
-        elif pa.types.is_date(kind):
-            seconds_per_tick = 86_400.0
-        elif pa.types.is_floating(kind):
-            seconds_per_tick = 0.0
+        delay, seconds_per_tick = rule.delay, _find_seconds_per_tick(kind)
         if isinstance(delay, str):
             number, unit = parse_delay(delay)
             if not (pa.types.is_timestamp(kind) or pa.types.is_date(kind)):
@@ -62,6 +57,38 @@ class EventClock:
         if not self.seconds_per_tick:
             return from_ordered_bits(ticks)
         return ticks * self.seconds_per_tick
+
+
+def _find_seconds_per_tick(kind: pa.DataType) -> float:
+    if pa.types.is_timestamp(kind):
+        return 1e-6
+    if pa.types.is_date(kind):
+        return 86_400.0
+    return 0.0 if pa.types.is_floating(kind) else 1.0
+
+
+def read_event_times(time: TimeColumn, column: pa.Array) -> Any:
+    """Return the times of rows as float64 seconds [N], of a column of numbers in its units; text is
+    read by the format, or as ISO 8601. Raises DataError: a row without a time."""
+    if column.null_count:
+        raise DataError(
+            f"time column {time.column} has {format_count(column.null_count, 'null')}; each "
+            "support row needs a time, as it may be an event. Fill it in, or leave the row out"
+        )
+    if pa.types.is_string(column.type) or pa.types.is_large_string(column.type):
+        try:
+            column = (
+                column.cast(pa.timestamp("us"))
+                if time.format is None
+                else pc.strptime(column, time.format, "us")
+            )
+        except pa.ArrowInvalid as error:
+            raise DataError(
+                f"time column {time.column} holds text that is no time by "
+                f"{time.format or 'ISO 8601'}: {error}. Correct it, or send numbers"
+            ) from error
+    clock = EventClock(0, _find_seconds_per_tick(column.type))
+    return clock.seconds(to_time_ticks(time.column, column))
 
 
 _COMPARISONS = {
