@@ -13,7 +13,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from gmeta.config.inputs import NeighboursConfig
 from gmeta.config.labels import LabelsConfig
-from gmeta.config.sharding import ShardingConfig, check_sharding
+from gmeta.config.sharding import ShardingConfig, check_sequences, check_sharding
 from gmeta.config.table_widths import WIDTH_MULTIPLE, widths_of_tables
 from gmeta.config.train_config import DataConfig, TrainConfig
 from gmeta.data.features.support_statistics import NO_STATISTICS
@@ -125,6 +125,7 @@ def _build_model(
             "a task, as --rows item=1e9 --rows user=1e8 --rows-per-task 40, or prepare the data"
         )
     names = [table.name for table in features.tables]
+    check_sequences(config.sharding, config.model.events, config.outer.accumulate_steps)
     check_sharding(config.sharding, names, config.outer.sparse_optimizer)
     # Item features and labels of the config name columns of a dataset.
     items, labels, neighbours = None, LabelsConfig(), NeighboursConfig()
