@@ -23,7 +23,6 @@ All that is strong scaling, of equal steps. `weak` keeps the work of a rank inst
 experiments do (arXiv 2401.04338): samples/s of two ranks against those of one rank with half of
 every batch, alone on either core."""
 
-import itertools
 import multiprocessing.synchronize
 import os
 import pickle
@@ -34,6 +33,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
@@ -135,7 +135,7 @@ class Rank:
         """Take every step once."""
         losses = []
         barrier(self.ranks)
-        times, cpu_start = [time.perf_counter()], time.process_time()
+        times, cpu = [time.perf_counter()], [time.process_time()]
         steps = iterate_steps(
             map(self.learner.collate, shares),
             self.learner.collate(batch_without_tasks(self.features)),
@@ -150,24 +150,29 @@ class Rank:
             # No .item() here: the step must not wait for the value.
             losses.append(loss.detach())
             times.append(time.perf_counter())
+            cpu.append(time.process_time())
         barrier(self.ranks)
         # What is left after the last step is part of it.
-        times[-1], cpu_s = time.perf_counter(), time.process_time() - cpu_start
-        seconds = [stop - start for start, stop in itertools.pairwise(times)]
-        return Turn(seconds, cpu_s / STEPS, [loss.item() for loss in losses])
+        times[-1], cpu[-1] = time.perf_counter(), time.process_time()
+        return Turn(np.diff(times).tolist(), np.diff(cpu).tolist(), [x.item() for x in losses])
 
 
 class Turn(NamedTuple):
     """What a run of all steps found."""
 
     seconds: list[float]  # of each step
-    cpu_s: float  # that the processor worked, a step
+    cpu: list[float]  # seconds that the processor worked in each
     losses: list[float]
 
     @property
     def step_s(self) -> float:
         """Seconds a step."""
-        return sum(self.seconds) / STEPS
+        return statistics.mean(self.seconds)
+
+    @property
+    def cpu_s(self) -> float:
+        """Seconds of the processor, a step."""
+        return statistics.mean(self.cpu)
 
 
 def compacted(batch: Any) -> Any:
@@ -186,6 +191,16 @@ def compacted(batch: Any) -> Any:
     )
 
 
+def start_on_core(core: int, store: str, rank: int, world_size: int) -> Any:
+    """A rank with one thread and this core, of the group that meets at the file `store`."""
+    # Each thread has an affinity of its own: also those that the imports above have started.
+    for thread in os.listdir("/proc/self/task"):
+        os.sched_setaffinity(int(thread), {core})
+    os.environ.update(RANK=str(rank), WORLD_SIZE=str(world_size), LOCAL_WORLD_SIZE=str(world_size))
+    torch.set_num_threads(1)
+    return start_ranks("cpu", 300, dist.FileStore(store, world_size))
+
+
 def work_in_turns(
     index: int,
     folder: str,
@@ -197,15 +212,8 @@ def work_in_turns(
     """Processes 0 and 1 are single ranks on a core each, 2 and 3 the two of a group."""
     alone, part = index < 2, index % 2
     world_size, rank = (1, 0) if alone else (2, part)
-    core = {available_cores()[part]}
-    # Each thread has an affinity of its own: also those that the imports above have started.
-    for thread in os.listdir("/proc/self/task"):
-        os.sched_setaffinity(int(thread), core)
-    os.environ.update(RANK=str(rank), WORLD_SIZE=str(world_size), LOCAL_WORLD_SIZE=str(world_size))
-    torch.set_num_threads(1)
-    group = f"store-of-{index}" if alone else "store-of-two"
-    store = dist.FileStore(os.path.join(folder, group), world_size)
-    ranks = start_ranks("cpu", 300, store)
+    group = os.path.join(folder, f"store-of-{index}" if alone else "store-of-two")
+    ranks = start_on_core(available_cores()[part], group, rank, world_size)
     found: list[Turns] = []
     for work in works:
         mine: dict[str, tuple[Rank, list[Any]]] = {}

@@ -5,7 +5,15 @@
 the sequence, against a single process. Of each the highest resident memory of the step above that
 of the idle process, which has imported all, joined the group and taken a step of 64 events; freed
 memory goes back to the system at once, while a run's malloc keeps it. Without `--quick` the ring
-too, and four ranks."""
+too, and four ranks.
+
+`bytes_ratio`: bytes of a split whose tasks have 30 rows and 200 events before them, over those of
+the same rows with a list of the last 200 in each. `step_speedup`: a training step over `sasrec`
+that encodes the events once a task, against the same encoder run for every row. `search_speedup`:
+`sim` by category against attention to all of 10,000 events. `append_speedup`: one event appended to
+the states of 999, against encoding 1,000. With `--next-item DIR`, which has S3-Rec's files of
+Beauty and LastFM and of their items' attributes: `beauty_hr10`, `beauty_ndcg10`, `lastfm_hr10`,
+`lastfm_ndcg10` over the whole catalogue by examples/next-item.toml, means over the seeds."""
 
 import ctypes
 import os
@@ -16,6 +24,8 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 from _common import environment, finish, make_parser, print_table
+from _sequence_figures import measure_all
+from _sequence_next_item import measure_next_item
 from torch import Tensor, nn
 from torch.nn.functional import binary_cross_entropy_with_logits, gelu
 
@@ -110,8 +120,13 @@ def measure_memory_ratio(quick: bool = True) -> dict[str, float]:
 
 
 def main() -> None:
-    options = make_parser(__doc__).parse_args()
-    figures = measure_memory_ratio(options.quick)
+    parser = make_parser(__doc__)
+    parser.add_argument("--next-item", type=Path, metavar="DIR", help="folder of beauty and lastfm")
+    parser.add_argument("--seeds", type=int, default=3, help="runs of each log")
+    options = parser.parse_args()
+    figures = measure_memory_ratio(options.quick) | measure_all(options.quick)
+    if options.next_item is not None:
+        figures |= measure_next_item(options.next_item, options.seeds)
     print_table(["figure", "value"], [[name, f"{value:.3g}"] for name, value in figures.items()])
     finish("sequences", {**figures, "quick": options.quick, "environment": environment()})
 

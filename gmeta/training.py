@@ -195,9 +195,8 @@ class TrainingRun:
             lambda: self._optimizer.begin_step(self._progress.step, self._total_steps),
         ):
             loss = self._step(episodes, totals)
-            num_tasks = episodes.task_T.numel()
-            self.feed.report_trained(num_tasks)
-            self._agent.finish_step(num_tasks)
+            self.feed.report_trained(episodes.task_T.numel())
+            self._agent.finish_step(episodes.task_T.numel(), episodes.num_rows)
             self._meter.add(loss, totals.num_rows, totals.terms_per_reported)
             self._after_step()
             if self._is_run_over():
@@ -274,7 +273,8 @@ class TrainingRun:
             # What a NaN led to must not become a checkpoint.
             self._guard.check()
             self.writer.finish()
-            self.writer.save(self._progress, self.feed.checkpoint_files(self._progress.step))
+            files = self.feed.checkpoint_files(self._progress.step)
+            self.writer.save(self._progress, {**files, **self._agent.checkpoint_files()})
         self._saved_step = self._progress.step
 
     def _confirm_checkpoint(self, checkpoint: Path) -> None:

@@ -9,6 +9,7 @@ from metaio.format.dataset import Dataset, Split, open_dataset
 from metaio.format.dataset_writer import Provenance, write_dataset
 from metaio.format.features import Features, FeatureSpec, TableSpec
 from metaio.read.episode_order import BlockEpisodes, EpisodeOrder, OrderConfig
+from metaio.read.equal_cost import TaskCost
 
 # Batches are tensors: prepare, and tools that only open datasets, must not load torch.
 if TYPE_CHECKING:
@@ -35,6 +36,7 @@ __all__ = [
     "Split",
     "TableSpec",
     "TaskBatch",
+    "TaskCost",
     "TaskDataset",
     "Tasks",
     "empty_batch",

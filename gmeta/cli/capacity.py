@@ -48,6 +48,7 @@ class Capacity:
 
     estimate: ShardingEstimate
     step: StepWork
+    tasks_per_step: int  # of all ranks
     measured: bool  # the ids are the dataset's, not stated
 
 
@@ -55,10 +56,10 @@ def plan_capacity(
     config: TrainConfig, overrides: CapacityOverrides, cluster: Cluster, speeds: Speeds
 ) -> Capacity:
     """Return the plan and the cost of a step. Raises ConfigError where the tables do not fit."""
-    features, learner, dataset = _build_model(config, overrides)
+    features, learner, data, dataset = _build_model(config, overrides)
     width, seed = config.model.embedding_dim, config.run.seed
     step = _describe_step(
-        config.data, seed, width, overrides, features, learner, dataset, cluster.world_size
+        data, seed, width, overrides, features, learner, dataset, cluster.world_size
     )
     widths = widths_of_tables(features, config.model)
     sizes = {table.name: (table.num_rows, widths[table.name]) for table in features.tables}
@@ -66,7 +67,7 @@ def plan_capacity(
     def estimate_for(chosen: ShardingConfig) -> ShardingEstimate:
         # Without values: a table of any number of rows takes no memory here.
         tables = make_unsharded_tables(features, config.model, config.outer)
-        sharded_tables = plan_on(tables, chosen, config.data.tasks_per_step, cluster)
+        sharded_tables = plan_on(tables, chosen, data.tasks_per_step, cluster)
         plan = merge_plans(sharded_tables)
         check_clipping(plan, config.outer.clip_norm)
         description = describe_plan(plan, cluster.world_size)
@@ -102,23 +103,29 @@ def plan_capacity(
             f"{', or '.join(suggestions) or 'GPUs with more memory (--gpu-memory)'}"
         )
     # A stated share of distinct ids replaces the counted one.
-    return Capacity(found, step, dataset is not None and not overrides.unique_share)
+    is_measured = dataset is not None and not overrides.unique_share
+    return Capacity(found, step, data.tasks_per_step, is_measured)
 
 
 def _build_model(
     config: TrainConfig, overrides: CapacityOverrides
-) -> tuple[Features, MetaLearner, Dataset | None]:
-    """Return the columns with the stated numbers of rows, a model of them, and any dataset."""
+) -> tuple[Features, MetaLearner, DataConfig, Dataset | None]:
+    """Return the columns with the stated numbers of rows, a model of them, the data's section with
+    a step of equal tasks, and any dataset."""
     dataset, statistics = None, NO_STATISTICS
     # A URL is opened without a look: exists() knows local paths only.
     if Path(config.data.path).exists() or "://" in config.data.path:
-        dataset, built = build(resolve(config))
+        config = resolve(config)
+        dataset, built = build(config)
         features, statistics = _with_table_rows(dataset.features, overrides.rows), built.statistics
     # Without a dataset each stated table is one single-id column.
     elif overrides.rows and overrides.rows_per_task:
         tables = tuple(TableSpec(name, rows) for name, rows in overrides.rows.items())
         single = tuple(FeatureSpec(name, name) for name in overrides.rows)
         features = Features(tables=tables, single=single, multi=(), dense=())
+        if of_step := config.data.rows_per_step:
+            num_tasks = max(1, round(of_step / overrides.rows_per_task))
+            config = replace(config, data=replace(config.data, tasks_per_step=num_tasks))
     else:
         raise UserError(
             f"data.path = {config.data.path!r} holds no dataset: name every table and the rows of "
@@ -139,7 +146,9 @@ def _build_model(
         )
     except ValueError as error:
         raise ConfigError(str(error)) from error
-    return features, learner, dataset
+    # As slices of a step are all alike here, so are tasks.
+    data = replace(config.data, rows_per_step=0, task_cost=(1.0, 0.0))
+    return features, learner, data, dataset
 
 
 def _with_table_rows(features: Features, rows: Mapping[str, int]) -> Features:

@@ -66,6 +66,15 @@ class DataConfig:
     tasks_per_step: int = key(
         128, "episodes per outer step, all ranks together", min=1, max=2**31 - 1
     )
+    rows_per_step: int = key(
+        0, "above 0: a step is about so many rows of whole tasks, not tasks_per_step", min=0
+    )
+    task_cost: str | tuple[float, ...] = key(
+        (4.0, 1.0),
+        "cost of a task and of each of its rows; ranks take slices of a step that cost alike; "
+        "[1, 0]: equally many tasks; fitted: as the steps before the checkpoint took "
+        "(docs/scaling.md)",
+    )
     shuffle: bool = key(True, "shuffle episodes anew every epoch, from the seed")
     blocks_per_step: int = key(0, "above 0: a step is so many stored blocks, shuffled whole", min=0)
     threads: int = key(
@@ -88,6 +97,13 @@ class DataConfig:
         "HOST:PORT of `gmeta shard-service`; empty: $GMETA_SHARD_SERVICE, else one of the "
         "job's own",
     )
+
+    def mean_tasks_per_step(self, num_tasks: int, num_rows: int) -> int:
+        """Return the tasks of a step, with rows_per_step on average: of a split of so many tasks
+        and rows."""
+        if not self.rows_per_step:
+            return self.tasks_per_step
+        return max(1, round(self.rows_per_step * num_tasks / max(1, num_rows)))
 
     @property
     def valid_splits(self) -> tuple[str, ...]:

@@ -14,46 +14,17 @@ import torch
 from torch import Tensor
 
 from gmeta.data.episodes import collate_plain_rows
+from gmeta.data.item_catalogue import Catalogue
 from gmeta.distributed.steps import batch_without_tasks
 from metaio.ragged import Int32, Int64, offsets
 
 if TYPE_CHECKING:
-    from gmeta.data.event_layout import EventColumns
     from gmeta.distributed.sharded_learner import DistributedLearner
     from metaio.format.dataset import Dataset
 
 ALL_ITEMS = -1  # in evaluation.candidates
 # Fetched at a time, and scored at a time.
 _ITEMS_AT_ONCE, _ROWS_AT_ONCE = 65_536, 512
-
-
-@dataclass(frozen=True)
-class Catalogue:
-    """All items of a dataset: the ids that make the vector of each, the item's own first."""
-
-    ids_AM: Int64  # ascending by the first
-
-    @classmethod
-    def of(cls, dataset: Dataset, columns: EventColumns) -> Catalogue:
-        """Return the items of all rows of a dataset, but for those without a row of their own."""
-        parts = [np.zeros((0, len(columns.target)), np.int64)]
-        for split in dataset.splits:
-            for index in range(dataset.split(split).num_blocks):
-                block = dataset.read_block(split, index)
-                ids_NM = block.unique_ids_U[block.positions_NF[:, list(columns.target)]]
-                _, first = np.unique(ids_NM[:, 0], return_index=True)
-                parts.append(ids_NM[first])
-        ids_NM = np.concatenate(parts)
-        ids, first = np.unique(ids_NM[:, 0], return_index=True)
-        return cls(ids_NM[first][ids > 0])
-
-    def find(self, item_N: Int64) -> Int64:
-        """Return the place of each item; -1 for one that is not there."""
-        ids = self.ids_AM[:, 0]
-        if not len(ids):
-            return np.full(len(item_N), -1)
-        place_N = np.minimum(np.searchsorted(ids, item_N), len(ids) - 1)
-        return np.where(ids[place_N] == item_N, place_N, -1)
 
 
 @dataclass(frozen=True)

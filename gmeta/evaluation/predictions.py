@@ -11,6 +11,7 @@ import torch
 
 from gmeta.config.train_config import TrainConfig
 from gmeta.data.episodes import Episodes, with_known_items, with_query_items, with_sampled
+from gmeta.data.item_catalogue import Catalogue
 from gmeta.data.label_checks import check_labels, scored_labels
 from gmeta.data.reader import open_reader
 from gmeta.data.support_views import STORED, SupportView
@@ -22,7 +23,7 @@ from gmeta.distributed.stopping import Stop
 from gmeta.errors import UserError
 from gmeta.evaluation.baselines.block_rows import pack_rows, unpack_block
 from gmeta.evaluation.baselines.candidates import Candidates, rank_among_candidates_N2
-from gmeta.evaluation.item_vectors import ALL_ITEMS, Catalogue, ItemVectors, fetch_item_vectors
+from gmeta.evaluation.item_vectors import ALL_ITEMS, ItemVectors, fetch_item_vectors
 from gmeta.evaluation.report.evaluated_runs import PLACES
 from gmeta.learner import QueryPrediction
 from gmeta.metrics.scored_label import ScoredLabel

@@ -18,6 +18,7 @@ from gmeta.antdt.manifests.shard_manifest import MANIFEST_FILE_NAME, ShardManife
 from gmeta.antdt.model import MAX_EPOCHS, MAX_SHARDS_PER_LEASE_CALL, DatasetSpec
 from gmeta.data.accumulate import MicroBatches
 from gmeta.data.episodes import Episodes
+from gmeta.data.reader import task_cost_of
 from gmeta.distributed.collective_errors import run_on_all, run_on_first
 from gmeta.distributed.ranks import Ranks, barrier, broadcast_value
 from gmeta.errors import UserError
@@ -26,8 +27,10 @@ from gmeta.feeds.batch_source import BatchSource
 from gmeta.feeds.batch_workers import start_workers
 from gmeta.feeds.service import connect, service_address, start_embedded_service
 from gmeta.runs.logging.logger import Logger, Reading
-from metaio.format.dataset import Dataset
+from metaio.format.dataset import Dataset, Split
 from metaio.read.batch import TaskBatch
+from metaio.read.episode_rows import EpisodeRows
+from metaio.read.equal_cost import TaskCost
 from metaio.read.reader import DEFAULT_CACHE_BYTES, EpisodeRange, RangeReader
 
 if TYPE_CHECKING:
@@ -66,7 +69,7 @@ def tasks_per_shard(split_name: str, dataset: Dataset) -> int:
 class LivePageLogger(Logger):
     """Readings for the live page of the data-shard service."""
 
-    # `share` is the number of tasks that this rank takes for each batch.
+    # `share` is the number of mean tasks that this rank takes for each batch.
     def __init__(self, client: ShardClient) -> None:
         self._client = client
 
@@ -95,6 +98,7 @@ class LeasedBatchSource(BatchSource):
                 "ranks: each needs a task a step to lease shards. Raise it, or start fewer ranks"
             )
         self.share = _share_of(data.tasks_per_step, ranks.rank, ranks.world_size)
+        self._costs = _UnitCosts(dataset, split, task_cost_of(data))
         self._num_parts = settings.num_parts
         self._replan = False
         units_per_shard = tasks_per_shard(split.name, dataset)
@@ -204,7 +208,7 @@ class LeasedBatchSource(BatchSource):
         self._epoch_ended = True
 
     def change_share(self, num_tasks: int, num_parts: int) -> None:
-        """Take `num_tasks` for each batch from now on, in `num_parts` parts."""
+        """Take what `num_tasks` mean tasks cost for each batch from now on, in so many parts."""
         # Every rank drops its last request and repeats it: their steps stay whole.
         self.share, self._num_parts = num_tasks, num_parts
         self._replan = True
@@ -236,7 +240,8 @@ class LeasedBatchSource(BatchSource):
         warn_at_s = time.perf_counter() + WARN_AFTER_S
         while not stream.ended:
             began_s = time.perf_counter()
-            ranges = stream.take_units(self.share)
+            ranges = stream.take_units(self.share * self._costs.mean, self._costs.of)
+            self._costs.prefetch(stream.leased_ahead)
             if ranges:
                 warn_at_s = began_s + WARN_AFTER_S
             else:
@@ -248,6 +253,10 @@ class LeasedBatchSource(BatchSource):
             self._lease_wait_s += time.perf_counter() - began_s
             planned.append(sum(part.number for part in ranges))
             yield ranges
+
+    def mean_tasks_of(self, num_tasks: int, num_rows: int) -> float:
+        """Return as how many mean tasks of the split so many tasks with so many rows count."""
+        return self._costs.cost.of_batch(num_tasks, num_rows) / self._costs.mean
 
     def report_trained(self, num_tasks: int) -> None:
         """Report the tasks to the service. A lost lease shows at the next batch or checkpoint."""
@@ -326,6 +335,34 @@ class LeasedBatchSource(BatchSource):
         if self._stream is not None:
             self._stream.close()
             self._stream = None
+
+
+@final
+class _UnitCosts:
+    """What the tasks of a split cost, so that ranks with equal shares take equal time."""
+
+    def __init__(self, dataset: Dataset, split: Split, cost: TaskCost) -> None:
+        self.cost = cost
+        self.mean = cost.of_batch(1, split.num_rows / max(1, split.num_episodes))
+        self._rows = EpisodeRows(dataset, split.name)
+        self._offsets = split.episode_offsets
+
+    def prefetch(self, ranges: list[UnitRange]) -> None:
+        """Read what the costs of these tasks take in the background, if that takes long."""
+        self._rows.prefetch([block for units in ranges for block in self._blocks_of(units)])
+
+    def _blocks_of(self, units: UnitRange) -> range:
+        last = int(np.searchsorted(self._offsets, units.first + units.number))
+        return range(int(np.searchsorted(self._offsets, units.first, side="right")) - 1, last)
+
+    def of(self, units: UnitRange) -> list[float]:
+        """Return the cost of each task of a range."""
+        blocks = self._blocks_of(units)
+        num_rows_E = np.concatenate(self._rows.of_blocks(blocks))
+        skipped = units.first - int(self._offsets[blocks.start])
+        costs_E = self.cost.of_episodes(num_rows_E[skipped : skipped + units.number])
+        found: list[float] = costs_E.tolist()
+        return found
 
 
 def _share_of(num_tasks: int, rank: int, world_size: int) -> int:

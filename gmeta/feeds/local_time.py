@@ -58,33 +58,34 @@ class LocalClock:
     """Time from the rows' arrival to their gradient's departure: this rank's own computing."""
 
     def __init__(self) -> None:
-        self._spent_s = 0.0
-        self._events: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []
+        self.num_started = 0
+        self._timed: list[tuple[int, float]] = []
+        self._events: list[tuple[int, torch.cuda.Event, torch.cuda.Event]] = []
 
     def start(self, rows_UD: Tensor) -> None:
         """Start the clock: the rows are here. It stops when backward reaches them."""
         # Predictions have no backward that would stop the clock.
         if not rows_UD.requires_grad:
             return
+        self.num_started += 1
+        number = self.num_started
         if rows_UD.is_cuda:
             begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
             begin.record()
-            rows_UD.register_hook(lambda _: self._events.append((begin, _record(end))))
+            rows_UD.register_hook(lambda _: self._events.append((number, begin, _record(end))))
             return
         began_s = time.perf_counter()
-        rows_UD.register_hook(lambda _: self._add(time.perf_counter() - began_s))
+        rows_UD.register_hook(lambda _: self._timed.append((number, time.perf_counter() - began_s)))
 
-    def _add(self, seconds: float) -> None:
-        self._spent_s += seconds
-
-    def take_s(self) -> float:
-        """Return the seconds since the last call; on CUDA of kernels that have ended."""
+    def take(self) -> list[tuple[int, float]]:
+        """Return number, from 1, and seconds of each step that was timed since the last call; on
+        CUDA of those whose kernels have ended."""
         # Only events that have happened: waiting for others would hold up the host.
-        while self._events and self._events[0][1].query():
-            begin, end = self._events.pop(0)
-            self._spent_s += begin.elapsed_time(end) / 1000
-        spent_s, self._spent_s = self._spent_s, 0.0
-        return spent_s
+        while self._events and self._events[0][2].query():
+            number, begin, end = self._events.pop(0)
+            self._timed.append((number, begin.elapsed_time(end) / 1000))
+        timed, self._timed = self._timed, []
+        return timed
 
 
 def _record(event: torch.cuda.Event) -> torch.cuda.Event:

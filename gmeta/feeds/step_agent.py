@@ -26,8 +26,9 @@ from gmeta.distributed.stopping import Stop
 from gmeta.distributed.transport.transport import Swap
 from gmeta.feeds.batch_request import BatchSettings
 from gmeta.feeds.batch_source import BatchSource
+from gmeta.feeds.cost_meter import CostMeter
 from gmeta.feeds.leased import LeasedBatchSource
-from gmeta.feeds.local_time import LocalClock, ReadOverlap, ReadTime
+from gmeta.feeds.local_time import ReadOverlap, ReadTime
 from gmeta.runs.run_progress import RunProgress
 from metaio.format.dataset import Dataset
 from metaio.read.batch import TaskBatch
@@ -47,6 +48,9 @@ class StepAgent(abc.ABC):
 
     wait_s = 0.0  # that steps have waited for collating, beside what the source counts
 
+    def __init__(self, meter: CostMeter) -> None:
+        self._meter = meter
+
     @abc.abstractmethod
     def collate_batches(
         self, batches: Iterator[TaskBatch], collate: CollateFunction
@@ -54,8 +58,12 @@ class StepAgent(abc.ABC):
         """Yield each batch as the learner takes it, in parts if its step has several."""
 
     @abc.abstractmethod
-    def finish_step(self, num_tasks: int) -> None:
+    def finish_step(self, num_tasks: int, num_rows: int) -> None:
         """Record that the optimizer's step is done. Collective: for every step."""
+
+    def checkpoint_files(self) -> dict[str, str]:
+        """Return the files beside the model, texts by name, on rank 0. Collective."""
+        return self._meter.checkpoint_files()
 
     def adopt_new_plan(self) -> bool:
         """Return whether the shares changed after the last step, so that the batch requested last
@@ -70,11 +78,13 @@ class StaticStepAgent(StepAgent):
     def __init__(
         self,
         sharded: DistributedLearner,
+        meter: CostMeter,
         micro_batches: int,
         threads: int,
         on_thread_start: Callable[[], object] = lambda: None,
     ) -> None:
         """Collate in `threads` threads, for a GPU; 0: in the caller's thread."""
+        super().__init__(meter)
         self._exchange = sharded.local.exchange
         self._micro_batches = micro_batches
         self._threads = threads
@@ -96,8 +106,9 @@ class StaticStepAgent(StepAgent):
     def _add_wait(self, seconds: float) -> None:
         self.wait_s += seconds
 
-    def finish_step(self, num_tasks: int) -> None:
-        """Do nothing: no controller needs it."""
+    def finish_step(self, num_tasks: int, num_rows: int) -> None:
+        """Measure what tasks cost; no controller needs it."""
+        self._meter.finish_step(num_tasks, num_rows)
 
 
 def open_agent(
@@ -111,7 +122,8 @@ def open_agent(
     if not isinstance(feed, LeasedBatchSource):
         # Cores that compute have no time to collate beside it.
         threads = settings.data.threads if ranks.device.type == "cuda" else 0
-        return StaticStepAgent(sharded, settings.num_parts, threads, ranks.enter_thread)
+        meter = CostMeter(sharded.local, ranks)
+        return StaticStepAgent(sharded, meter, settings.num_parts, threads, ranks.enter_thread)
     return LeasedStepAgent(settings.num_parts, feed, sharded, ranks, stop)
 
 
@@ -151,6 +163,7 @@ class LeasedStepAgent(StepAgent):
         ranks: Ranks,
         stop: Stop,
     ) -> None:
+        super().__init__(CostMeter(sharded.local, ranks))
         # Other batches, same gradient: terms are weighted by their global number.
         self._feed = feed
         self._ranks = ranks
@@ -158,11 +171,10 @@ class LeasedStepAgent(StepAgent):
         # Or a rank without leases would answer SIGTERM only when its patience ends.
         feed.client.stop_when(lambda: stop.is_requested)
         self._worker = WorkerAgent(feed.client, feed.share, self._end_for_restart, num_parts)
-        self._clock = LocalClock()
-        sharded.local.clock = self._clock
         self._probe = LinkProbe(ranks)
         self._swaps_s: deque[float] = deque(maxlen=PROBES_KEPT)
         self._plan_swap: tuple[BatchPlan, Tensor, Swap] | None = None
+        self._mean_tasks = 0.0  # done: tasks by their cost
         self._collate_s = 0.0  # since the last step
         self._overlap = ReadOverlap(feed.batches_ahead)
         self._read_time = ReadTime()
@@ -180,10 +192,10 @@ class LeasedStepAgent(StepAgent):
             self._collate_s += time.perf_counter() - began_s
             yield episodes
 
-    def finish_step(self, num_tasks: int) -> None:
+    def finish_step(self, num_tasks: int, num_rows: int) -> None:
         """Report the step's times, and ask all ranks which plan is the newest."""
         now_s, wait_s = time.perf_counter(), self._feed.wait_s
-        compute_s = self._clock.take_s() + self._collate_s
+        compute_s = self._meter.finish_step(num_tasks, num_rows) + self._collate_s
         task_s = self._read_time.task_s(self._feed.read_s, self._feed.tasks_read)
         exposed_s = self._overlap.exposed_s(task_s * num_tasks, compute_s)
         data_s = max(wait_s - self._wait_s, exposed_s)
@@ -191,7 +203,10 @@ class LeasedStepAgent(StepAgent):
         # What is left of the step was waiting for peers.
         peers_s = max(0.0, now_s - self._ended_s - compute_s - data_s - own_transfers_s)
         times_s = (compute_s, data_s, own_transfers_s, peers_s)
-        changed = self._worker.count_step(num_tasks, *(1000 * seconds for seconds in times_s))
+        # Shares are shares of cost: who has few long tasks is not slow.
+        self._mean_tasks += self._feed.mean_tasks_of(num_tasks, num_rows)
+        num_mean_tasks = round(self._mean_tasks) - self._worker.totals.tasks_done
+        changed = self._worker.count_step(num_mean_tasks, *(1000 * each_s for each_s in times_s))
         self._wait_s, self._ended_s, self._collate_s = wait_s, now_s, 0.0
         with request_stop_on_error(self._stop):
             self._worker.take_actions()

@@ -33,6 +33,7 @@ from gmeta.data.features.support_statistics import NO_STATISTICS, SupportStatist
 from gmeta.data.item_counts import log_shares
 from gmeta.data.label_checks import check_first_labels, scored_labels
 from gmeta.data.opening import open_data
+from gmeta.data.reader import task_cost_of
 from gmeta.errors import ConfigError, GMetaError
 from gmeta.learner import MetaLearner
 from gmeta.losses.objectives import Objectives, make_objectives
@@ -79,6 +80,7 @@ def build(config: TrainConfig) -> tuple[Dataset, MetaLearner]:
                 "split once"
             )
     check_source(config.data)
+    task_cost_of(config.data)
     _check_early_stop_label(config.run.early_stop_metric, config.labels, config.data, dataset)
     if config.augment.resplit_support and dataset.manifest.support_is_past:
         raise ConfigError(

@@ -1,5 +1,6 @@
 """Resolves the config of a run, once, on rank 0: what it leaves to its data and to earlier runs."""
 
+import json
 from dataclasses import replace
 from pathlib import Path
 
@@ -11,15 +12,21 @@ from gmeta.runs.checkpoints.run_mirror import fetch_run
 from gmeta.runs.checkpoints.selected_checkpoint import named_checkpoint
 from gmeta.runs.rank_agreement import OF_ONE_MACHINE, check_alike, settings_of_all
 from gmeta.runs.resolve_names import config_of_begun_run, with_names
+from gmeta.runs.run_folder import COST_FILE, RunFolder, list_checkpoints
 from metaio.format.dataset import Dataset
 
 
 def resolve(config: TrainConfig) -> TrainConfig:
-    """Return the config with its increment, label prior and judged label. Raises ConfigError,
-    UserError, FormatError: the stream lacks the increment, or is damaged."""
+    """Return the config with its increment, label prior, judged label and costs of tasks. Raises
+    ConfigError, UserError, FormatError: the stream lacks the increment, or is damaged."""
     # A caller of train() may leave some options out.
     config, dataset = with_names(with_every_option(config))
     data, run = _without_empty_splits(config.data, config.run, dataset)
+    data = replace(data, task_cost=_resolve_task_cost(data, run))
+    if data.train_split in dataset.splits:
+        trained = dataset.splits[data.train_split]
+        num_tasks = data.mean_tasks_per_step(trained.num_episodes, trained.num_rows)
+        data = replace(data, tasks_per_step=num_tasks)
     config = replace(config, data=data, run=run)
     labels, inputs, split, loss = (
         config.labels, config.support_features, data.train_split, config.outer.loss,
@@ -37,6 +44,22 @@ def resolve(config: TrainConfig) -> TrainConfig:
         prior = known or tuple(estimate_label_prior(split, loss, dataset))
         config = replace(config, support_features=replace(inputs, label_prior=prior))
     return config
+
+
+def _resolve_task_cost(data: DataConfig, run: RunConfig) -> tuple[float, ...] | str:
+    """Return data.task_cost; where it is fitted, the cost in ms that stands in the checkpoint with
+    which the run goes on or begins, or, where none was measured yet, the default."""
+    if data.task_cost != "fitted":
+        return data.task_cost
+    checkpoints = list_checkpoints(RunFolder(Path(run.dir)).checkpoints)[-1:]
+    for name in ("continue_from", "start_from"):
+        if not checkpoints and (named := getattr(run, name)):
+            checkpoints = [named_checkpoint(f"run.{name}", named)[1]]
+    for file in (checkpoint / COST_FILE for checkpoint in checkpoints):
+        if file.exists():
+            costs = json.loads(file.read_text())
+            return costs["per_task_ms"], costs["per_row_ms"]
+    return DataConfig.task_cost
 
 
 def _read_earlier_config(run: RunConfig) -> TrainConfig | None:

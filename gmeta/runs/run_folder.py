@@ -16,6 +16,7 @@ from gmeta.platform.files.checked_json import json_object, read_json
 from gmeta_keys.path_kinds import RUN_MARK, describe_folder, suggest_path
 
 CONFIG_FILE = RUN_MARK
+COST_FILE = "task_cost.json"  # of a checkpoint: what a step, a task and a row took
 ENVIRONMENT_FILE = "environment.json"
 METRICS_FILE = "metrics.jsonl"
 PLAN_FILE = "plan.json"

@@ -40,6 +40,7 @@ from gmeta.serving.exported_folder import (
     write_config,
 )
 from gmeta.serving.finite_values import check_layers
+from gmeta.serving.item_vectors import write_item_vectors
 from gmeta.serving.stored_tables import store_table
 from gmeta.serving.table_format import TableFormat
 from metaio.errors import NoDatasetError
@@ -143,6 +144,8 @@ def export_run(
 
     with new_folder(out, overwrite) as partial:
         _copy_vocabularies(dataset, partial)
+        learner.load_state_dict(layers, strict=False)
+        write_item_vectors(partial, dataset, learner, table)
         write_model(partial, description, layers, table)
         try:
             if load is not None:

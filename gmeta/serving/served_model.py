@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from gmeta.adaptation.closed_form import MOST_SERVED_ROWS
+from gmeta.adaptation.general_loop import AdaptedModel
 from gmeta.adaptation.layout.event_inputs import put_before_dense
 from gmeta.adaptation.layout.sides import Side, WorkingRows
 from gmeta.data.episodes import make_full_side, with_row_copies
@@ -46,6 +47,7 @@ from gmeta.serving.state_bytes import StateShape, from_bytes, to_bytes
 from gmeta.serving.stored_tables import StoredTable, fetch_UD
 from gmeta.serving.task_matching import TaskPredictions, predict_tasks
 from gmeta.serving.task_states import AdaptedTensors, TaskState, split_tasks, stack_tasks
+from gmeta_models.dot import Dot, find_user_vectors
 from gmeta_models.gated import row_layers
 from gmeta_models.sequence.encoder import EventVectors
 from metaio.ragged import Int64
@@ -279,33 +281,60 @@ class ServedModel:
         self, tasks: AdaptedTensors, rows: EncodedColumns, lengths: Sequence[int]
     ) -> Tensor:
         """Return probabilities (bce) or ratings [N] of the rows of these tasks, in their order."""
-        adapts_rows = tasks.key_P.numel() > 0
         with self._exclusive(), torch.no_grad():
-            unfetched = self._as_query(tasks, rows, lengths)
-            batch, fetched_row_P, num_rows = with_row_copies(unfetched, adapts_rows)
-            rows_PD = self._fetch_UD(batch)
-            vectors = self._event_inputs(unfetched, rows_PD)
-            if fetched_row_P is not None:
-                # Both ascending. Rows that the support did not use are as they were trained.
-                key_P = self._key_U(batch)[fetched_row_P]
-                # (task, row) as one integer: a row that two tasks adapted is two rows.
-                key_P += _task_of_copies(batch, num_rows) * self._num_keys
-                rows_PD = rows_PD[fetched_row_P]
-                known_K = tasks.key_P + tasks.task_P * self._num_keys
-                # Clamped: the place of a key behind the last known one would be outside.
-                place_P = torch.searchsorted(known_K, key_P).clamp_(max=known_K.numel() - 1)
-                is_known_P = known_K[place_P] == key_P
-                rows_PD[is_known_P] = tasks.rows_PD[place_P[is_known_P]]
-            side = make_full_side(batch, constant=True, num_rows=num_rows)
-            side = self._with_events(side, vectors)
-            layers = tuple(tasks.changes.values()), tuple(tasks.gates_TJO.values())
-            query, rows_PD, changes, gates = self._to_device((side, rows_PD, *layers))
-            adapted = self._inner.restore_adapted(
-                dict(zip(tasks.changes, changes, strict=True)),
-                dict(zip(tasks.gates_TJO, gates, strict=True)),
-                rows_PD,
-            )
+            adapted, query = self._adapted_query(tasks, rows, lengths)
             return self._to_predictions_N(self._to_host(self._inner.output_N(adapted, query)))
+
+    def _adapted_query(
+        self, tasks: AdaptedTensors, rows: EncodedColumns, lengths: Sequence[int]
+    ) -> tuple[AdaptedModel, Side]:
+        """Return the model adapted to these tasks, and their rows as its inputs."""
+        adapts_rows = tasks.key_P.numel() > 0
+        unfetched = self._as_query(tasks, rows, lengths)
+        batch, fetched_row_P, num_rows = with_row_copies(unfetched, adapts_rows)
+        rows_PD = self._fetch_UD(batch)
+        vectors = self._event_inputs(unfetched, rows_PD)
+        if fetched_row_P is not None:
+            # Both ascending. Rows that the support did not use are as they were trained.
+            key_P = self._key_U(batch)[fetched_row_P]
+            # (task, row) as one integer: a row that two tasks adapted is two rows.
+            key_P += _task_of_copies(batch, num_rows) * self._num_keys
+            rows_PD = rows_PD[fetched_row_P]
+            known_K = tasks.key_P + tasks.task_P * self._num_keys
+            # Clamped: the place of a key behind the last known one would be outside.
+            place_P = torch.searchsorted(known_K, key_P).clamp_(max=known_K.numel() - 1)
+            is_known_P = known_K[place_P] == key_P
+            rows_PD[is_known_P] = tasks.rows_PD[place_P[is_known_P]]
+        side = make_full_side(batch, constant=True, num_rows=num_rows)
+        side = self._with_events(side, vectors)
+        layers = tuple(tasks.changes.values()), tuple(tasks.gates_TJO.values())
+        query, rows_PD, changes, gates = self._to_device((side, rows_PD, *layers))
+        adapted = self._inner.restore_adapted(
+            dict(zip(tasks.changes, changes, strict=True)),
+            dict(zip(tasks.gates_TJO, gates, strict=True)),
+            rows_PD,
+        )
+        return adapted, query
+
+    @on_the_cpu
+    def user_vectors(self, states: Sequence[TaskState]) -> Tensor:
+        """Return the vector of each task [T, D], as it has adapted: its products with the items'
+        vectors, but for one number, are their scores. Raises UserError: the model scores in
+        another way."""
+        if not isinstance(self.learner.model, Dot):
+            raise UserError(
+                f"model.name = {self.config.model.name!r} makes no vector of a user: train one "
+                'with model.name = "dot", or predict rows'
+            )
+        # Of any item: a user's vector is what is multiplied by it.
+        rows, lengths = empty_rows(self.config.features, len(states)), [1] * len(states)
+        with self._exclusive(), torch.no_grad():
+            adapted, query = self._adapted_query(stack_tasks(states), rows, lengths)
+            with torch.enable_grad():
+                dense_NK = query.dense_NK.detach().requires_grad_()
+                output_N = self._inner.output_N(adapted, replace(query, dense_NK=dense_NK))
+                width = self.config.model.embedding_dim
+                return self._to_host(find_user_vectors(dense_NK, output_N, width))
 
     @property
     def unadapted(self) -> TaskState:
@@ -451,6 +480,10 @@ class AdaptedTask:
         """Return the task as bytes, which `ServedModel.task` of the same export takes anywhere."""
         # No support rows are in them unless the model takes statistics of these.
         return to_bytes(self._state, self._model.checksum)
+
+    def user_vector(self) -> Tensor:
+        """Return the task's vector [D], for an index of the items' vectors; see user_vectors."""
+        return self._model.user_vectors([self._state])[0]
 
     def predict(self, rows: object) -> Tensor:
         """Return probabilities (bce) or ratings [N] of rows of the task, [N, labels] of several."""

@@ -1,20 +1,21 @@
 """Opens a prepared dataset and reads one block at a time, each checked at its first read.
 
-Shape suffixes: B tables, Z blocks"""
+Shape suffixes: B tables, E chosen episodes, Z blocks"""
 
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from types import MappingProxyType
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
 from metaio.errors import REMEDY, FormatError, NoDatasetError, make_content_error
 from metaio.format.block import Block
 from metaio.format.block_table import BlockTable, read_block_table
-from metaio.format.decode import RowGroup, assemble_block, check_counts, read_footer
+from metaio.format.decode import RowGroup, assemble_block, check_counts, check_num_rows, read_footer
 from metaio.format.features import Features
 from metaio.format.layout import (
     BLOCK_TABLE_NAME,
@@ -36,7 +37,7 @@ from metaio.format.manifest import (
 )
 from metaio.format.names import NAME_RULE, is_name
 from metaio.format.storage import ByteRange, Storage
-from metaio.ragged import Int64, offsets
+from metaio.ragged import Int32, Int64, offsets
 
 
 @dataclass(frozen=True)
@@ -179,12 +180,38 @@ class Dataset:
                 self._verified.add((split, block))
         return decoded if self._seen is None else self._seen(decoded)
 
+    def read_num_rows(self, split: str, blocks: Sequence[int]) -> list[Int32]:
+        """Return the rows of each episode of these blocks. Of their files this column alone is
+        read, of all blocks at once, and verified."""
+        stream, table = self._streams[0], self.split(split).blocks
+        column = stream.schema.get_field_index("num_rows")
+        groups, ranges = [], []
+        for block in blocks:
+            shard = int(table.shard_Z[block])
+            row_group = block - int(self.splits[split].first_block[shard])
+            metadata, *_ = self._shard_metadata(split, shard)
+            groups.append((row_group, metadata))
+            num_bytes = self.splits[split].shards[shard].files[stream.name].num_bytes
+            chunk = find_chunk_ranges(metadata, row_group)[column]
+            ranges.append(ByteRange(stream.path(split, shard), num_bytes, *chunk))
+        windows = self._storage.read_windows(ranges)
+        found = []
+        for block, own, window, of_file in zip(blocks, ranges, windows, groups, strict=True):
+            name, chunk = self._storage.name(own.path), (own.begin, own.end)
+            group = RowGroup(name, *of_file, window, [chunk], [column])
+            # The columns of the episodes stand first in list_checksum_columns.
+            group.check([int(table.xxh3_Z[block, column])])
+            num_rows_E = group.decode(in_place=True)[0].astype(np.int32)  # no view of the file
+            place = f"{self.url}, split {split}, block {block}"
+            counts = int(table.num_episodes_Z[block]), int(table.num_rows_Z[block])
+            check_num_rows(place, num_rows_E, *counts)
+            found.append(num_rows_E)
+        return found
+
     def _row_groups(self, split: str, shard: int, row_group: int) -> list[RowGroup]:
         """Return the bytes of a row group in the file of each stream, fetched together."""
-        files = self.splits[split].shards[shard].files
-        paths = [stream.path(split, shard) for stream in self._streams]
-        entries = [files[stream.name] for stream in self._streams]
-        metadata = self._shard_metadata(split, shard, paths, entries)
+        metadata = self._shard_metadata(split, shard)
+        paths, entries = self._files_of_shard(split, shard)
         # A row group's chunks lie side by side, so one range a file brings them all.
         ranges = [find_chunk_ranges(own, row_group) for own in metadata]
         wanted = [
@@ -193,20 +220,25 @@ class Dataset:
         ]
         windows = self._storage.read_windows(wanted)
         return [
-            RowGroup(self._storage.name(path), row_group, own, window, chunks)
+            RowGroup(self._storage.name(path), row_group, own, window, chunks, range(len(chunks)))
             for path, own, window, chunks in zip(paths, metadata, windows, ranges, strict=True)
         ]
 
-    def _shard_metadata(
-        self, split: str, shard: int, paths: list[str], entries: list[FileEntry]
-    ) -> list[pq.FileMetaData]:
+    def _files_of_shard(self, split: str, shard: int) -> tuple[list[str], list[FileEntry]]:
+        """Return the path and the manifest entry of the file of each stream."""
+        files = self.splits[split].shards[shard].files
+        paths = [stream.path(split, shard) for stream in self._streams]
+        return paths, [files[stream.name] for stream in self._streams]
+
+    def _shard_metadata(self, split: str, shard: int) -> list[pq.FileMetaData]:
         """Return the footers of a shard's files, read and checked once."""
         key, num_blocks = (split, shard), self.splits[split].shards[shard].num_blocks
         with self._lock:
             one_reader = self._footer_locks.setdefault(key, threading.Lock())
         with one_reader:  # others of this shard wait: from a store each would fetch them anew
             if key not in self._metadata:
-                self._metadata[key] = self._read_footers(num_blocks, paths, entries)
+                files = self._files_of_shard(split, shard)
+                self._metadata[key] = self._read_footers(num_blocks, *files)
             return self._metadata[key]
 
     def _read_footers(

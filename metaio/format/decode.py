@@ -1,11 +1,11 @@
 """Checks and decodes the row groups of one block.
 
 Shape suffixes: T tasks, N rows, F single-id or pooled features, M multi-id features, V values, K
-dense columns, B tables, U unique ids"""
+dense columns, B tables, E chosen episodes, U unique ids"""
 
 import itertools
 import weakref
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -30,7 +30,7 @@ from metaio.format.features import Features
 from metaio.format.layout import ShardStream, find_chunk_ranges
 from metaio.format.storage import ByteWindow
 from metaio.quantities import format_count
-from metaio.ragged import Int64, offsets, sum_rows
+from metaio.ragged import Int32, Int64, offsets, sum_rows
 
 # How Parquet's types lie in a plain page: little-endian.
 _PLAIN_TYPES: dict[str, np.dtype[Any]] = {
@@ -42,17 +42,20 @@ _PLAIN_TYPES: dict[str, np.dtype[Any]] = {
 
 @dataclass(frozen=True)
 class RowGroup:
-    """The bytes of one row group of one file, and where its column chunks lie."""
+    """The bytes of one row group of one file, or of some of its columns, and where their column
+    chunks lie."""
 
     name: str  # address of the file
     index: int
     metadata: pq.FileMetaData
     window: ByteWindow
     ranges: list[tuple[int, int]]
+    columns: Sequence[int]  # of the file, one for each range
 
     def check(self, checksums: list[int]) -> None:
         """Raise FormatError for a column chunk whose bytes have another xxh3_64."""
-        for column, ((begin, end), wanted) in enumerate(zip(self.ranges, checksums, strict=True)):
+        parts = zip(self.columns, self.ranges, checksums, strict=True)
+        for column, (begin, end), wanted in parts:
             if xxhash.xxh3_64_intdigest(self.window.view(begin, end)) != wanted:
                 column_name = self.metadata.schema.column(column).name
                 raise FormatError(
@@ -70,7 +73,7 @@ class RowGroup:
         try:
             # The footer is passed on, not read again. One thread: other blocks keep the cores busy.
             source = pq.ParquetFile(self.window.open(), metadata=self.metadata)
-            table = source.reader.read_row_group(self.index, use_threads=False)
+            table = source.reader.read_row_group(self.index, self.columns, use_threads=False)
             columns = [_to_numpy(column) for column in table.columns]
         except (pa.ArrowException, OSError) as error:
             raise FormatError(
@@ -84,7 +87,7 @@ class RowGroup:
         """Return views of the file if each column is one page of plain values, else None."""
         found = []
         group = self.metadata.row_group(self.index)
-        for index, (begin, end) in enumerate(self.ranges):
+        for index, (begin, end) in zip(self.columns, self.ranges, strict=True):
             column = group.column(index)
             kind = _PLAIN_TYPES.get(column.physical_type)
             # Metadata may be forged: a negative count would lead in front of the chunk.
@@ -161,10 +164,21 @@ def check_counts(
     # Cheap beside decoding; without it a foreign writer's mistake would be an index error in some
     # step of training.
     for column in _find_contradictions(features, decoded, num_episodes, num_rows, num_values):
-        raise FormatError(
-            f"{place}: column {column} contradicts the block table. The program that wrote it is "
-            "at fault; docs/format.md says what belongs there"
-        )
+        raise _make_contradiction(place, column)
+
+
+def check_num_rows(place: str, num_rows_E: Int32, num_episodes: int, num_rows: int) -> None:
+    """Raise FormatError where the rows of a block's episodes contradict the block table."""
+    is_short = num_rows_E.min(initial=1) < 1
+    if len(num_rows_E) != num_episodes or num_rows_E.sum() != num_rows or is_short:
+        raise _make_contradiction(place, "num_rows")
+
+
+def _make_contradiction(place: str, column: str) -> FormatError:
+    return FormatError(
+        f"{place}: column {column} contradicts the block table. The program that wrote it is "
+        "at fault; docs/format.md says what belongs there"
+    )
 
 
 def _find_contradictions(

@@ -3,10 +3,12 @@
 Blocks are put in a random order and dealt to lanes, round robin; in a lane, windows of consecutive
 blocks are shuffled episode by episode (or bundle by bundle). A step takes its episodes lane by
 lane, a rank a contiguous slice of the step: the world size never moves an episode to another step.
+Slices cost alike, or, where nothing says what an episode costs, hold equally many.
 
-Shape suffixes: E chosen episodes, Z blocks"""
+Shape suffixes: E chosen episodes, W ranks or workers, Z blocks"""
 
 import itertools
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -14,7 +16,8 @@ import numpy as np
 import numpy.typing as npt
 
 from metaio.hashing import splitmix64
-from metaio.ragged import Int64, offsets, ragged_indices
+from metaio.ragged import Int32, Int64, offsets, ragged_indices
+from metaio.read.equal_cost import Float64, TaskCost, cut_evenly
 
 
 @dataclass(frozen=True)
@@ -23,6 +26,29 @@ class BlockEpisodes:
 
     block: int
     episodes: Int64
+
+
+# Returns the rows of each episode of each block.
+RowsOfBlocks = Callable[[Sequence[int]], Sequence[Int32]]
+
+
+@dataclass(frozen=True)
+class EpisodeSizes:
+    """The rows of episodes, and what they cost a rank; beside the order: it needs neither."""
+
+    rows_of: RowsOfBlocks
+    # None: slices of equal numbers.
+    cost: TaskCost | None = None
+    # With rows_per_step: the rows of each block, of an episode rows_per_step at most.
+    num_rows_Z: Int64 | None = None
+    # Is told which blocks come next.
+    prefetch: Callable[[Sequence[int]], object] = lambda _: None
+
+    def costs_of(self, parts: Sequence[BlockEpisodes], cost: TaskCost) -> Float64:
+        """Return the cost of each episode of these parts [E]."""
+        read = self.rows_of([part.block for part in parts])
+        rows = [own_E[part.episodes] for own_E, part in zip(read, parts, strict=True)]
+        return cost.of_episodes(np.concatenate(rows))
 
 
 @dataclass(frozen=True)
@@ -43,6 +69,9 @@ class OrderConfig:
     drop_last: bool = False
     # Above 0: a step is that many stored blocks; tasks_per_step, lanes, window_blocks are unused.
     blocks_per_step: int = 0
+    # Above 0: a step is at least about that many rows of whole episodes, all steps of an epoch
+    # alike; tasks_per_step and drop_last are unused.
+    rows_per_step: int = 0
 
     def __post_init__(self) -> None:
         for name in ("tasks_per_step", "lanes", "window_blocks"):
@@ -50,9 +79,16 @@ class OrderConfig:
                 raise ValueError(
                     f"{name} is {getattr(self, name)}; it must be at least 1. Raise it"
                 )
-        if self.blocks_per_step < 0:
+        for name in ("blocks_per_step", "rows_per_step"):
+            if getattr(self, name) < 0:
+                raise ValueError(
+                    f"{name} is {getattr(self, name)}; it must be at least 0. Raise it"
+                )
+        if self.rows_per_step and (self.blocks_per_step or self.lanes > 1):
+            other = "blocks_per_step" if self.blocks_per_step else "lanes"
             raise ValueError(
-                f"blocks_per_step is {self.blocks_per_step}; it must be at least 0. Raise it"
+                f"rows_per_step is {self.rows_per_step} and {other} is {getattr(self, other)}: a "
+                "step is counted in rows or in blocks, and in rows of one lane. Set one of them"
             )
         if self.tasks_per_step < self.lanes:
             raise ValueError(
@@ -70,8 +106,10 @@ class EpisodeOrder:
         config: OrderConfig,
         epoch: int = 0,
         bundle_tasks: int = 0,
+        sizes: EpisodeSizes | None = None,
     ) -> None:
         self.config = config
+        self._sizes = sizes
         self._bundle_tasks = bundle_tasks
         self._episode_offsets = offsets(num_episodes_Z)
         num_blocks = len(self._episode_offsets) - 1
@@ -92,6 +130,13 @@ class EpisodeOrder:
         self._whole_rounds = int((self._lane_totals // self._quotas).min())
         # A step may straddle two windows of a lane.
         self._window = lru_cache(maxsize=2 * config.lanes)(self._shuffled_window)
+        self._window_rows: Int64 | None = None
+        if config.rows_per_step:
+            assert sizes is not None
+            assert sizes.num_rows_Z is not None, "rows_per_step needs the rows of blocks"
+            rows_Z = sizes.num_rows_Z[self._lane_blocks[0]]
+            self._window_rows = offsets(_window_sums(rows_Z, config.window_blocks))
+            self._row_offsets = lru_cache(maxsize=2)(self._row_offsets_of_window)
 
     @property
     def num_episodes(self) -> int:
@@ -101,21 +146,28 @@ class EpisodeOrder:
     @property
     def num_steps(self) -> int:
         """Return the number of steps of this epoch, the same on every rank."""
+        if self._window_rows is not None:
+            num_rows = int(self._window_rows[-1])
+            return min(num_rows, max(1, num_rows // self.config.rows_per_step))
         num_full_steps, rest = divmod(self.num_episodes, self.config.tasks_per_step)
         return num_full_steps + (rest > 0 and not self.config.drop_last)
 
     def step(self, step: int, rank: int = 0, world_size: int = 1) -> list[BlockEpisodes]:
         """Return the episodes that `rank` trains on at `step`, grouped by block; empty for none."""
         _check_step(step, self.num_steps)
-        most = self.config.tasks_per_step
-        size = min(most, self.num_episodes - step * most)
-        # Of this step's size: a short last step is also dealt to all ranks.
-        first, stop = rank * size // world_size, (rank + 1) * size // world_size
-        return self._group(self._slice(step, first, stop))
-
-    def _slice(self, step: int, first: int, stop: int) -> Int64:
-        """Return episodes [first, stop) of a step's list, as indices into the split."""
         starts, stops = self._lane_ranges(step)
+        # Of this step's size: a short last step is also dealt to all ranks.
+        size = int((stops - starts).sum())
+        if self._sizes is None or self._sizes.cost is None or world_size == 1:
+            first, stop = rank * size // world_size, (rank + 1) * size // world_size
+            return self._group(self._slice(starts, stops, first, stop))
+        episodes_E = self._slice(starts, stops, 0, size)
+        costs_E = self._sizes.costs_of(self._group(episodes_E), self._sizes.cost)
+        cuts_W1 = cut_evenly(costs_E, world_size)
+        return self._group(episodes_E[cuts_W1[rank] : cuts_W1[rank + 1]])
+
+    def _slice(self, starts: Int64, stops: Int64, first: int, stop: int) -> Int64:
+        """Return episodes [first, stop) of a step's list, as indices into the split."""
         lane_offsets = offsets(stops - starts)
         found = [np.zeros(0, dtype=np.int64)]
         for lane in range(self.config.lanes):
@@ -128,6 +180,8 @@ class EpisodeOrder:
 
     def _lane_ranges(self, step: int) -> tuple[Int64, Int64]:
         """Return the positions [start, stop) that a step takes from each lane."""
+        if self._window_rows is not None:
+            return np.array([self._find_start(step)]), np.array([self._find_start(step + 1)])
         if step < self._whole_rounds:
             return step * self._quotas, (step + 1) * self._quotas
         first = step * self.config.tasks_per_step
@@ -153,6 +207,29 @@ class EpisodeOrder:
             selected[lane] += min(left, int(self._quotas[lane]), rest)
         return selected
 
+    # Steps divide the epoch's rows evenly, and have the episodes that begin in their rows: which
+    # these are the rows of blocks tell, and those of the episodes of a window. As no episode counts
+    # for more than a step, none is longer than one and no step is empty.
+    def _find_start(self, step: int) -> int:
+        """Return the first episode, in the epoch's order, of a step that is counted in rows."""
+        assert self._window_rows is not None
+        row = -(-step * int(self._window_rows[-1]) // self.num_steps)
+        if row == self._window_rows[-1]:
+            return self.num_episodes
+        window = int(np.searchsorted(self._window_rows, row, side="right")) - 1
+        within = np.searchsorted(self._row_offsets(window), row - self._window_rows[window])
+        return int(self._window_offsets[0][window] + within)
+
+    def _row_offsets_of_window(self, window: int) -> Int64:
+        """Return the first row of each episode of a window, in its shuffled order, and the end."""
+        assert self._sizes is not None
+        episodes_E = self._window(0, window)
+        parts = self._group(np.sort(episodes_E))
+        # The window's blocks are complete: sorted, its episodes are those of all of them.
+        rows_E = np.concatenate(self._sizes.rows_of([part.block for part in parts]))
+        place_E = np.argsort(np.argsort(episodes_E))
+        return offsets(np.minimum(rows_E, self.config.rows_per_step)[place_E])
+
     def _lane_episodes(self, lane: int, start: int, stop: int) -> Int64:
         windows = self._window_offsets[lane]
         first = int(np.searchsorted(windows, start, side="right")) - 1
@@ -170,6 +247,8 @@ class EpisodeOrder:
     def _shuffled_window(self, lane: int, window: int) -> Int64:
         size = self.config.window_blocks
         blocks = self._lane_blocks[lane][window * size : (window + 1) * size]
+        if self._sizes is not None:
+            self._sizes.prefetch(self._lane_blocks[lane][(window + 1) * size :][:size].tolist())
         starts = self._episode_offsets[blocks]
         lengths = self._episode_offsets[blocks + 1] - starts
         episodes = ragged_indices(starts, lengths)
@@ -224,18 +303,23 @@ class BlockOrder:
         _check_step(step, self.num_steps)
         first = step * self.config.blocks_per_step
         blocks = self._blocks[first : first + self.config.blocks_per_step]
+        # Equal numbers are equal costs: blocks of a split have about as many rows.
         own = blocks[rank * len(blocks) // world_size : (rank + 1) * len(blocks) // world_size]
         sizes = self._num_episodes_Z
         return [BlockEpisodes(block, np.arange(sizes[block])) for block in own.tolist()]
 
 
 def make_order(
-    num_episodes_Z: npt.ArrayLike, config: OrderConfig, epoch: int = 0, bundle_tasks: int = 0
+    num_episodes_Z: npt.ArrayLike,
+    config: OrderConfig,
+    epoch: int = 0,
+    bundle_tasks: int = 0,
+    sizes: EpisodeSizes | None = None,
 ) -> EpisodeOrder | BlockOrder:
     """Return the order of episodes, or of blocks where the config counts a step in these."""
     if config.blocks_per_step:
         return BlockOrder(num_episodes_Z, config, epoch)
-    return EpisodeOrder(num_episodes_Z, config, epoch, bundle_tasks)
+    return EpisodeOrder(num_episodes_Z, config, epoch, bundle_tasks, sizes)
 
 
 def _check_step(step: int, num_steps: int) -> None:

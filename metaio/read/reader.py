@@ -15,14 +15,17 @@ from metaio.read.episode_order import (
     BlockEpisodes,
     BlockOrder,
     EpisodeOrder,
+    EpisodeSizes,
     OrderConfig,
     make_order,
 )
+from metaio.read.episode_rows import EpisodeRows
 from metaio.read.pipeline import BatchPipeline, Plan
 
 if TYPE_CHECKING:
     from metaio.format.dataset import Dataset
     from metaio.read.batch import TaskBatch
+    from metaio.read.equal_cost import TaskCost
 
 DEFAULT_CACHE_BYTES = 1 << 30
 # Splits that decode to no more than this are shuffled as one window, hence fully.
@@ -90,7 +93,8 @@ class _PipelineReader:
 # Bundles and `blocks_per_step` read several times as fast as episodes drawn one by one: they are
 # copied, or handed over, without looking up positions.
 class BatchReader(_PipelineReader):
-    """Batches of one rank, epoch by epoch; a step has the same episodes at any world size."""
+    """Batches of one rank, epoch by epoch; a step has the same episodes at any world size. With a
+    `cost` ranks' batches cost alike, else they have equally many episodes."""
 
     def __init__(
         self,
@@ -106,6 +110,8 @@ class BatchReader(_PipelineReader):
         window_blocks: int | None = None,
         drop_last: bool = False,
         blocks_per_step: int = 0,
+        rows_per_step: int = 0,
+        cost: TaskCost | None = None,
         threads: int = 1,
         prefetch_batches: int = 4,
         cache_bytes: int = DEFAULT_CACHE_BYTES,
@@ -125,8 +131,20 @@ class BatchReader(_PipelineReader):
         if window_blocks is None:
             window_blocks = default_window_blocks(dataset, split)
         self._config = OrderConfig(
-            tasks_per_step, seed, shuffle, lanes, window_blocks, drop_last, blocks_per_step
+            tasks_per_step,
+            seed,
+            shuffle,
+            lanes,
+            window_blocks,
+            drop_last,
+            blocks_per_step,
+            rows_per_step,
         )
+        rows = EpisodeRows(dataset, split)
+        num_rows_Z = rows.sums_at_most(rows_per_step) if rows_per_step else None
+        self._sizes: EpisodeSizes | None = None
+        if rows_per_step or (cost is not None and world_size > 1):
+            self._sizes = EpisodeSizes(rows.of_blocks, cost, num_rows_Z, rows.prefetch)
         super().__init__(
             dataset,
             threads=threads,
@@ -191,7 +209,8 @@ class BatchReader(_PipelineReader):
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on where `state_dict` was taken, at any world size."""
         for name, value in self._identity().items():
-            if state.get(name) != value:
+            # A state of an earlier release has no rows_per_step.
+            if state.get(name, 0) != value:
                 raise FormatError(
                     f"the reader's state has {name} {state.get(name)}, this reader has {value}: "
                     "the order of episodes would differ. Resume with the data and the settings of "
@@ -201,7 +220,9 @@ class BatchReader(_PipelineReader):
 
     def _order(self, epoch: int) -> EpisodeOrder | BlockOrder:
         blocks = self._split.blocks
-        return make_order(blocks.num_episodes_Z, self._config, epoch, blocks.bundle_tasks)
+        return make_order(
+            blocks.num_episodes_Z, self._config, epoch, blocks.bundle_tasks, self._sizes
+        )
 
     def _identity(self) -> dict[str, Any]:
         # All that decides the order: with another value a step would be other episodes.

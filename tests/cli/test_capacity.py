@@ -2,6 +2,7 @@
 
 import itertools
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from gmeta.config.train_config import TrainConfig, config_from_dict
 from gmeta.distributed.cluster_spec import CapacityOverrides, Cluster, Speeds
 from gmeta.errors import UserError
 from gmeta.runs.build import build
+from metaio import open_dataset
 from metaio.read.reader import BatchReader
 from metaio.recipes import synthetic
 from metaio.recipes.synthetic import SyntheticConfig, prepare_synthetic
@@ -112,6 +114,17 @@ def test_a_step_of_more_tasks_than_there_are_counts_fewer_ranks(click_logs: Path
     assert found.step.ids == dict(
         zip([t.name for t in dataset.features.tables], batch.unique_lengths_B.tolist(), strict=True)
     )
+
+
+def test_a_step_of_rows_is_one_of_as_many_mean_tasks(click_logs: Path) -> None:
+    split = open_dataset(str(click_logs)).split("train")
+    config = config_of(click_logs, data={"path": str(click_logs), "rows_per_step": 900})
+    found = plan_capacity(config, CapacityOverrides({}), cluster_of(4), SPEEDS)
+    tasks = round(900 * split.num_episodes / split.num_rows)
+    assert (found.tasks_per_step, found.step.tasks) == (tasks, -(-tasks // 4))
+    nowhere = replace(config, data=replace(config.data, path="nowhere"))
+    stated = CapacityOverrides({"item": 1000}, rows_per_task=30)
+    assert plan_capacity(nowhere, stated, cluster_of(4), SPEEDS).tasks_per_step == 30
 
 
 def test_stated_rows_and_shares_take_the_place_of_the_datasets(click_logs: Path) -> None:

@@ -57,7 +57,7 @@ def train_on_rank(ranks: Ranks, config: TrainConfig) -> tuple[list[list[int]], l
                 loss.backward()
                 num_tasks = episodes.task_T.numel()
                 feed.report_trained(num_tasks)
-                agent.finish_step(num_tasks)
+                agent.finish_step(num_tasks, episodes.num_rows)
                 steps.append(num_tasks)
             epochs.append(steps)
             if feed.share != 8 and epoch > 0 and 8 not in epochs[-2][:STEPS_AFTER]:
@@ -80,7 +80,11 @@ def test_shares_change_in_the_same_step_on_all_ranks(click_logs: Path) -> None:
     watched = StragglerConfig(MonitorConfig(window_s=0.2))
     server = ShardServer(ServiceConfig("127.0.0.1:0", stragglers=watched))
     data = DataConfig(
-        path=str(click_logs), source="service", service=server.address, tasks_per_step=16
+        path=str(click_logs),
+        source="service",
+        service=server.address,
+        tasks_per_step=16,
+        task_cost=(1.0, 0.0),  # shares are numbers of tasks
     )
     config = TrainConfig(
         model=MODEL, data=data, run=RunConfig(seed=3), outer=OuterConfig(sparse_lr=0.01)

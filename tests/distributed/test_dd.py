@@ -37,15 +37,15 @@ class ScriptedClock:
     """Stands in for the rank's clock: time that passes in no test."""
 
     def __init__(self, task_s: float) -> None:
-        self.num_tasks = 0
+        self.num_started = self.num_tasks = 0
         self._task_s = task_s
 
     def start(self, rows_UD: torch.Tensor) -> None:
         """Called for every step's rows."""
 
-    def take_s(self) -> float:
+    def take(self) -> list[tuple[int, float]]:
         """What the step's tasks take on this hardware."""
-        return self.num_tasks * self._task_s
+        return [(self.num_started, self.num_tasks * self._task_s)]
 
 
 def make_learner(features: Any) -> Any:
@@ -63,7 +63,7 @@ def train_on_rank(ranks: Ranks, config: TrainConfig) -> dict[str, Any]:
     give_up_s = time.monotonic() + PATIENCE_S
     with LeasedBatchSource(BatchSettings.of(config, dataset), dataset, ranks, None) as feed:
         agent = LeasedStepAgent(config.outer.accumulate_steps, feed, sharded, ranks, Stop())
-        clock = agent._clock = ScriptedClock(TASK_S[ranks.rank])  # type: ignore[assignment]
+        clock = agent._meter.clock = ScriptedClock(TASK_S[ranks.rank])  # type: ignore[assignment]
         for epoch in range(1000):
             for episodes, totals in iterate_steps(
                 agent.collate_batches(feed.batches(epoch, 0), learner.collate),
@@ -78,7 +78,7 @@ def train_on_rank(ranks: Ranks, config: TrainConfig) -> dict[str, Any]:
                 loss.backward()
                 clock.num_tasks = num_tasks
                 feed.report_trained(num_tasks)
-                agent.finish_step(num_tasks)
+                agent.finish_step(num_tasks, episodes.num_rows)
                 if totals.num_terms == TASKS_PER_STEP:
                     shares.append(num_tasks)
                     last = {
@@ -122,6 +122,7 @@ def test_two_speeds_get_the_best_micro_batches_and_the_same_gradient(click_logs:
         source="service",
         service=server.address,
         tasks_per_step=TASKS_PER_STEP,
+        task_cost=(1.0, 0.0),  # as the scripted clock has it
     )
     # No step is taken: every gradient is that of the first parameters, whatever the order of tasks.
     outer = OuterConfig(sparse_lr=1e-12, sparse_optimizer="sgd")

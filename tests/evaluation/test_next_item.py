@@ -9,7 +9,8 @@ import pytest
 import torch
 from torch.nn.functional import cross_entropy
 
-from gmeta.evaluation.item_vectors import Catalogue, ItemVectors
+from gmeta.data.item_catalogue import Catalogue
+from gmeta.evaluation.item_vectors import ItemVectors
 from gmeta.losses.step_softmax import sampled_softmax_Q
 from metaio import DataError, open_dataset
 from metaio.read.compose import compose

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from gmeta.feeds.cost_meter import CostMeter
 from gmeta.feeds.local_time import ReadOverlap, ReadTime
 from gmeta.feeds.step_agent import StaticStepAgent
 
@@ -60,13 +61,15 @@ def test_steps_that_wait_for_arranging_wait_for_data(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr("gmeta.data.map_ahead.perf_counter", lambda: next(ticks))
     exchange = SimpleNamespace(prepare=lambda episodes: f"{episodes} and packed")
     sharded: Any = SimpleNamespace(local=SimpleNamespace(exchange=exchange))
+    ranks: Any = None
+    meter = CostMeter(sharded.local, ranks)
     batches: list[Any] = [1, 2, 3]
     arrange: Any = "{} arranged".format
-    agent = StaticStepAgent(sharded, micro_batches=1, threads=1)
+    agent = StaticStepAgent(sharded, meter, micro_batches=1, threads=1)
     wanted = [f"{batch} arranged and packed" for batch in batches]
     assert list(agent.collate_batches(iter(batches), arrange)) == wanted
     assert agent.wait_s == 3
-    beside = StaticStepAgent(sharded, micro_batches=1, threads=0)
+    beside = StaticStepAgent(sharded, meter, micro_batches=1, threads=0)
     found = list(beside.collate_batches(iter(batches), arrange))
     assert found == [f"{batch} arranged" for batch in batches]
     assert beside.wait_s == 0

@@ -120,7 +120,7 @@ def work_on_rank(ranks: Ranks, config: TrainConfig, rebuild: bool) -> tuple[Any,
                     plan = PLANS[len(trained[-1])]
                     share = plan[ranks.rank] if ranks.world_size > 1 else (16, plan[0][1])
                     agent._worker.newest = BatchPlan(agent._worker.plan.version + 1, *share)
-                agent.finish_step(num_tasks)
+                agent.finish_step(num_tasks, episodes.num_rows)
                 trained[-1].append(episodes.task_T.tolist())
         if stop.problem is not None:
             raise stop.problem

@@ -125,8 +125,8 @@ def test_an_unknown_model_lists_the_known_ones() -> None:
     with pytest.raises(ValueError) as caught:
         build_model(ModelConfig(name="dlmr"), InputSizes(1, 0, 0))
     assert str(caught.value) == (
-        f"model.name = 'dlmr' is unknown: known are {', '.join(sorted([*MODELS, 'dot']))}. Did you mean "
-        "'dlrm'? Choose one of them, or name yours as package.module:Name (docs/extending.md)"
+        f"model.name = 'dlmr' is unknown: known are {', '.join(sorted([*MODELS, 'dot']))}. Did you "
+        "mean 'dlrm'? Choose one of them, or name yours as package.module:Name (docs/extending.md)"
     )
 
 

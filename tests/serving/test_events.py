@@ -21,15 +21,19 @@ from tests.support.commands import succeed
 ENCODERS = ["sasrec", "hstu", "sim", "din"]
 
 
-def trained(folder: Path, encoder: str) -> tuple[Path, pa.Table]:
+def trained(folder: Path, encoder: str, *changed: str) -> tuple[Path, pa.Table]:
     """An export of a run on rows with events, and the raw rows."""
+    folder.mkdir(exist_ok=True)
     columns = log()
+    # An item has one kind, which its vector is of.
+    columns["kind"] = columns["item"] % 5 + 1
     # No two at one time: the dataset orders them by their hash, a request as they come.
     columns["time"] = np.random.default_rng(5).permutation(len(columns["user"]))
     body = schema(dense=[{"column": "number", "standardise": True}])
+    body["item"] = {"column": "item", "columns": ["kind"]}
     body["row_id"] = {"column": "row"}
     body["events"] = {
-        "columns": ["kind", "item"], "dense": ["number"], "where": "click = 1", "longest": 6,
+        "columns": ["item", "kind"], "dense": ["number"], "where": "click = 1", "longest": 6,
         "delay": 3,
     }  # fmt: skip
     rows = pa.table({**columns, "row": np.arange(len(columns["user"]))})
@@ -42,7 +46,7 @@ def trained(folder: Path, encoder: str) -> tuple[Path, pa.Table]:
         "train", folder / "train.toml", f"data.path={data}", "data.tasks_per_step=16",
         "model.name=melu", "model.hidden=[8]", "model.embedding_dim=4", f"model.events={encoder}",
         "algorithm.inner_lr=0.5", "outer.sparse_lr=0.2", "outer.dense_lr=0.05", f"run.dir={run}",
-        "run.device=cpu", "run.max_steps=6",
+        "run.device=cpu", "run.max_steps=6", *changed,
     )  # fmt: skip
     succeed("export", run, out)
     return out, rows
@@ -115,3 +119,25 @@ def test_what_events_need_is_said(tmp_path: Path) -> None:
         model.adapt(rows.slice(0, 1).drop_columns(["time"]))
     with pytest.raises(UserError, match="no program for torch is written"):
         export_for(out, tmp_path / "program", "torch")
+
+
+@pytest.mark.parametrize("algorithm", ["none", "maml"])
+def test_vectors_of_users_and_items_are_the_scores(tmp_path: Path, algorithm: str) -> None:
+    changed = ["model.name=dot", f"algorithm.name={algorithm}", "algorithm.adapt_embeddings=false"]
+    out, rows = trained(tmp_path, "sasrec", *changed)
+    model = load(out)
+    items = pq.read_table(out / "item_vectors.parquet")
+    vectors = torch.tensor(items["vector"].to_pylist())
+    place = {item: at for at, item in enumerate(items["item"].to_pylist())}
+    user_N = rows["user"].to_numpy()
+    query = rows.slice(0, 50)
+    for user in (3, 7):
+        task = model.adapt(rows.filter(pa.array(user_N == user)))
+        score_N = torch.logit(task.predict(query).double())
+        by_vector = vectors @ task.user_vector()
+        own = torch.tensor([place[item] for item in query["item"].to_pylist()])
+        difference = score_N - by_vector[own]
+        # But for the bias, which is the same for all.
+        assert float(difference.std()) < 1e-3
+    with pytest.raises(UserError, match="makes no vector of a user"):
+        load(trained(tmp_path / "melu", "sasrec")[0]).user_vectors([])

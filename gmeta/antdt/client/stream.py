@@ -2,6 +2,7 @@
 
 import threading
 from collections import deque
+from collections.abc import Callable, Sequence
 from typing import NamedTuple, final
 
 from gmeta.access.errors import AntdtError
@@ -48,6 +49,11 @@ class ShardFeed:
         # them has seen this.
         self._raise_error()
         return self._end_seen and not self._ready
+
+    @property
+    def ready(self) -> list[Lease]:
+        """Return the leases that wait to be taken."""
+        return list(self._ready)
 
     def poll(self) -> Lease | None:
         """Return the next shard, or None, without blocking. Raise the thread's error."""
@@ -137,6 +143,15 @@ class UnitRange(NamedTuple):
     number: int
 
 
+# Returns the cost of each unit of a range.
+CostsOfRange = Callable[[UnitRange], Sequence[float]]
+
+
+def count_units(units: UnitRange) -> Sequence[float]:
+    """Return a cost of 1 for each unit."""
+    return [1.0] * units.number
+
+
 @final
 class UnitStream:
     """One epoch of one dataset, unit by unit: taken before a step, marked trained after it."""
@@ -163,15 +178,22 @@ class UnitStream:
         return self._feed.ended
 
     @property
+    def leased_ahead(self) -> list[UnitRange]:
+        """Return the units that no `take_units` has come to yet."""
+        return [UnitRange(lease.start_unit, lease.num_units) for lease in self._feed.ready]
+
+    @property
     def waiting_for(self) -> str:
         """Return why the service holds shards back now; "" when it does not."""
         return self._feed.waiting_for
 
-    def take_units(self, num_units: int) -> list[UnitRange]:
-        """Return the next units, fewer where other ranks hold the rest. Raise AntdtError."""
+    def take_units(self, budget: float, costs_of: CostsOfRange = count_units) -> list[UnitRange]:
+        """Return the next units, whose costs come as near to the budget as they can: at least one,
+        fewer where other ranks hold the rest. Raise AntdtError."""
         self._raise_error()
         ranges: list[UnitRange] = []
-        while num_units:
+        left = budget
+        while left > 0:
             if not self._held or self._next_unit == self._held[-1].end_unit:
                 lease = self._put_back.popleft() if self._put_back else self._feed.next_lease()
                 # Not yet the end of the epoch: what other ranks hold may come back.
@@ -180,11 +202,18 @@ class UnitStream:
                     break
                 self._held.append(lease)
                 self._next_unit = lease.start_unit + lease.units_done
-            lease = self._held[-1]
-            number = min(num_units, lease.end_unit - self._next_unit)
-            ranges.append(UnitRange(self._next_unit, number))
+            held = UnitRange(self._next_unit, self._held[-1].end_unit - self._next_unit)
+            number = 0
+            for cost in costs_of(held):
+                # A unit belongs to the budget that holds more than half of it.
+                if left <= 0 or (left < cost / 2 and (ranges or number)):
+                    left = 0.0
+                    break
+                left -= cost
+                number += 1
+            if number:
+                ranges.append(UnitRange(self._next_unit, number))
             self._next_unit += number
-            num_units -= number
         return ranges
 
     def put_back(self, num_units: int) -> None:

@@ -262,7 +262,9 @@ def _with_validations(run: RunConfig, data: DataConfig, dataset: Dataset) -> Run
     if run.valid_every_steps or data.blocks_per_step or data.train_split not in dataset.splits:
         return run
     # A run that validates only at its end cannot be pruned.
-    steps = dataset.splits[data.train_split].num_episodes // data.tasks_per_step * run.epochs
+    split = dataset.splits[data.train_split]
+    tasks_per_step = data.mean_tasks_per_step(split.num_episodes, split.num_rows)
+    steps = split.num_episodes // tasks_per_step * run.epochs
     total = min(steps, run.max_steps or steps)
     return replace(run, valid_every_steps=max(1, total // VALIDATIONS))
 

@@ -16,7 +16,7 @@ from metaio.quantities import format_count
 
 # With run.seed these decide which episodes a static step of an epoch holds; the service keeps its
 # own account.
-ORDER_KEYS = ("train_split", "tasks_per_step", "shuffle", "blocks_per_step")
+ORDER_KEYS = ("train_split", "tasks_per_step", "rows_per_step", "shuffle", "blocks_per_step")
 
 
 def check_resumable(

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 import pytest
 
 from gmeta.antdt import DatasetSpec, LeaseLostError, ShardClient
-from gmeta.antdt.client.stream import UnitStream
+from gmeta.antdt.client.stream import UnitRange, UnitStream
 from tests.antdt.trained import trained_ranges
 from tests.support.waiting import wait_until
 
@@ -124,3 +124,35 @@ def test_a_rank_may_hold_the_small_shards_of_many_large_batches(client: ShardCli
     stream.flush()
     assert client.held == []
     stream.close()
+
+
+def test_a_budget_takes_the_units_whose_costs_come_nearest(
+    client: ShardClient, stream: UnitStream
+) -> None:
+    """Unit u costs u + 1; a unit belongs to the budget that holds more than half of it."""
+    taken: list[list[int]] = []
+
+    def costs_of(held: UnitRange) -> list[float]:
+        return [unit + 1.0 for unit in units([held])]
+
+    while step := units(stream.take_units(8.0, costs_of)):
+        taken.append(step)
+    order = [unit for step in taken for unit in step]
+    assert sorted(order) == list(range(10))
+    expected: list[list[int]] = []
+    for unit in order:
+        spent = sum(at + 1 for at in expected[-1]) if expected else 8
+        if spent >= 8 or 8 - spent < (unit + 1) / 2:
+            expected.append([])
+        expected[-1].append(unit)
+    assert taken == expected
+
+
+def test_what_is_leased_ahead_is_taken_next(stream: UnitStream) -> None:
+    (first,) = stream.take_units(1)
+    wait_until(lambda: len(stream.leased_ahead) == 2)
+    ahead = stream.leased_ahead
+    assert {first.first, *(part.first for part in ahead)} == {0, 4, 8}
+    taken = [unit for n in (9, 9) for unit in units(stream.take_units(n))]
+    assert taken[-sum(part.number for part in ahead) :] == units(ahead)
+    assert stream.leased_ahead == []

@@ -55,7 +55,8 @@ def row_group(folder: Path, table: pa.Table, **options: Any) -> RowGroup:
     metadata = pq.read_metadata(path)
     size = path.stat().st_size
     (window,) = Storage(str(folder)).read_windows([ByteRange(path.name, size, 0, size)])
-    return RowGroup(str(path), 1, metadata, window, find_chunk_ranges(metadata, 1))
+    ranges = find_chunk_ranges(metadata, 1)
+    return RowGroup(str(path), 1, metadata, window, ranges, range(len(ranges)))
 
 
 @pytest.mark.parametrize("num_values", [1, 50, 8_191, 30_000])

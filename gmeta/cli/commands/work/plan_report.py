@@ -17,7 +17,7 @@ def show_plan(
     _print_result(planned, cluster)
     _print_tables(planned)
     _print_memory(planned, cluster, config.run.checkpoint_in_background)
-    _print_step(planned, config.data.tasks_per_step, cluster)
+    _print_step(planned, cluster)
 
 
 def _print_result(planned: Capacity, cluster: Cluster) -> None:
@@ -100,11 +100,11 @@ def _print_memory(planned: Capacity, cluster: Cluster, in_background: bool) -> N
     make_console().print("\n".join(lines))
 
 
-def _print_step(planned: Capacity, tasks_per_step: int, cluster: Cluster) -> None:
+def _print_step(planned: Capacity, cluster: Cluster) -> None:
     estimate, step = planned.estimate, planned.step
     how = "counted in the dataset" if planned.measured else "as stated"
     make_console().print(
-        f"\nstep: {tasks_per_step:,} tasks, {step.tasks:,.0f} on a GPU with "
+        f"\nstep: {planned.tasks_per_step:,} tasks, {step.tasks:,.0f} on a GPU with "
         f"{step.rows:,.0f} rows; ids {how}"
     )
     table = make_table("Time of a step", "part", "bytes", "ms", text=("part",))
