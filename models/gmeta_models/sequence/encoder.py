@@ -148,6 +148,10 @@ class Past(NamedTuple):
 class StateEncoder(EventEncoder):
     """An encoder whose state behind each event serves all rows that know as many events."""
 
+    dropout: nn.Dropout
+    blocks: nn.ModuleList  # Layers
+    norm: nn.LayerNorm
+
     def __init__(self, width: int, num_numbers: int) -> None:
         super().__init__(width, num_numbers)
         # Stands before the first event: the state of a row that knows none.
@@ -161,9 +165,9 @@ class StateEncoder(EventEncoder):
         """Return the state behind each input, given what was kept of those before, and what to
         keep of all of them."""
 
-    @abstractmethod
     def layers(self) -> list[Layer]:
         """Return what makes states of inputs, one after the other."""
+        return [lambda rows, _: self.dropout(rows), *self.blocks, lambda rows, _: self.norm(rows)]
 
     def interest_TND(
         self, rectangle: EventRectangle, events_THD: Tensor, target_TND: Tensor

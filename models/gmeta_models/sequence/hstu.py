@@ -14,14 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import embedding, silu
 
-from gmeta_models.sequence.encoder import (
-    Layer,
-    Past,
-    StateEncoder,
-    append_past,
-    join_heads,
-    split_heads,
-)
+from gmeta_models.sequence.encoder import Past, StateEncoder, append_past, join_heads, split_heads
 
 if TYPE_CHECKING:
     from gmeta_models.options import TransformerOptions
@@ -79,10 +72,6 @@ class HSTU(StateEncoder):
             states_THD = block(states_THD, _LocalAttention(buckets, weight_HH, earlier, kept))
         times = all_TH[:, None, :, None]
         return self.norm(states_THD), (*kept, Past(times, times))
-
-    def layers(self) -> list[Layer]:
-        """Return what makes states of inputs, one after the other."""
-        return [lambda rows, _: self.dropout(rows), *self.blocks, lambda rows, _: self.norm(rows)]
 
 
 @dataclass(frozen=True)

@@ -14,14 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import elu, scaled_dot_product_attention
 
-from gmeta_models.sequence.encoder import (
-    Layer,
-    Past,
-    StateEncoder,
-    append_past,
-    join_heads,
-    split_heads,
-)
+from gmeta_models.sequence.encoder import Past, StateEncoder, append_past, join_heads, split_heads
 
 if TYPE_CHECKING:
     from gmeta_models.options import SasrecOptions
@@ -64,10 +57,6 @@ class SASRec(StateEncoder):
         for place, block in enumerate(self.blocks):
             states_THD = block(states_THD, _LocalAttention(past[place] if past else None, kept))
         return self.norm(states_THD), tuple(kept)
-
-    def layers(self) -> list[Layer]:
-        """Return what makes states of inputs, one after the other."""
-        return [lambda rows, _: self.dropout(rows), *self.blocks, lambda rows, _: self.norm(rows)]
 
 
 class _Block(nn.Module):
