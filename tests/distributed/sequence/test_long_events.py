@@ -1,6 +1,9 @@
 """Steps of a learner whose ranks share long tasks' events against one rank's, in float64."""
 
-from dataclasses import dataclass, replace
+import json
+import re
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -26,6 +29,7 @@ from tests.data.test_event_layout import ENCODERS, WIDTH, learner_of
 from tests.distributed.harness import on_ranks
 from tests.distributed.sequence.messages import counted_messages
 from tests.metaio.prepare.test_events import NUM_USERS, log, prepared, schema
+from tests.support.commands import evaluate, succeed
 from tests.support.refusals import catch_message
 
 LONG_FROM = 40
@@ -189,6 +193,29 @@ def test_ranks_that_share_long_events_take_the_step_of_one(
         assert all(sent) if world_size > 1 and name.endswith("long") else not any(sent)
 
 
+@pytest.mark.distributed
+def test_a_run_that_shares_long_events_is_evaluated_alike_by_one_rank_and_two(
+    path: str, tmp_path: Path
+) -> None:
+    config, run = tmp_path / "train.toml", tmp_path / "run"
+    config.write_text("")
+    succeed(
+        "train", "--nproc-per-node", "2", config, f"data.path={path}", "data.tasks_per_step=16",
+        "data.valid_split=train", "model.name=melu", "model.hidden=[8]", "model.embedding_dim=4",
+        "model.events=sasrec", "algorithm.inner_lr=0.5", "run.max_steps=2", "run.device=cpu",
+        f"run.dir={run}", "sharding.sequence=ulysses", f"sharding.sequence_from={LONG_FROM}",
+    )  # fmt: skip
+    values = []
+    for num_ranks in ("1", "2"):
+        done = evaluate("--nproc-per-node", num_ranks, run, "--split", "train")
+        assert done.returncode == 0, done.stderr
+        assert re.search(r"the best logloss of \d\d settings", done.stdout)  # each reads events
+        (group,) = json.loads((run / "evaluation" / "evaluation.json").read_text())["groups"]
+        values.append([one["metrics"]["logloss"]["value"] for one in group["results"]])
+    assert len(values[0]) == 2
+    assert values[0] == pytest.approx(values[1], abs=1e-6)
+
+
 REST = 'or set sharding.sequence = "none"'
 
 
@@ -204,7 +231,7 @@ def test_what_no_rank_can_share_is_refused() -> None:
         f'{shared}, and model.events = "sim" attends only to the few that its search finds. '
         f"Choose sasrec, hstu or din, {REST}"
     )
-    assert catch_message(ConfigError, check_sequences, replace(ring), "din", 2) == (
+    assert catch_message(ConfigError, check_sequences, ring, "din", 2) == (
         f"{shared} in each step, and outer.accumulate_steps = 2 cuts a step into parts that ranks "
         f"take apart from each other. Set it to 1, {REST}"
     )
