@@ -63,8 +63,8 @@ def train(config: TrainConfig, ranks: Ranks) -> RunFolder:
         run = TrainingRun(
             config, ranks, resources, describe_skipped_splits(is_resumed.data, config.data)
         )
-        # Closed from right to left: the source hears of the last checkpoint before it closes.
-        with run.hooks, run.feed, run.writer, run.profiler, stop_on_sigterm() as stop:
+        # Closed from right to left: the source hears of the last checkpoint and of the end.
+        with run.feed, run.hooks, run.writer, run.profiler, stop_on_sigterm() as stop:
             run.work(stop)
     return run.folder
 

@@ -41,7 +41,7 @@ PROXIES = ("http_proxy", "https_proxy", "all_proxy", "grpc_proxy")
 COLOURS = ("FORCE_COLOR", "PY_COLORS", "CLICOLOR_FORCE", "GITHUB_ACTIONS")
 for variable in (*PROXIES, *map(str.upper, PROXIES), *COLOURS):
     os.environ.pop(variable, None)
-os.environ["COLUMNS"] = "80"  # of tables, whatever terminal the suite was started from
+os.environ["COLUMNS"] = "80"  # of pytest's own lines, whatever terminal it was started from
 
 # A script that starts the suite in the background has it ignore Ctrl-C, and all that it starts.
 signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -59,6 +59,12 @@ ROOT = Path(__file__).parents[1]
 COSTLY = {"followed", "labelled"}
 
 EXIT_STATUS = pytest.StashKey[int]()
+
+
+@pytest.fixture(autouse=True)
+def _wide_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One that folds no line: paths of temporary folders differ in length."""
+    monkeypatch.setenv("COLUMNS", "1000")
 
 
 def pytest_xdist_auto_num_workers() -> int:

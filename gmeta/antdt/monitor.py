@@ -192,7 +192,7 @@ class Monitor:
             1000 / short[-1].work_ms if short[-1].work_ms > 0 else 0.0,
             long.overhead_ms(),
             now_s - worker.slow_since_s if is_straggler else 0.0,
-            _describe_evidence(short, long, ratio) if is_straggler else "",
+            _describe_evidence(short, long, ratio, self.config) if is_straggler else "",
             # The least: a pause of the whole job shows in one window, not in all of them.
             min(window.peer_wait_ms for window in short),
         )
@@ -204,12 +204,22 @@ def _largest_excess(windows: Sequence[WorkerWindow]) -> Cause:
     return CAUSES[excess.index(max(excess))]
 
 
-def _describe_evidence(short: Sequence[WorkerWindow], long: LongWindows, ratio: float) -> str:
+def _describe_evidence(
+    short: Sequence[WorkerWindow], long: LongWindows, ratio: float, config: MonitorConfig
+) -> str:
     parts = ", ".join(
         f"{cause} {fmean(window.excess_ms[i] for window in short):+.2f}"
         for i, cause in enumerate(CAUSES)
     )
+    # A verdict lasts down to a lower ratio than it began at: without a word on that, it would
+    # contradict the ratio beside it.
+    since = (
+        ""
+        if ratio > config.slow_ratio
+        else f" (it was above {config.slow_ratio:g}, and counts as slow until {config.short_slow} "
+        f"of {config.short_windows} windows are below {config.recovered_ratio:g})"
+    )
     return (
-        f"{ratio:.1f} times the others' time per task over the last {len(short)} windows, slow in "
-        f"{long.num_slow} of {len(long.windows)}; ms per task against the others: {parts}"
+        f"{ratio:.2f} times the others' time per task over the last {len(short)} windows{since}, "
+        f"slow in {long.num_slow} of {len(long.windows)}; ms per task against the others: {parts}"
     )

@@ -14,7 +14,7 @@ from gmeta_models.model_config import ModelConfig
 from gmeta_models.options import SimOptions, event_options
 from gmeta_models.sequence.encoder import EventLayout, EventRectangle
 from metaio.format.features import Features, name_event_column
-from metaio.ragged import Float32, Int64, offsets, owners, ragged_indices
+from metaio.ragged import Float32, Int64, offsets, owners, places, ragged_indices
 from metaio.read.batch import TaskBatch
 
 # Tasks of fewer events share a rectangle: one more costs more in calls than padding does.
@@ -97,26 +97,16 @@ class EventColumns:
         """Return each row as a task of its own, with the newest events of its target's category."""
         num_events_T = batch.num_events_T.numpy()
         category = batch.event_positions[:, self.category].numpy().astype(np.int64)
-        # Within an episode equal ids are one position: task and position are one number.
-        num_ids = max(batch.unique_ids_U.numel(), 1)
-        event_key = owners(num_events_T) * num_ids + category
-        key_N = owners(rows_T) * num_ids + target_NM[:, self.category]
-        groups, group = np.unique(event_key, return_inverse=True)
-        event_order = np.argsort(group, kind="stable")  # in time within a group
-        first_of_task = offsets(num_events_T)[owners(num_events_T)]
-        place_of_event = np.arange(len(event_key)) - first_of_task
-        most = int(num_events_T.max(initial=0)) + 1
-        sorted_events = (group * most + place_of_event)[event_order]
-        group_N = np.searchsorted(groups, key_N)
-        has_group_N = (group_N < len(groups)) & (
-            groups[np.minimum(group_N, max(len(groups) - 1, 0))] == key_N
-            if len(groups)
-            else np.zeros(len(key_N), np.bool_)
-        )
-        stop_N = np.searchsorted(sorted_events, group_N * most + batch.events_before_N.numpy())
-        start_N = np.maximum(np.searchsorted(sorted_events, group_N * most), stop_N - self.newest)
-        length_N = np.where(has_group_N, stop_N - start_N, 0)
-        found_V = event_order[ragged_indices(start_N, length_N)]
+        # Within an episode equal ids are one position: task, position and place are one number.
+        num_ids, most = max(batch.unique_ids_U.numel(), 1), int(num_events_T.max(initial=0)) + 1
+        event_key = (owners(num_events_T) * num_ids + category) * most + places(num_events_T)
+        key_N = (owners(rows_T) * num_ids + target_NM[:, self.category]) * most
+        order = np.argsort(event_key)
+        sorted_keys = event_key[order]
+        stop_N = np.searchsorted(sorted_keys, key_N + batch.events_before_N.numpy())
+        start_N = np.maximum(np.searchsorted(sorted_keys, key_N), stop_N - self.newest)
+        length_N = stop_N - start_N
+        found_V = order[ragged_indices(start_N, length_N)]
         longest = max(int(length_N.max(initial=0)), 1)
         index_NH = np.zeros((len(length_N), longest), np.int64)
         index_NH[np.arange(longest) < length_N[:, None]] = found_V

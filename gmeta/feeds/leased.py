@@ -26,7 +26,7 @@ from gmeta.feeds.batch_request import BatchRequest, BatchSettings
 from gmeta.feeds.batch_source import BatchSource
 from gmeta.feeds.batch_workers import start_workers
 from gmeta.feeds.service import connect, service_address, start_embedded_service
-from gmeta.runs.logging.logger import Logger, Reading
+from gmeta.runs.logging.logger import Logger, Reading, RunInfo, Status
 from metaio.format.dataset import Dataset, Split
 from metaio.read.batch import TaskBatch
 from metaio.read.episode_rows import EpisodeRows
@@ -72,10 +72,22 @@ class LivePageLogger(Logger):
     # `share` is the number of mean tasks that this rank takes for each batch.
     def __init__(self, client: ShardClient) -> None:
         self._client = client
+        self._run = ("", 0)
+
+    def begin(self, run: RunInfo) -> None:
+        """Tell the page where the run lies and how long it is."""
+        self._run = (str(run.folder.resolve()), run.total_steps)
+        self._client.report_run("TRAINING", *self._run)
 
     def log(self, reading: Reading) -> None:
         """Pass the reading to the next heartbeat."""
         self._client.report_metrics(reading.step, reading.scalars())
+
+    def end(self, status: Status) -> None:
+        """Tell the page how the run ended."""
+        self._client.report_run(status.upper(), *self._run)
+        # After an error nobody waits until the client is closed.
+        self._client.hurry()
 
 
 @final

@@ -1,4 +1,4 @@
-"""How a command talks: -q, -v and --json, which its ranks and processes inherit."""
+"""How a command talks: -q, -v, --plain and --json, which its ranks and processes inherit."""
 
 import logging
 import os
@@ -13,6 +13,7 @@ logging.getLogger().addFilter(lambda one: "_torch_compat_table" not in str(one.m
 
 VERBOSITY_VARIABLE = "GMETA_VERBOSITY"
 JSON_VARIABLE = "GMETA_JSON"
+PLAIN_VARIABLE = "GMETA_PLAIN"
 QUIET, VERBOSE = "quiet", "verbose"
 # Standard output, while sys.stdout leads to standard error.
 _kept_stdout: ContextVar[TextIO | None] = ContextVar("_kept_stdout", default=None)
@@ -26,6 +27,11 @@ def is_quiet() -> bool:
 def is_verbose() -> bool:
     """Return whether more than usual is wanted."""
     return os.environ.get(VERBOSITY_VARIABLE) == VERBOSE
+
+
+def is_plain() -> bool:
+    """Return whether each event is to be one line of a log, without colours and bars."""
+    return os.environ.get(PLAIN_VARIABLE) == "1"
 
 
 def is_json() -> bool:

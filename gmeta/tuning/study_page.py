@@ -20,7 +20,9 @@ NUM_STRONG = 3
 def render_study(
     verdict: str, sides: Sequence[TunedSide], trees: float | None, splits: str, decides: EarlyStop
 ) -> str:
-    """Return the page of one study, or of two beside each other; `trees` is the trees' score."""
+    """Return the page of one study, or of two beside each other; `trees` is the trees' score.
+
+    The verdict is a command to train, three blanks, and what was found."""
     series = [
         PlotSeries(side.name, "after", side.name, f"series-{at}", "os"[at])
         for at, side in enumerate(sides)
@@ -43,8 +45,12 @@ def render_study(
         Chart("scores", " against ".join(side.name for side in sides), told, best, series),
         Chart("values", "What was tried", how, tried),
     ]
+    command, _, found = verdict.partition("   ")
     return load_template("gmeta.tuning", "study.html").render(
-        verdict=verdict, splits=splits, charts=map(draw_panels, charts)
+        verdict=found or command,
+        next=command.removeprefix("to train: ") if found else "",
+        splits=splits,
+        charts=map(draw_panels, charts),
     )
 
 

@@ -115,8 +115,19 @@ def test_the_verdict_names_what_is_slow(times_ms: tuple[float, float, float], ca
 def test_a_slow_reader_is_told_with_its_evidence() -> None:
     found = Cluster({**healthy(), "slow": steady(1.0, 3.7, 0.1)}).run(4)["slow"]
     assert found.evidence == (
-        "4.0 times the others' time per task over the last 3 windows, slow in 4 of 4; ms per task "
-        "against the others: compute +0.00, reader +3.60, network +0.00"
+        "4.00 times the others' time per task over the last 3 windows, slow in 4 of 4; ms per "
+        "task against the others: compute +0.00, reader +3.60, network +0.00"
+    )
+
+
+def test_a_straggler_below_the_ratio_that_it_began_at_is_told_as_one() -> None:
+    cluster = Cluster({**healthy(), "slow": lambda window: (4.0 if window < 4 else 1.4, 0.1, 0.1)})
+    assert "it was above" not in cluster.run(4)["slow"].evidence
+    found = cluster.run(3)["slow"]
+    assert (found.verdict, round(found.ratio, 2)) == ("transient", 1.33)
+    assert found.evidence.startswith(
+        "1.33 times the others' time per task over the last 3 windows (it was above 1.5, and "
+        "counts as slow until 2 of 3 windows are below 1.25), slow in 7 of 7; "
     )
 
 

@@ -23,6 +23,10 @@ def test_its_versions_are_those_of_the_requirements() -> None:
     assert next(iter(command.TRIPLES)) == release
     done = gmeta("install-torchrec", "--dry-run")
     assert f"fbgemm-gpu-cpu=={pins['fbgemm-gpu-cpu']} torchrec=={pins['torchrec']}" in done.stderr
+    # No path that is gone when the command has ended.
+    stand_in = f"fbgemm_gpu-{pins['fbgemm-gpu-cpu']}{command.STAND_IN}-py3-none-any.whl"
+    assert f" install {stand_in} " in done.stderr
+    assert f"{stand_in} is an empty package that this command writes" in done.stderr
 
 
 def test_pip_takes_the_stand_in(tmp_path: Path) -> None:

@@ -25,7 +25,7 @@ def commands_of(name: str) -> list[Any]:
 def test_every_command_can_be_quiet_and_verbose(name: str) -> None:
     for command in commands_of(name):
         words = [word for option in command.params for word in option.opts]
-        assert {"-q", "--quiet", "-v", "--verbose"} <= set(words)
+        assert {"-q", "--quiet", "-v", "--verbose", "--plain"} <= set(words)
         assert len(words) == len(set(words)), words
         assert ("--json" in words) or name not in WITH_JSON
 

@@ -27,6 +27,7 @@ from metaio.stream.chain import open_stream
 from tests.pipeline.days import write_loop
 from tests.pipeline.following import loop_of
 from tests.support.commands import gmeta
+from tests.support.page_outline import outline_page
 from tests.support.refusals import catch_message
 
 
@@ -50,6 +51,18 @@ def test_the_page_shows_every_increment_with_its_version(followed: Path) -> None
         "Ids that came (up) and went (down)", "Bytes shipped", "Where the time goes",
     ]  # fmt: skip
     assert page.count("<svg role") == len(titles)
+    outline = outline_page(page)
+    assert outline.verdicts == ["good"]
+    assert outline.tiles == [
+        *("served version", "promoted", "knows events up to", "partitions waiting")
+    ]
+    hero, _, gate, *_, shipped, times = outline.pictures
+    axes = ("end of the increment (UTC)", "AUC", "(higher is better)")
+    # Two lines, the second of one point; both increments were promoted.
+    assert (hero.words, hero.num_marks) == ((*axes, "continued", "frozen", "promoted"), 4)
+    assert gate.words[-2:] == ("candidate", "champion")
+    assert shipped.words == ("increment", "bytes", "whole model", "full")
+    assert times.words == ("increment", "seconds", "prepare", "train", "deliver")
     assert page.count("promoted") >= 4  # verdicts and moves of the pointer
     # Every colour goes by the reader's choice of light or dark.
     assert not re.findall("(?:fill|stroke): ?#[0-9a-f]{6}", page)
@@ -193,6 +206,12 @@ def test_a_stream_without_an_increment_has_a_page(tmp_path: Path) -> None:
     assert status == PipelineStatus()
     page = render_page(draw_stream(loop), status)
     assert "No increment yet." in page
+    assert (outline_page(page).verdicts, outline_page(page).pictures) == ([""], [])
+    # Stale: what serves is older than follow.fresh_s allows.
+    stale = replace(status, event_end_s=time.time() - 7_201, fresh_s=3_600)
+    page = render_page(draw_stream(loop), stale)
+    assert outline_page(page).verdicts == ["bad"]
+    assert "Look at this: the served model knows nothing of the last 2.0 h" in page
     metrics = PipelineMetrics(loop)
     metrics.refresh()
     age = metrics.registry.get_sample_value("gmeta_follow_event_age_seconds")

@@ -26,7 +26,7 @@ from gmeta.learner import MetaLearner
 from gmeta.platform.numerics import autocast
 from gmeta.runs.build import build_learner
 from gmeta_models import ModelConfig
-from metaio.format.features import Features
+from metaio.format.features import Features, name_event_column
 from metaio.read.batch import TaskBatch
 from tests.pretended import serving
 from tests.pretended.device import CUDA, HOST, Counts, PretendedDevice, counting, held
@@ -63,6 +63,7 @@ class Case:
     loss: str = "bce"
     labels: bool = False  # three, of which not every row has the third
     weights: bool = False  # each row has a weight of its own
+    events: str = ""  # the encoder of each task's earlier rows
 
     @property
     def name(self) -> str:
@@ -129,6 +130,11 @@ def all_cases() -> Iterator[Case]:
         yield Case("melu", "maml", general, path=path)
     for rates in ("layer", "weight"):
         yield Case("melu", "metasgd", rates=rates)
+    for events in ("sasrec", "hstu", "sim", "din"):
+        for algorithm, general in (("none", False), ("maml", False), ("fomaml", True)):
+            yield Case("melu", algorithm, general, events=events)
+        yield Case("melu", "maml", mode="parts", events=events)
+        yield Case("melu", "maml", mode="predict", events=events)
 
 
 def learner_of(case: Case) -> MetaLearner:
@@ -162,6 +168,7 @@ def learner_of(case: Case) -> MetaLearner:
             "bottom": (8,), "history": "m0" if history else "", "expert": (8,), "experts": 2,
             "own_experts": 1,
         },
+        events=case.events or "none",
     )  # fmt: skip
     torch.manual_seed(0)
     of_labels = LabelsConfig(
@@ -228,7 +235,11 @@ def _step(learner: MetaLearner, rows_UD: Tensor, episodes: Any, case: Case) -> l
 def features_of(case: Case) -> Features:
     """The columns of a case."""
     features = reference.some_features(3, 2, 2, history=case.model == "din")
-    return replace(features, labels=LABELS if case.labels else (), weight="w" * case.weights)
+    features = replace(features, labels=LABELS if case.labels else (), weight="w" * case.weights)
+    if not case.events:
+        return features
+    own = (replace(one, name=name_event_column(one.name)) for one in features.single[:2])
+    return replace(features, events=tuple(own))
 
 
 def batch_of(case: Case, dtype: torch.dtype) -> TaskBatch:
@@ -250,6 +261,13 @@ def batch_of_sizes(case: Case, sizes: Sequence[tuple[int, int]], rng: random.Ran
         batch.label_N = torch.stack([batch.label_N, bought_N, stars_N], dim=1)
     if case.weights:
         batch.weight_N = 0.5 + torch.arange(num_rows) % 3
+    if case.events:
+        # Each row is an event, too, which those behind it know.
+        batch.num_events_T = batch.row_offsets_T1.diff()
+        first_N = batch.row_offsets_T1[:-1].repeat_interleave(batch.num_events_T)
+        batch.events_before_N = (torch.arange(num_rows) - first_N).to(torch.int32)
+        batch.event_positions = batch.positions_NF[:, :2].clone()
+        batch.event_numbers = 40.0 * batch.events_before_N.unsqueeze(1)
     return batch
 
 

@@ -12,6 +12,7 @@ from gmeta.config.train_config import config_from_dict, load_config
 from gmeta.runs.listing import RunSummary, find_differing_keys, find_runs, summarise_run
 from gmeta.runs.run_folder import create_run_folder
 from tests.support.commands import gmeta, succeed
+from tests.support.page_outline import PageOutline, Picture, outline_page
 
 LOGGED = [
     {"step": 5, "epoch": 0, "loss": 0.7},
@@ -102,6 +103,17 @@ def test_a_page_shows_which_run_is_ahead_by_the_metric_that_kept_its_best(
     page = (tmp_path / "runs.html").read_text()
     assert re.search(rf">a is ahead on validation, by 0\.0[45]00 {metric}\.", page)
     assert page.count("<svg role") == 2
+    assert outline_page(page) == PageOutline(
+        verdicts=[""],
+        tiles=["a", "b"],
+        headings=["Learning curves", "Keys that differ"],
+        legends=[["a", "b"]],
+        pictures=[
+            Picture("Training loss", ("outer step", "loss (cross-entropy, nats)"), 2),
+            Picture("Validation AUC", ("outer step", "AUC"), 2),
+        ],
+        folds=[],
+    )
     refused = gmeta("runs", ".", "--page", "x.html", cwd=tmp_path)
     assert refused.returncode == 2
     assert "--page draws 2 to 4 runs that can be read and are named one by one" in refused.stderr

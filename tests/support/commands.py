@@ -15,7 +15,7 @@ SMALL_MODEL = ["model.hidden=[16]", "model.options.bottom=[8]", "model.embedding
 
 def environment() -> dict[str, str]:
     """One thread a rank, and a terminal wide enough that no line is cut."""
-    return {**os.environ, "OMP_NUM_THREADS": "1", "COLUMNS": "200"}
+    return {**os.environ, "OMP_NUM_THREADS": "1", "COLUMNS": "1000"}
 
 
 def gmeta(

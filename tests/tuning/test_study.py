@@ -33,6 +33,7 @@ from gmeta.tuning.study import (
     import_optuna,
 )
 from gmeta.tuning.study_page import measure_limits, render_study
+from tests.support.page_outline import PageOutline, Picture, outline_page
 from tests.support.refusals import catch_message
 
 SPACE = (
@@ -296,12 +297,37 @@ def test_the_better_side_is_told_with_what_it_gains(tmp_path: Path, loss: str) -
         f"0.1500 better than the config as it was ({minus}1.5000)"
     )
     assert ", level with boosted trees" in choose_side(sides, sign * 1.65, "valid", decides)[1]
-    page = render_study("<tune>", sides, None, "valid", decides)
+    page = render_study("to train: gmeta train best.toml   <tune>", sides, None, "valid", decides)
     assert page.count('<svg role="img"') == 3
     assert "<tune>" not in page
+    assert "Next: <code>gmeta train best.toml</code>" in page
+    tried = ("inner_lr", "name", "score", "maml", "metasgd")
+    assert outline_page(page) == PageOutline(
+        verdicts=[""],
+        tiles=[],
+        headings=["adapted against plain", "What was tried"],
+        legends=[["adapted", "plain"]],
+        pictures=[
+            # Three trials and a line of each side.
+            Picture(
+                "auc, higher is better" if loss == "bce" else "mae, lower is better", ("trial",), 8
+            ),
+            *(Picture(f"{side}, # whole trials", tried, 3) for side in ("adapted", "plain")),
+        ],
+        folds=[],
+    )
     ranked = [sign * score for score in (1.62, 1.5, -1e20)]
     assert measure_limits(ranked) == (ranked[0], ranked[1])
     assert [SPACE[0].place(0.001), SPACE[1].place("metasgd")] == [0.0, 1.0]
+
+
+def test_a_study_of_one_trial_has_a_page(tmp_path: Path) -> None:
+    study = opened(tmp_path)
+    played(study, 0.6)
+    side = TunedSide("adapted", study, SPACE, tmp_path / "best.toml")
+    decides = make_early_stop(config_from_dict({"outer": {"loss": "bce"}}))
+    page = render_study("one", [side], None, "valid", decides)
+    assert [picture.num_marks for picture in outline_page(page).pictures] == [2, 1]
 
 
 def test_a_study_that_an_older_release_began_goes_on(tmp_path: Path) -> None:

@@ -255,6 +255,10 @@ class ShardClient:
         """Report the model's loss and scores after a step, with the next heartbeat."""
         self._heartbeat.add_reading(step, values)
 
+    def report_run(self, status: str, folder: str, total_steps: int) -> None:
+        """Report with the next heartbeat that the run is TRAINING, FINISHED, STOPPED or FAILED."""
+        self._heartbeat.set_run(status, folder, total_steps)
+
     def hurry(self) -> None:
         """Report at once, and again soon after, to fetch what the controller decided."""
         self._heartbeat.hurry()

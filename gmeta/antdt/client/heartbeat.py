@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, final
 
 from gmeta.access.errors import AntdtError
 from gmeta.antdt.errors import FencedError
-from gmeta.antdt.metric_readings import MAX_READINGS_PER_CALL, MAX_VALUES
+from gmeta.antdt.metric_readings import MAX_FOLDER_CHARS, MAX_READINGS_PER_CALL, MAX_VALUES
 from gmeta.antdt.model import MAX_NAME_CHARS
 from gmeta.antdt.reports import Report
 from gmeta_protos.antdt.v1 import shard_service_pb2 as pb
@@ -33,6 +33,7 @@ class HeartbeatSender:
         self._leases = leases
         self._report: Any = None
         self._readings: list[Any] = []  # that no heartbeat has delivered yet
+        self._run: Any = None  # likewise
         self._beat_again_s = 0.0  # the pause after a hurried heartbeat
         self._actions: list[Any] = []
         self._lock = threading.Lock()
@@ -60,8 +61,18 @@ class HeartbeatSender:
         with self._lock:
             # The service puts the parts of a step together.
             while part := dict(islice(short_names, MAX_VALUES)):
-                self._readings.append(pb.Reading(step=step, values=part))
+                self._readings.append(pb.Reading(step=step, values=part, wall_s=time.time()))
             del self._readings[:-MAX_READINGS_PER_CALL]
+
+    def set_run(self, status: str, folder: str, total_steps: int) -> None:
+        """Set what the next heartbeat says of the run."""
+        number = pb.RunReport.Status.Value(f"STATUS_{status}")
+        # A path may hold bytes that are no text; for one too long the whole call would be refused.
+        folder = folder.encode(errors="replace").decode()[:MAX_FOLDER_CHARS]
+        with self._lock:
+            self._run = pb.RunReport(
+                status=number, folder=folder, total_steps=total_steps, wall_s=time.time()
+            )
 
     def hurry(self) -> None:
         """Wake the thread, so that it beats now and again soon."""
@@ -86,7 +97,7 @@ class HeartbeatSender:
             self._due.clear()
             # If it was closed during the last beat, that may have missed the newest readings.
             is_last = self._session.closed.is_set()
-            if is_last and not self._readings:
+            if is_last and not self._readings and self._run is None:
                 return
             try:
                 self.beat()
@@ -111,13 +122,14 @@ class HeartbeatSender:
             # Taken before the call: the service counts the ttl from a later moment.
             report, sent_s, tokens = self._report, time.monotonic(), self._leases.tokens()
             with self._lock:
-                readings = list(self._readings)
+                readings, run = list(self._readings), self._run
             # No longer than until the next beat is due.
             budget_s = None if self._session.closed.is_set() else self._session.ttl_s / 3
-            fields = {"tokens": tokens, "report": report, "readings": readings}
+            fields = {"tokens": tokens, "report": report, "readings": readings, "run": run}
             response = self._session.call("Heartbeat", budget_s=budget_s, **fields)
             self._session.apply_renewal(sent_s, tokens, set(response.revoked_tokens))
             with self._lock:
+                self._run = None if self._run is run else self._run
                 self._readings = [reading for reading in self._readings if reading not in readings]
                 # An action comes with every beat until it is answered.
                 known_ids = {action.action_id for action in self._actions}

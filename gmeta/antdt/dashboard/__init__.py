@@ -12,8 +12,8 @@ from gmeta.access.http_edge import HttpRequest
 from gmeta.antdt.ledger.ledger import Ledger
 from gmeta.antdt.manifests.audit import audit_manifest
 from gmeta.antdt.manifests.shard_manifest import parse_manifest
-from gmeta.antdt.metric_readings import Curves
-from gmeta.antdt.model import Checkpoint
+from gmeta.antdt.metric_readings import Curves, RunReport
+from gmeta.antdt.model import MAX_EPOCHS, Checkpoint
 from gmeta.antdt.phase import present_workers
 from gmeta.antdt.reports import SHARD_STATES, SPENT, STRAGGLERS, WorkerHealth
 from gmeta.antdt.rpc import operator_views as views
@@ -27,6 +27,7 @@ MAX_WATCHERS = 16  # each holds a thread
 MAX_WORKERS = 60
 MAX_DECISIONS = 40
 SPARK_POINTS = 60
+MAX_SHARE_LINES = 8  # more lines than colours and dashes tell apart
 # The page is one file of ours: nothing else may run in it or be fetched by it.
 _POLICY = (
     "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; "
@@ -88,16 +89,15 @@ class Dashboard:
         health = governor.health
         slow = {name for name, found in health.items() if found.verdict in STRAGGLERS}
         try:
-            status, num_workers, newest, curves, elapsed_s = self._ask(
+            status, num_workers, newest, curves, elapsed_s, run = self._ask(
                 LedgerView(partial(_read_ledger, slow | governor.silent))
             )
         except RefusedError as error:
             return {"trouble": str(error)}
         left = sum(d.spec.units_per_shard * (d.todo + d.doing) for d in status.datasets)
-        later = sum(
-            d.spec.units_per_shard * d.num_shards * max(0, d.spec.num_epochs - d.epoch - 1)
-            for d in status.datasets
-        )
+        # A service that was started again knows the steps from what was reported before.
+        step = max([governor.step, *(points[-1][0] for points in curves.values())])
+        rows = self._workers(status, health)
         monitor = governor.config.monitor
         return {
             "time_s": time.time(),
@@ -107,27 +107,54 @@ class Dashboard:
             "draining": status.draining,
             "policy": governor.config.controller.policy,
             "dry_run": governor.config.controller.dry_run,
-            "step": governor.step,
+            "step": step,
+            "run": run and run._asdict(),
             "tasks_per_s": governor.tasks_per_s,
             "elapsed_s": elapsed_s,
             "left_s": left / governor.tasks_per_s if governor.tasks_per_s else None,
-            "job_left_s": (left + later) / governor.tasks_per_s if governor.tasks_per_s else None,
+            "job_left_s": self._job_left_s(status.datasets, left, run, step),
             "slow_ratio": monitor.slow_ratio,
             "recovered_ratio": monitor.recovered_ratio,
+            "floor_ms": monitor.floor_ms,
+            "short_windows": [monitor.short_slow, monitor.short_windows],
             "phase": governor.phase,
             "num_workers": num_workers,
             "num_silent": len(governor.silent),
             "num_stragglers": len(slow - governor.silent),
             "datasets": [_dataset(dataset) for dataset in status.datasets],
-            "workers": self._workers(status, health),
+            "workers": rows,
+            "shares": self._shares([row["name"] for row in rows[:MAX_SHARE_LINES]]),
             "decisions": _newest_decisions(governor.ruling_records),
             "checkpoints": [
                 {"id": c.checkpoint_id, "step": c.step, "committed": c.committed}
                 for c in reversed(status.checkpoints)
             ],
             "audit": self._audit(newest),
-            # Speed and rates are left out: a second's worth of the page stays small.
-            "curves": {name: c for name, c in curves.items() if name == "loss" or "/" in name},
+            "curves": curves,
+        }
+
+    def _job_left_s(
+        self, datasets: Iterable[Any], left: int, run: RunReport | None, step: int
+    ) -> float | None:
+        """Return the time left of all epochs; None where nobody said how many there are."""
+        governor = self._governor
+        if not governor.tasks_per_s:
+            return None
+        if run is not None and run.total_steps and governor.tasks_per_step:
+            return max(0, run.total_steps - step) * governor.tasks_per_step / governor.tasks_per_s
+        if any(d.spec.num_epochs >= MAX_EPOCHS for d in datasets):
+            return None
+        for d in datasets:
+            left += d.spec.units_per_shard * d.num_shards * (d.spec.num_epochs - d.epoch - 1)
+        return left / governor.tasks_per_s
+
+    def _shares(self, names: list[str]) -> dict[str, Any]:
+        """Return the times of changes, and each worker's tasks a step from then on."""
+        # Copied in one go: the governor's thread adds to them meanwhile.
+        changes = list(self._governor.share_changes)
+        return {
+            "times_s": [round(wall_s, 1) for wall_s, _ in changes],
+            "tasks": {name: [shares.get(name, 0) for _, shares in changes] for name in names},
         }
 
     def _audit(self, newest: Checkpoint | None) -> dict[str, Any] | None:
@@ -181,12 +208,13 @@ class Dashboard:
 
 def _read_ledger(
     slow: Set[str], ledger: Ledger, now_s: float
-) -> tuple[Any, int, Checkpoint | None, Curves, float]:
+) -> tuple[Any, int, Checkpoint | None, Curves, float, RunReport | None]:
     newest = next(reversed(ledger.state.checkpoints.values()), None)
     # Sorted before they are cut: of thousands, the page is for the slow and the silent.
     names = sorted(present_workers(ledger), key=lambda name: (name not in slow, name))
     status, elapsed_s = views.status(ledger, now_s, names), now_s - ledger.started_s
-    return status, len(names), newest, ledger.readings.curves(), elapsed_s
+    state = ledger.state
+    return status, len(names), newest, state.readings.curves(), elapsed_s, state.run
 
 
 def _newest_decisions(spoken: Iterable[RulingRecord]) -> list[dict[str, Any]]:

@@ -2,7 +2,7 @@
 
 from typing import NamedTuple
 
-from gmeta.antdt.metric_readings import MetricReading
+from gmeta.antdt.metric_readings import MetricReading, RunReport
 from gmeta.antdt.model import Caller, DatasetSpec, Grant, Outcome
 
 
@@ -50,6 +50,7 @@ class Heartbeat(NamedTuple):
     tokens: tuple[int, ...]
     report: tuple[float, ...]
     readings: tuple[MetricReading, ...] = ()
+    run: RunReport | None = None
 
 
 class ReportProgress(NamedTuple):

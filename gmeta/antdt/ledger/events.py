@@ -175,6 +175,21 @@ class ShardsSkipped(NamedTuple):
     reason: str
 
 
+class ReadingsTaken(NamedTuple):
+    """(step, wall time in s, numbers by name) of the model, for people."""
+
+    items: list[tuple[int, float, dict[str, float]]]
+
+
+class RunReported(NamedTuple):
+    """Fields of the RunReport: the trainer's run began, or ended."""
+
+    status: str
+    folder: str
+    total_steps: int
+    wall_s: float
+
+
 class DrainSet(NamedTuple):
     """An operator stopped grants, or allows them again; "" is the whole service."""
 
@@ -205,6 +220,8 @@ Event = (
     | ShardsRequeued
     | ShardsSkipped
     | DrainSet
+    | ReadingsTaken
+    | RunReported
 )
 
 # Answers to a worker's numbered calls.
@@ -233,14 +250,19 @@ _TAG_OF: dict[type[Event], str] = {
     ShardsRequeued: "requeue",
     ShardsSkipped: "skip",
     DrainSet: "drain",
+    ReadingsTaken: "readings",
+    RunReported: "run",
 }
 _TYPE_OF = {tag: kind for kind, tag in _TAG_OF.items()}
 # Made once: json.dumps would make an encoder for each event.
 _ENCODER = json.JSONEncoder(separators=(",", ":"), ensure_ascii=False)
 
-# A grant that is lost in a power cut is fenced by the next service epoch, and the controller
-# decides again; all other events must not be lost.
-NEEDS_NO_SYNC = (LeasesGranted, BackupGranted, BackupsWanted, LeasesExpired, ActionPosted)
+# A grant that is lost in a power cut is fenced by the next service epoch, the controller decides
+# again, and nothing is decided by readings; all other events must not be lost.
+NEEDS_NO_SYNC = (
+    *(LeasesGranted, BackupGranted, BackupsWanted, LeasesExpired, ActionPosted),
+    *(ReadingsTaken, RunReported),
+)
 
 
 def encode(event: Event) -> bytes:

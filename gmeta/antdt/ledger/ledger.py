@@ -13,7 +13,6 @@ from gmeta.antdt.ledger.call_numbers import CallNumbers, checksum_call
 from gmeta.antdt.ledger.fences import check_caller, check_process, check_registration
 from gmeta.antdt.ledger.state import LedgerState
 from gmeta.antdt.ledger.table import find_table, is_new_dataset
-from gmeta.antdt.metric_readings import MetricHistory
 from gmeta.antdt.model import Grant, Outcome, Worker
 
 # What a dead worker held, whose agent is silent too, is handed out again within this time.
@@ -48,7 +47,6 @@ class Ledger:
         self.num_events = num_events
         self.head = head
         self.seen: dict[str, WorkerSeen] = {}
-        self.readings = MetricHistory()
         self.started_s = 0.0  # when this process's service began, on the same clock
         self.numbers = CallNumbers(state)
         self._next_deadline_s = float("inf")
@@ -199,7 +197,11 @@ class Ledger:
     def _heartbeat(self, command: cmd.Heartbeat, now_s: float) -> cmd.Reply:
         worker = check_caller(self.state, command.caller)
         self._note_seen(worker.worker_id, now_s, command.report)
-        self.readings.add(command.readings, self.state.generation)
+        if new := self.state.readings.select_new(command.readings, self.state.generation):
+            self._emit(ev.ReadingsTaken(new))
+        known = (self.state.run, self.state.run_generation)
+        if command.run is not None and known != (command.run, self.state.generation):
+            self._emit(ev.RunReported(*command.run))
         # Only those that it names: a grant that never reached it must be able to expire.
         live = [token for token in command.tokens if token in worker.tokens]
         self._renew(live, now_s)

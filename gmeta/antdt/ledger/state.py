@@ -7,6 +7,7 @@ from typing import Any, final
 from gmeta.antdt.ledger import events as ev
 from gmeta.antdt.ledger.table import ShardTable
 from gmeta.antdt.manifests.shard_manifest import DatasetManifest, parse_manifest
+from gmeta.antdt.metric_readings import MetricHistory, RunReport
 from gmeta.antdt.model import (
     MAX_ACTIONS,
     TOKEN_COUNTER_MASK,
@@ -49,6 +50,9 @@ class LedgerState:
         self.requests: dict[str, int] = {}  # operator request -> shards changed
         self.actions: dict[str, ev.ActionPosted] = {}
         self.acked: dict[str, int] = {}
+        self.readings = MetricHistory()
+        self.run: RunReport | None = None  # what the trainer said last
+        self.run_generation = 0  # in this generation
 
     def evolve(self, event: ev.Event) -> None:
         """Apply one fact."""
@@ -215,6 +219,12 @@ class LedgerState:
         self.acked[event.action_id] = event.result
         _forget_oldest(self.acked, MAX_ACTIONS)
 
+    def _readings_taken(self, event: ev.ReadingsTaken) -> None:
+        self.readings.add(event.items, self.generation)
+
+    def _run_reported(self, event: ev.RunReported) -> None:
+        self.run, self.run_generation = RunReport._make(event), self.generation
+
     def _record_request(self, request_id: str, num_changed: int) -> None:
         self.requests[request_id] = num_changed
         _forget_oldest(self.requests, MAX_REQUESTS)
@@ -306,4 +316,6 @@ _EVOLVE: dict[type[ev.Event], Callable[..., None]] = {
     ev.ShardsRequeued: LedgerState._shards_requeued,
     ev.ShardsSkipped: LedgerState._shards_skipped,
     ev.DrainSet: LedgerState._drain_set,
+    ev.ReadingsTaken: LedgerState._readings_taken,
+    ev.RunReported: LedgerState._run_reported,
 }

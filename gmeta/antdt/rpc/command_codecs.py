@@ -9,7 +9,14 @@ import grpc
 
 from gmeta.access.errors import RefusedError
 from gmeta.antdt.ledger import commands as cmd
-from gmeta.antdt.metric_readings import MAX_READINGS_PER_CALL, MAX_VALUES, MetricReading
+from gmeta.antdt.metric_readings import (
+    MAX_FOLDER_CHARS,
+    MAX_READINGS_PER_CALL,
+    MAX_VALUES,
+    MAX_WALL_S,
+    MetricReading,
+    RunReport,
+)
 from gmeta.antdt.model import (
     MAX_EPOCHS,
     MAX_ITEMS_PER_CALL,
@@ -99,6 +106,7 @@ def _heartbeat(request: Any) -> cmd.Command:
         _items("tokens", request.tokens),
         report,
         tuple(map(_reading, request.readings)),
+        _run_report(request.run) if request.HasField("run") else None,
     )
 
 
@@ -106,7 +114,20 @@ def _reading(message: Any) -> MetricReading:
     _items("values", message.values, MAX_VALUES)
     for name in message.values:
         check_text("the name of a value", name, MAX_NAME_CHARS)
-    return MetricReading(message.step, dict(message.values))
+    return MetricReading(message.step, dict(message.values), _wall_s(message))
+
+
+def _run_report(message: Any) -> RunReport:
+    check_text("the run's folder", message.folder, MAX_FOLDER_CHARS)
+    known = message.status in pb.RunReport.Status.values()  # an open enum: any number can come
+    status = pb.RunReport.Status.Name(message.status) if known else ""
+    name = status.removeprefix("STATUS_").lower()
+    return RunReport(name, message.folder, message.total_steps, _wall_s(message))
+
+
+def _wall_s(message: Any) -> float:
+    # By another machine's clock, for people alone: what is no time is none.
+    return message.wall_s if 0 < message.wall_s < MAX_WALL_S else 0.0
 
 
 def _progress(request: Any) -> cmd.Command:

@@ -179,7 +179,7 @@ class Committer:
             # What no event holds is kept: it belongs to this service epoch, which goes on.
             old, self.ledger = self.ledger, self._recover_ledger()
             self.ledger.seen = old.seen
-            self.ledger.started_s, self.ledger.readings = old.started_s, old.readings
+            self.ledger.started_s = old.started_s
             self.ledger.numbers.take_over(old.numbers)
             self._in_step = True
 

@@ -9,6 +9,7 @@ from gmeta.access.errors import RefusedError
 from gmeta.antdt.ledger import events as ev
 from gmeta.antdt.ledger.state import LedgerState
 from gmeta.antdt.ledger.table import ShardTable
+from gmeta.antdt.metric_readings import MetricHistory, RunReport
 from gmeta.antdt.model import Checkpoint, DatasetSpec, LedgerLease, Worker, check_range
 from gmeta.antdt.storage.store import damage_error
 from gmeta.antdt.storage.store_records import StoredSnapshot
@@ -43,6 +44,8 @@ def take_snapshot(state: LedgerState, num_events: int, head: bytes) -> StoredSna
     document["closed"] = list(state.closed.items())
     document["checkpoints"] = [asdict(checkpoint) for checkpoint in state.checkpoints.values()]
     document["actions"] = list(state.actions.values())
+    document["readings"] = state.readings.to_json()
+    document["run"] = [state.run, state.run_generation]
     # Nothing is marked clean here: `mark_stored` does so once the snapshot is durable.
     tables = state.tables.items()
     pages = {(name, n): table.page(n) for name, table in tables for n in table.dirty_pages}
@@ -91,6 +94,10 @@ def _load_state(snapshot: StoredSnapshot) -> LedgerState:
         item["checkpoint_id"]: Checkpoint(**item) for item in document["checkpoints"]
     }
     state.actions = {item[1]: ev.ActionPosted(*item) for item in document["actions"]}
+    # A store of version 3 has neither.
+    state.readings = MetricHistory.from_json(document.get("readings", [0, []]))
+    run, state.run_generation = document.get("run", [None, 0])
+    state.run = None if run is None else RunReport._make(run)
     return state
 
 

@@ -19,8 +19,8 @@ from gmeta.antdt.storage.store import Store, check_epoch, damage_error
 from gmeta.antdt.storage.store_records import RecordBatch, StoredSnapshot, seal_of
 
 # 2: second leases of a shard; a store of version 1 has none. 3: snapshots are sealed, and the log
-# begins where the snapshot ends.
-STORE_VERSION = 3
+# begins where the snapshot ends. 4: readings of the model, and what the trainer says of its run.
+STORE_VERSION = 4
 TAKEN = "is held by another service"  # also read from the log of a service that could not start
 
 _SCHEMA = """
@@ -82,7 +82,7 @@ class SqliteStore(Store):
         if version < STORE_VERSION:
             # From now on only this version can read all of it.
             self._db.create_function("seal_of", 3, seal_of, deterministic=True)
-            script = _UPGRADE if version else _SCHEMA
+            script = ("" if version >= 3 else _UPGRADE) if version else _SCHEMA
             self._db.executescript(f"BEGIN;{script}PRAGMA user_version={STORE_VERSION};COMMIT;")
         # Else a page in use but listed as free would be noticed only when it is overwritten.
         elif self._db.execute("PRAGMA quick_check(1)").fetchone()[0] != "ok":

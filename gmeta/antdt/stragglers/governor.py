@@ -33,6 +33,7 @@ MAX_TICK_S = 0.2  # within DECIDED_AFTER_S of the client
 STEPS_AHEAD = 1  # a global action takes effect after the newest step that anybody reported
 HISTORY_WINDOWS = 120  # of speeds, for the dashboard
 HISTORY_DECISIONS = 200
+HISTORY_SHARES = 120  # changes of shares
 _PASSES = ("UNAVAILABLE", "RESOURCE_EXHAUSTED")  # the same request may succeed later
 
 
@@ -118,7 +119,10 @@ class Governor:
         self.ruling_records: deque[RulingRecord] = deque(maxlen=HISTORY_DECISIONS)
         self.counts: Counter[tuple[str, str]] = Counter()  # (kind, posted or held back)
         self.speeds: dict[str, deque[float]] = {}
+        # (wall time in s, tasks a step by worker), a new one where they changed.
+        self.share_changes: deque[tuple[float, dict[str, int]]] = deque(maxlen=HISTORY_SHARES)
         self.step = 0
+        self.tasks_per_step = 0
         self.tasks_per_s = 0.0
         self.silent: frozenset[str] = frozenset()
         self.phase: Phase = "waiting"
@@ -126,7 +130,6 @@ class Governor:
         self._ask = ask
         self._clock = clock
         self._generation = 0
-        self._tasks_per_step = 0
         self._tasks_seen: tuple[float, int] | None = None  # (time, tasks done) at the last news
         self._tasks_gained = 0  # by the last news
         self._num_actions = 0
@@ -203,7 +206,7 @@ class Governor:
         self._unposted = {}
         self._held_back = set()
         self.speeds = {}
-        self.step = self._tasks_per_step = 0
+        self.step = self.tasks_per_step = 0
         self._tasks_seen = None
 
     def _note_speed(self, reading: LedgerReading, now_s: float) -> None:
@@ -221,6 +224,9 @@ class Governor:
             # A step may outlast a window; if it takes longer than the last one, the job is slower.
             slower = self._tasks_gained / (now_s - self._tasks_seen[0])
             self.tasks_per_s = min(self.tasks_per_s, slower)
+        shares = {name: int(r[-1]) for name, (_, r) in reading.workers.items() if r and r[-1]}
+        if shares and (not self.share_changes or self.share_changes[-1][1] != shares):
+            self.share_changes.append((time.time(), shares))
         for name, health in self.monitor.health.items():
             self.speeds.setdefault(name, deque(maxlen=HISTORY_WINDOWS)).append(health.tasks_per_s)
 
@@ -231,13 +237,13 @@ class Governor:
         if not health or is_early:
             return
         shares = {name: int(r[-1]) if r else 0 for name, (_, r) in reading.workers.items()}
-        if not self._tasks_per_step and all(shares.values()):
-            self._tasks_per_step = sum(shares.values())
+        if not self.tasks_per_step and all(shares.values()):
+            self.tasks_per_step = sum(shares.values())
             # The shares in force: unequal ones may have been given by the service before this one.
             self.controller.shares = shares
         left_s = reading.tasks_left / self.tasks_per_s if self.tasks_per_s else float("inf")
         snapshot = self.controller.snapshot(
-            health, self.step, self._tasks_per_step, left_s, now_s, reading.backups
+            health, self.step, self.tasks_per_step, left_s, now_s, reading.backups
         )
         held_back: set[tuple[str, str]] = set()
         for ruling in self.controller.decide(snapshot):

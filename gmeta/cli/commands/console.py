@@ -6,15 +6,18 @@ import os
 import sys
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any
+from datetime import timedelta
+from typing import Any, final
 
 from rich import box
 from rich import progress as rich_progress
 from rich.console import Console, Group, RenderableType
 from rich.measure import Measurement
 from rich.table import Table
+from rich.text import Text
 
-from gmeta.platform.verbosity import is_json, is_quiet, result_stream
+from gmeta.platform.folding_console import FoldingConsole, TimeLeftColumn
+from gmeta.platform.verbosity import is_json, is_plain, is_quiet, result_stream
 
 # Rich assumes 80 columns for a file or a pipe and folds: a folded cell can neither be read nor
 # found by a script.
@@ -29,15 +32,11 @@ def make_console(*, stderr: bool = False) -> Console:
     is_note, stderr = stderr, stderr or is_json()
     stream = sys.stderr if stderr else sys.stdout
     is_known = stream.isatty() or "COLUMNS" in os.environ
-    # No markup: names and notes are other people's words, and may have brackets.
-    return Console(
+    return FoldingConsole(
+        folds=is_known,
         stderr=stderr,
         quiet=is_note and is_quiet(),
-        width=None if is_known else COLUMNS_OF_A_FILE,
-        highlight=False,
-        markup=False,
-        # No folding: a script finds a line as it was printed.
-        soft_wrap=True,
+        width=None if is_known and not is_plain() else COLUMNS_OF_A_FILE,
     )
 
 
@@ -65,8 +64,15 @@ def show_table(console: Console, table: RenderableType) -> None:
         if isinstance(part, Table):
             # Lines longer than the terminal are better than numbers without digits or lost columns.
             console.width = max(terminal, _least_width(console, part))
-        console.print(part, soft_wrap=False)
-        console.width = terminal
+            # By rich it would fold to the width of its table, which may be a few characters.
+            if part.title:
+                console.print(Text(str(part.title), style="table.title"), soft_wrap=False)
+            title, part.title = part.title, None
+            console.print(part, soft_wrap=False)
+            part.title = title
+            console.width = terminal
+        else:
+            console.print(part, soft_wrap=isinstance(part, Text) and bool(part.no_wrap))
 
 
 def _least_width(console: Console, table: Table) -> int:
@@ -105,22 +111,52 @@ def size_text(num_bytes: int) -> str:
     return f"{size:,.0f} {unit}" if unit == "B" else f"{size:,.1f} {unit}"
 
 
+@final
+class _RateColumn(rich_progress.ProgressColumn):
+    """Shows how much of a bar is done in a second, where it is known."""
+
+    def render(self, task: rich_progress.Task) -> Text:
+        """Return the text of a bar."""
+        rate = task.speed or 0.0
+        number = f"{rate / 1000:,.0f}k" if rate >= 10_000 else f"{rate:.3g}"
+        return Text(f"{number}/s" if rate else "")
+
+
 def progress_bars() -> rich_progress.Progress:
-    """Return progress bars on standard error, removed at the end; none with -q or in a file."""
+    """Return progress bars on standard error, removed at the end; none with -q or in a file. With
+    --plain a line for each tenth, where the total is known."""
+    if is_plain():
+        return _PlainProgress(disable=True)
     columns = (
         rich_progress.TextColumn("{task.description}"),
         # All columns together fit into 80.
-        rich_progress.BarColumn(bar_width=12),
+        rich_progress.BarColumn(bar_width=8),
         rich_progress.MofNCompleteColumn(),
         rich_progress.TimeElapsedColumn(),
-        rich_progress.TextColumn("+"),
-        rich_progress.TimeRemainingColumn(),
-        rich_progress.TextColumn("left"),
+        _RateColumn(),
+        TimeLeftColumn(),
     )
     is_shown = sys.stderr.isatty() and not is_quiet()
     return rich_progress.Progress(
         *columns, console=Console(stderr=True), transient=True, disable=not is_shown
     )
+
+
+@final
+class _PlainProgress(rich_progress.Progress):
+    """Prints a line for each tenth of a task, for logs."""
+
+    def update(self, task_id: rich_progress.TaskID, **fields: Any) -> None:
+        """Take in how far the task is."""
+        task = next(one for one in self.tasks if one.id == task_id)
+        before, total = task.completed, fields.get("total", task.total)
+        super().update(task_id, **fields)
+        tenth = int(10 * task.completed / total) if total else 0
+        if total and (before == 0 or tenth > int(10 * before / total)) and task.completed > before:
+            elapsed = timedelta(seconds=round(task.elapsed or 0))
+            make_console(stderr=True).print(
+                f"{task.description}: {task.completed:,.0f} of {total:,.0f} in {elapsed}"
+            )
 
 
 @contextmanager

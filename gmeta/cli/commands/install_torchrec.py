@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
+from rich.text import Text
 
 from gmeta.cli.commands.console import make_console
 from gmeta.errors import GMetaError, UserError
@@ -23,7 +24,7 @@ STAND_IN = "+cpu.shim"
 
 def install_torchrec(
     dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="print the command of pip and run nothing")
+        bool, typer.Option("--dry-run", help="print what pip would install, and run nothing")
     ] = False,
 ) -> None:
     """Install torchrec and fbgemm into this environment, in the versions that fit its torch.
@@ -47,7 +48,14 @@ def install_torchrec(
         packages = [str(stand_in), f"fbgemm-gpu-cpu=={fbgemm}", f"torchrec=={torchrec}"]
         # With torch named, pip keeps the build that is there.
         command = [sys.executable, "-m", "pip", "install", *packages, f"torch=={torch}"]
-        make_console(stderr=True).print(" ".join(command))
+        # The folder is gone by the time that somebody reads its name.
+        text = " ".join(command).replace(f"{folder}/", "")
+        console = make_console(stderr=True)
+        console.print(Text(text))  # no string, which would be folded: it may be copied
+        console.print(
+            f"{stand_in.name} is an empty package that this command writes into a "
+            "temporary folder, for pip alone"
+        )
         if dry_run:
             return
         code = subprocess.run(command, check=False).returncode

@@ -1,4 +1,4 @@
-"""The options that every command has: how much it prints, and whether its result is JSON."""
+"""The options that every command has: how much it prints, how, and whether its result is JSON."""
 
 import os
 from typing import Annotated, Any
@@ -7,6 +7,7 @@ import typer
 
 from gmeta.platform import verbosity
 
+PANEL = "Output"  # of the help
 # Commands that print a result; `runs` and `shards` have a --json of their own.
 WITH_JSON = (
     *("prepare", "inspect", "train", "plan", "tune", "evaluate", "export", "adapt", "predict"),
@@ -16,13 +17,13 @@ WITH_JSON = (
 
 # Any stands for click's types, as in load_command.
 def with_options(command: Any, name: str) -> Any:
-    """Return the command, and all below it, with -q, -v and, for one with a result, --json."""
+    """Return the command, and all below it, with -q, -v, --plain; for one with a result --json."""
     for below in getattr(command, "commands", {}).values():
         with_options(below, name)
     if not hasattr(command, "commands"):
         alone = typer.Typer(add_completion=False)
         alone.command()(_declare_options)
-        options = typer.main.get_command(alone).params[: 3 if name in WITH_JSON else 2]
+        options = typer.main.get_command(alone).params[: 4 if name in WITH_JSON else 3]
         for option in options:
             # The command's function has no parameters for them.
             option.expose_value = False
@@ -53,6 +54,11 @@ def _set_verbose(context: typer.Context, is_given: bool) -> None:
         _set_verbosity(context, verbosity.VERBOSITY_VARIABLE, verbosity.VERBOSE)
 
 
+def _set_plain(context: typer.Context, is_given: bool) -> None:
+    if is_given:
+        _set_verbosity(context, verbosity.PLAIN_VARIABLE, "1")
+
+
 def _set_json(context: typer.Context, is_given: bool) -> None:
     if is_given:
         _set_verbosity(context, verbosity.JSON_VARIABLE, "1")
@@ -64,13 +70,28 @@ def _declare_options(
     quiet: Annotated[
         bool,
         typer.Option(
-            "-q", "--quiet", callback=_set_quiet, help="say nothing but results and errors"
+            *("-q", "--quiet"),
+            callback=_set_quiet,
+            help="say nothing but results and errors",
+            rich_help_panel=PANEL,
         ),
     ] = False,
     verbose: Annotated[
         bool,
         typer.Option(
-            "-v", "--verbose", callback=_set_verbose, help="say more; tracebacks of errors too"
+            *("-v", "--verbose"),
+            callback=_set_verbose,
+            help="say more; tracebacks of errors too",
+            rich_help_panel=PANEL,
+        ),
+    ] = False,
+    plain: Annotated[
+        bool,
+        typer.Option(
+            "--plain",
+            callback=_set_plain,
+            help="for logs: a line an event, no colours, no bars",
+            rich_help_panel=PANEL,
         ),
     ] = False,
     as_json: Annotated[
@@ -79,6 +100,7 @@ def _declare_options(
             "--json",
             callback=_set_json,
             help="print the result as one JSON object, all else on standard error",
+            rich_help_panel=PANEL,
         ),
     ] = False,
 ) -> None:

@@ -27,6 +27,7 @@ from gmeta.evaluation.report.task_charts import (
     make_story_chart,
     make_support_gain_chart,
 )
+from gmeta.evaluation.report.verdict import limit_groups
 from gmeta.metrics.metric_info import MetricInfo
 from gmeta.platform.pages.palette import NUM_SERIES_COLORS
 
@@ -38,6 +39,7 @@ MAX_CHARTED_METRICS = 3
 
 def make_charts(evaluation: schema.Evaluation, curves: Sequence[LearningCurve]) -> list[Chart]:
     """Return every chart that there is data for, in the order of the page."""
+    evaluation = limit_groups(evaluation)
     series = make_series(evaluation.runs, evaluation.yardsticks)
     own = [one for one in series if one.run == evaluation.runs[0].name]
     charts = [
@@ -58,6 +60,7 @@ def make_charts(evaluation: schema.Evaluation, curves: Sequence[LearningCurve]) 
 
 def make_label_charts(evaluation: schema.Evaluation) -> list[Chart]:
     """Return the charts of a label that is not the judged one: of its calibration."""
+    evaluation = limit_groups(evaluation)
     series = make_series(evaluation.runs, evaluation.yardsticks)
     own = [one for one in series if one.run == evaluation.runs[0].name]
     chart = _make_calibration_chart(evaluation, own)

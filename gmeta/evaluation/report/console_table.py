@@ -7,6 +7,7 @@ from rich.console import RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from gmeta.evaluation.report.cautions import TO_TRY_NEXT
 from gmeta.evaluation.report.evaluation_schema import (
     Difference,
     Evaluation,
@@ -60,7 +61,12 @@ def make_console_table(evaluation: Evaluation) -> RenderableType:
     parts.append(Text(""))
     parts += [Text.assemble((f"{name}: ", "bold"), line) for name, line in list_notes(evaluation)]
     parts.append(Text(_format_legend(evaluation), style="dim"))
-    parts += [Text(one.text, style="bold red") for one in evaluation.cautions]
+    # Each line by itself: one with a command is not folded, so that it can be copied.
+    parts += [
+        Text(line, style="bold red", no_wrap=TO_TRY_NEXT in line)
+        for one in evaluation.cautions
+        for line in one.text.split("\n")
+    ]
     return Stack(*parts)
 
 

@@ -10,7 +10,7 @@ from gmeta.evaluation.report.chart_files import Axes, Chart, Panel, light_color
 from gmeta.evaluation.report.html_page import draw_panels
 from gmeta.platform.pages.templates import load_template
 from metaio.format.dataset import Dataset
-from metaio.format.inspection import SplitSummary
+from metaio.format.inspection import EventUsage, SplitSummary
 from metaio.quantities import format_count
 
 NUM_BARS = 40
@@ -33,6 +33,10 @@ def render_dataset(dataset: Dataset, summaries: Sequence[SplitSummary]) -> str:
         )
         for one in summaries
     ]
+    # What [episodes] longer and the other rules cut; a synthetic dataset reports nothing.
+    for name, count in dataset.manifest.report.get("dropped", {}).items():
+        if count:
+            tiles.append((f"{count:,}", name.replace("_", " "), "left out by gmeta prepare", ""))
     sizes = [
         Panel(
             one.name,
@@ -44,6 +48,20 @@ def render_dataset(dataset: Dataset, summaries: Sequence[SplitSummary]) -> str:
     ]
     charts = [
         Chart("sizes", "Rows of an episode", "Pale: support and query; strong: support.", sizes),
+        Chart(
+            "events",
+            "Events that a row knows",
+            "Where the line stands, older events than the newest are left out (longest).",
+            [
+                Panel(
+                    one.name,
+                    f"Rows of {one.name} by the events that they know",
+                    partial(_draw_events, one.events),
+                )
+                for one in summaries
+                if one.events is not None and len(one.events.known_N)
+            ],
+        ),
         Chart(
             "ids",
             "Ids",
@@ -110,6 +128,20 @@ def _draw_sizes(rows_T: np.ndarray, support_T: np.ndarray, axes: Axes) -> None:
         shown_T = np.minimum(values_T, longest)
         axes.hist(shown_T, edges.tolist(), color=light_color("series-0"), alpha=alpha)
     axes.set(xlabel="rows", ylabel="episodes")
+    axes.xaxis.set_major_locator(MaxNLocator(6, integer=True))
+    axes.yaxis.set_major_formatter(EngFormatter(sep=""))
+    axes.grid(axis="y")
+
+
+def _draw_events(events: EventUsage, axes: Axes) -> None:
+    longest = max(1, int(np.quantile(events.known_N, SHOWN_SHARE)), events.longest)
+    width = -(-(longest + 1) // NUM_BARS)
+    edges = np.arange(0, longest + 1 + width, width)
+    shown_N = np.minimum(events.known_N, longest)
+    axes.hist(shown_N, edges.tolist(), color=light_color("series-0"))
+    if events.longest:
+        axes.axvline(events.longest, color=light_color("series-1"))
+    axes.set(xlabel="events", ylabel="rows")
     axes.xaxis.set_major_locator(MaxNLocator(6, integer=True))
     axes.yaxis.set_major_formatter(EngFormatter(sep=""))
     axes.grid(axis="y")

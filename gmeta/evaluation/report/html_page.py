@@ -18,7 +18,13 @@ from gmeta.evaluation.report.evaluation_schema import (
     MetricEstimate,
     RunFacts,
 )
-from gmeta.evaluation.report.verdict import judge_groups, make_tiles
+from gmeta.evaluation.report.verdict import (
+    MAX_LISTED_GROUPS,
+    judge_all,
+    judge_groups,
+    limit_groups,
+    make_tiles,
+)
 from gmeta.metrics.metric_info import MetricInfo
 from gmeta.platform.pages.templates import load_template
 
@@ -40,11 +46,16 @@ def render_page(evaluation: Evaluation, charts: Sequence[Chart]) -> str:
     texts = [one.text.partition(f".\n{TO_TRY_NEXT}") for one in evaluation.cautions]
     cautions = [text for text, *_ in texts]
     next_command = texts[-1][2] if texts else ""
+    verdicts, drawn = judge_groups(evaluation), limit_groups(evaluation)
+    if summary := judge_all(verdicts):
+        names = {group.name for group in drawn.groups}
+        verdicts = [summary, *(one for one in verdicts if one.group in names)]
     return load_template("gmeta.evaluation.report", "page.html", FILTERS).render(
         evaluation=evaluation,
         run=evaluation.runs[0],
         rivals=[*evaluation.runs[1:], *evaluation.yardsticks],
-        verdicts=judge_groups(evaluation),
+        verdicts=verdicts,
+        drawn=limit_groups,
         tiles=[(one.value, one.name, one.detail, one.kind) for one in make_tiles(evaluation)],
         next=next_command,
         cautions=cautions,
@@ -85,7 +96,7 @@ def _collect_infos(evaluation: Evaluation) -> dict[str, MetricInfo]:
 def _list_headlines(evaluation: Evaluation) -> list[tuple[GroupEvaluation, headlines.HeadlineRow]]:
     return [
         (group, headlines.make_headline(evaluation, group, evaluation.headline))
-        for group in evaluation.groups
+        for group in limit_groups(evaluation, MAX_LISTED_GROUPS).groups
     ]
 
 
@@ -113,6 +124,11 @@ def _list_notes(evaluation: Evaluation, charts: Sequence[Chart]) -> list[str]:
     """Return a line for each picture that a reader may look for and that is not there."""
     chart_names = {chart.name for chart in charts}
     notes = []
+    if (num_drawn := len(limit_groups(evaluation).groups)) < len(evaluation.groups):
+        notes.append(
+            f"Pictures and all metrics are of {num_drawn} of {len(evaluation.groups)} groups, the "
+            f"table of up to {MAX_LISTED_GROUPS}, the worst among them; evaluation.json has all."
+        )
     if "learning_curve" not in chart_names:
         notes.append("No learning curve: the run logged no steps.")
     if "support_size" not in chart_names:

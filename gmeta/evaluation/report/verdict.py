@@ -1,7 +1,7 @@
 """Says in a sentence a group what an evaluation found: the first thing that a reader sees."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from gmeta.evaluation.report.evaluation_schema import Evaluation, GroupEvaluation
 from gmeta.evaluation.report.headline import (
@@ -15,6 +15,9 @@ from metaio.quantities import format_count
 
 # A screen of tiles; the tables have all groups.
 MAX_TILES = 4
+# A page is to stay below 1 MB: pictures and all metrics of a group take up to 100 KB, a row 1.5 KB.
+MAX_DRAWN_GROUPS = 6
+MAX_LISTED_GROUPS = 50
 
 
 @dataclass(frozen=True)
@@ -41,6 +44,30 @@ def judge_groups(evaluation: Evaluation) -> list[GroupVerdict]:
     return [_judge_group(evaluation, group) for group in evaluation.groups]
 
 
+def limit_groups(evaluation: Evaluation, most: int = MAX_DRAWN_GROUPS) -> Evaluation:
+    """Return the evaluation with at most so many groups, the worst among them, in their order."""
+    if len(evaluation.groups) <= most:
+        return evaluation
+    kinds = [one.kind for one in judge_groups(evaluation)]
+    # The sort is stable: of one kind the first are chosen.
+    order = sorted(range(len(kinds)), key=lambda at: ("bad", "", "good").index(kinds[at]))
+    chosen = sorted(order[:most])
+    return replace(evaluation, groups=tuple(evaluation.groups[at] for at in chosen))
+
+
+def judge_all(verdicts: Sequence[GroupVerdict]) -> GroupVerdict | None:
+    """Return one sentence of more groups than are drawn; None of fewer."""
+    if len(verdicts) <= MAX_DRAWN_GROUPS:
+        return None
+    good, bad = (sum(one.kind == kind for one in verdicts) for kind in ("good", "bad"))
+    rest = len(verdicts) - good - bad
+    sentence = (
+        f"Of {len(verdicts)} groups adapting improves {good} with no rival ahead; {bad} are worse "
+        f"than before or than a rival; {rest} show no more than chance does."
+    )
+    return GroupVerdict("", sentence, "bad" if bad else "good" if good > rest else "")
+
+
 def make_tiles(evaluation: Evaluation) -> list[Tile]:
     """Return a tile for each of the first groups, and one for tasks that adapting makes worse."""
     label = evaluation.metrics[evaluation.headline].label
@@ -50,10 +77,18 @@ def make_tiles(evaluation: Evaluation) -> list[Tile]:
         change = f"{format_signed(line.change.value)} by adapting"
         kind = {"better": "good", "worse": "bad"}.get(line.change.verdict, "")
         tiles.append(Tile(format_number(line.after.value), f"{label}, {group.name}", change, kind))
-    gains = evaluation.groups[0].task_gains
+    gains = [one.task_gains for one in evaluation.groups if one.task_gains is not None]
     if gains:
-        better = f"{gains.share_better:.0%} are better off"
-        tiles.append(Tile(f"{gains.share_worse:.0%}", "of tasks worse off", better, ""))
+        sizes = [sum(one.num_tasks_in_bin) for one in gains]
+        worse, better = (
+            sum(size * share for size, share in zip(sizes, shares, strict=True)) / sum(sizes)
+            for shares in ([g.share_worse for g in gains], [g.share_better for g in gains])
+        )
+        of_groups = f", {len(gains)} groups together" if len(gains) > 1 else ""
+        shares = sorted(one.share_worse for one in gains)
+        spread = f"; {shares[0]:.0%} to {shares[-1]:.0%} worse off by group" if of_groups else ""
+        name = f"of tasks worse off{of_groups}"
+        tiles.append(Tile(f"{worse:.0%}", name, f"{better:.0%} are better off{spread}", ""))
     return tiles
 
 

@@ -32,6 +32,7 @@ from tests.support.waiting import PATIENCE_S
 NODE = shutil.which("node")
 SHARE = 16
 WINDOW_S = 0.05
+RUN = {"status": "training", "folder": "/runs/<a>", "total_steps": 2400, "wall_s": 1e9}
 
 
 class FakeJob:
@@ -80,7 +81,8 @@ class FakeJob:
                 prepared = self.ask(cmd.PrepareCheckpoint(self.callers[0], f"step-{number}0", 1))
                 self.ask(cmd.CommitCheckpoint(self.callers[0], f"step-{number}0", prepared.digest))
         readings = [
-            MetricReading(step, {"loss": 1.0 / step, "samples_per_s": 9.0}) for step in (40, 80)
+            MetricReading(step, {"loss": 1.0 / step, "samples_per_s": 9.0}, 1e9 + step)
+            for step in (40, 80)
         ]
         readings += [MetricReading(80, {"valid/auc": 0.75})]
         self.ask(cmd.Heartbeat(self.callers[0], (), (*self.totals[0], SHARE), tuple(readings)))
@@ -132,13 +134,16 @@ def test_the_stream_tells_shards_workers_actions_checkpoints_audit(server: Shard
     slowest = seen["workers"][0]
     expected = ("rank3", "transient", "compute")
     assert (slowest["name"], slowest["verdict"], slowest["cause"]) == expected
-    assert slowest["evidence"].startswith("3.8 times the others' time per task")
+    assert slowest["evidence"].startswith("3.84 times the others' time per task")
     assert len(slowest["speeds"]) == 24
     assert seen["decisions"][-1]["kind"] == "ADJUST_BS"
     assert "rank3 (transient, compute)" in seen["decisions"][-1]["reason"]
     assert [c["id"] for c in seen["checkpoints"]] == ["step-160", "step-80"]
     assert seen["audit"]["ok"]
-    assert seen["curves"] == {"loss": [[40, 1 / 40], [80, 1 / 80]], "valid/auc": [[80, 0.75]]}
+    assert seen["curves"] == {
+        "loss": [[40, 1 / 40, 1e9 + 40], [80, 1 / 80, 1e9 + 80]],
+        "valid/auc": [[80, 0.75, 1e9 + 80]],
+    }
 
 
 def test_a_path_that_is_none_gets_an_answer(server: ShardServer) -> None:
@@ -213,7 +218,27 @@ def test_a_browser_draws_the_page(server: ShardServer, width: int, height: int) 
             ["waiting for workers", "No worker has come yet", "none has registered yet"],
         ),
         ({"phase": "gone", "tasks_per_s": 0.0}, ["no worker is heard of", "look at the trainers"]),
-        ({"phase": "ended", "tasks_per_s": 0.0}, ["ended", "Everything is trained"]),
+        (
+            {"phase": "ended", "tasks_per_s": 0.0},
+            ["ended", "Everything is trained", "last step 240", "last loss 0.0125"],
+        ),
+        (
+            {"phase": "ended", "run": RUN | {"status": "finished"}},
+            [
+                "The run is finished", "from the first reading to the last 40 s",
+                "last validation auc 0.7500", "Run /runs/<a>, 2,400 steps in all; its report comes "
+                "with gmeta evaluate /runs/<a>", "0.0125 to 0.0250",
+            ],
+        ),
+        (
+            {"phase": "gone", "run": RUN | {"status": "stopped"}},
+            ["the run stopped", "said so at step 240", "gmeta train --resume"],
+        ),
+        ({"run": RUN}, ["since the run began", "gmeta inspect /runs/<a>"]),
+        ({"slow_ratio": 4.0}, ["3.84was above 4"]),
+        ({"job_left_s": 7200.0}, ["left of this epoch; of all epochs 2.0 h"]),
+        ({"job_left_s": None}, ["left of this epoch; nobody said how many come"]),
+        ({}, ["rank3: 16", "a line with a number", "1. shared", "7. shared"]),
         ({"num_silent": 0, "draining": True}, ["draining", "until gmeta shards drain --undo"]),
         (
             {},

@@ -29,6 +29,8 @@ def work(address: str, name: str, is_slow: Any, is_ending: Any) -> None:
     with ShardClient(address, name) as client:
         client.register_dataset(SPEC)
         agent = WorkerAgent(client, SHARE, lambda: "no")
+        if name == "rank0":
+            client.report_run("TRAINING", "/runs/ctr", 4000)
         step = 0
         for _ in client.shards("train"):
             for _ in range(1 if is_ending.value else STEPS_PER_SHARD):
@@ -43,6 +45,8 @@ def work(address: str, name: str, is_slow: Any, is_ending: Any) -> None:
                 client.report_metrics(step, {"valid/auc": 0.75})
                 manifest = client.prepare_checkpoint(f"step-{step}", step)
                 client.commit_checkpoint(manifest)
+        if name == "rank0":
+            client.report_run("FINISHED", "/runs/ctr", 4000)
 
 
 @contextmanager
@@ -108,14 +112,18 @@ def test_the_page_tells_what_the_job_does(tmp_path: Path) -> None:
             with job(service, is_slow, is_ending) as workers:
                 browser.wait_for("#phase", "running")
                 is_ending.value = 1
-                browser.wait_for("#phase", "epoch trained")
                 for worker in workers:
                     worker.join()
-                service.let_time_pass(TTL_S + 1)
                 ended(browser, service)
             assert browser.faults() == []
             service.terminate()
             browser.wait_for("#link", "no contact with the service, trying again")
+            service.start()
+            service.wait_until_serving()
+            browser.wait_for("#link", "live")
+            ended(browser, service)
+            assert browser.text("#workers tbody").count("done") == 4
+            assert browser.text("#decisions") == "none since this service began"
     finally:
         service.kill()
 
@@ -151,6 +159,8 @@ def slow(browser: Browser) -> None:
     assert "rank3" in browser.texts("#workers tbody tr")[0]  # the slowest first
     assert "times the others' time per task" in browser.texts("#workers tbody tr")[1]
     browser.wait_for("#decisions", "shared the tasks")
+    wait_until(lambda: len(browser.texts("#shares .mark")) > 0, "the mark of an action")
+    assert len(browser.texts("#shares .share")) == 4
     assert fits(browser)
 
 
@@ -170,9 +180,11 @@ def killed(browser: Browser, service: ServiceProcess) -> None:
 
 def ended(browser: Browser, service: ServiceProcess) -> None:
     browser.wait_for("#phase", "ended")
-    assert browser.text("#told").startswith("Everything is trained, and no worker has been heard")
+    assert browser.text("#told") == "The run is finished. The service can be stopped."
+    assert "gmeta evaluate /runs/ctr" in browser.text("#run")
     assert "epoch 1: 100.0 % of 600 shards trained" in browser.text("#data h2")
-    assert browser.texts("#tiles dd")[0] == "0.0"
+    assert "last loss" in browser.text("#tiles")
+    browser.wait_for("#curves", "step 1 to ")  # the loss
     read = metrics_of(service)
     assert 'antdt_phase{phase="ended"} 1.0' in read
     assert "antdt_job_tasks_per_s 0.0" in read

@@ -104,8 +104,8 @@ MUTANTS = (
         "0 |",
     ),
     Mutant(
-        "progress not durable", "ledger/events.py", "NEEDS_NO_SYNC = (LeasesGranted,",
-        "NEEDS_NO_SYNC = (UnitsProgressed, LeasesGranted,", by="schedules",
+        "progress not durable", "ledger/events.py", "*(LeasesGranted, BackupGranted,",
+        "*(UnitsProgressed, LeasesGranted, BackupGranted,", by="schedules",
     ),
     Mutant(
         "END before the disk has it",

@@ -40,6 +40,8 @@ WRITTEN: list[tuple[ev.Event, bytes]] = [
     (ev.ShardsRequeued("o1", "d", [4]), b'["requeue","o1","d",[4]]'),
     (ev.ShardsSkipped("o2", "d", [5], "corrupt"), b'["skip","o2","d",[5],"corrupt"]'),
     (ev.DrainSet("o3", "", True), b'["drain","o3","",true]'),
+    (ev.ReadingsTaken([(4, 9.5, {"loss": 0.5})]), b'["readings",[[4,9.5,{"loss":0.5}]]]'),
+    (ev.RunReported("training", "/runs/a", 90, 9.5), b'["run","training","/runs/a",90,9.5]'),
 ]
 
 

@@ -117,7 +117,10 @@ def test_what_no_event_holds_outlives_a_store_that_failed_once(service: Service)
         worker.lease()
     worker.lease()
     ledger = service.committer.ledger
-    assert (ledger.started_s, ledger.readings.curves()) == (began_s, {"loss": [(1, 0.5)]})
+    assert (ledger.started_s, ledger.state.readings.curves()) == (
+        began_s,
+        {"loss": [(1, 0.5, None)]},
+    )
 
 
 def test_a_store_that_another_service_took_answers_nothing_more(service: Service) -> None:

@@ -193,7 +193,7 @@ def test_a_store_of_version_2_is_taken_over_whole(tmp_path: Path) -> None:
     committer.snapshot()
     store.close()
     with closing(sqlite3.connect(tmp_path / "s.db")) as db:
-        assert db.execute("PRAGMA user_version").fetchone() == (3,)
+        assert db.execute("PRAGMA user_version").fetchone() == (4,)
         assert db.execute("SELECT count(*) FROM log").fetchone() == (0,)
     again = content(tmp_path)[0]
     found = again["leases"]

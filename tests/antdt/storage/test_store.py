@@ -135,17 +135,18 @@ def test_a_second_service_on_the_file_is_refused_at_once(tmp_path: Path) -> None
 def test_a_database_of_a_newer_version_is_refused_and_left_alone(tmp_path: Path) -> None:
     SqliteStore(tmp_path / "s.db").close()
     with sqlite3.connect(tmp_path / "s.db") as db:
-        db.execute("PRAGMA user_version=4")
+        db.execute("PRAGMA user_version=5")
     before = (tmp_path / "s.db").read_bytes()
     assert catch_message(StoreVersionError, SqliteStore, tmp_path / "s.db") == (
-        f"{tmp_path / 's.db'} has store version 4; this program reads up to 3. Use the newer "
+        f"{tmp_path / 's.db'} has store version 5; this program reads up to 4. Use the newer "
         "version of gmeta that wrote it, or another --store."
     )
     assert (tmp_path / "s.db").read_bytes() == before
 
 
-def test_a_store_of_version_1_is_taken_over_with_its_leases(tmp_path: Path) -> None:
-    """As the version before second leases wrote it: no such event, no such key, no such field."""
+@pytest.mark.parametrize("version", [1, 3])
+def test_an_older_store_is_taken_over_with_its_leases(tmp_path: Path, version: int) -> None:
+    """As versions before second leases, and before readings, wrote it: no such key."""
     committer = Committer(SqliteStore(tmp_path / "s.db"), FakeClock(), lease_ttl_s=30.0)
     committer.commit([cmd.RegisterDataset(DatasetSpec("d", 4, 2)), cmd.Register("a", "p", None)])
     caller = Caller("a", "p", 1, 1)
@@ -153,14 +154,19 @@ def test_a_store_of_version_1_is_taken_over_with_its_leases(tmp_path: Path) -> N
     committer.snapshot()
     with closing(sqlite3.connect(tmp_path / "s.db")) as db, db:
         document = json.loads(db.execute("SELECT document FROM snapshot").fetchone()[0])
-        del document["backups_wanted"], document["twins"]
+        del document["readings"], document["run"]
+        if version == 1:
+            del document["backups_wanted"], document["twins"]
         assert "speculative" not in document["tables"][0]["spec"]
+        db.create_function("seal_of", 3, seal_of)
         db.execute("UPDATE snapshot SET document = ?", (json.dumps(document),))
-        db.execute("ALTER TABLE snapshot DROP COLUMN seal")
-        db.execute("PRAGMA user_version=1")
+        db.execute("UPDATE snapshot SET seal = seal_of(num_events, head, document)")
+        if version == 1:
+            db.execute("ALTER TABLE snapshot DROP COLUMN seal")
+        db.execute(f"PRAGMA user_version={version}")
     committer._store.close()
     store = SqliteStore(tmp_path / "s.db")
-    assert store._db.execute("PRAGMA user_version").fetchone()[0] == 3
+    assert store._db.execute("PRAGMA user_version").fetchone()[0] == 4
     again = Committer(store, FakeClock(), lease_ttl_s=30.0)
     (registered,) = again.commit([cmd.Register("a", "p", None)])
     assert registered.leases == granted.grants

@@ -1,6 +1,7 @@
 """Monitor and controller inside the service: heartbeats in, actions out, with a clock by hand."""
 
 import json
+import math
 import os
 import resource
 import threading
@@ -13,6 +14,7 @@ import pytest
 from gmeta.access.errors import RefusedError
 from gmeta.access.log import DecisionLog
 from gmeta.antdt.ledger import commands as cmd
+from gmeta.antdt.metric_readings import MetricReading, RunReport
 from gmeta.antdt.model import MAX_EPOCHS
 from gmeta.antdt.policies.interface import ControllerConfig
 from gmeta.antdt.reports import MonitorConfig, Report
@@ -443,10 +445,14 @@ def test_a_job_waits_runs_falls_silent_and_ends() -> None:
     governor.tick()
     assert governor.phase == "ended"
 
-    # Whoever has not called since a restart of the service is given the time of a lease.
+    # Also after a restart of the service: nothing is left that anybody would call for.
     service.restart()
     governor.tick()
-    assert (governor.phase, governor.silent) == ("running", frozenset())
+    assert (governor.phase, governor.silent) == ("ended", frozenset())
+    # One that calls may begin the next epoch.
+    first = service.worker("rank0")
+    governor.tick()
+    assert governor.phase == "running"
     service.clock.advance(2 * TTL_S)
     governor.tick()
     assert governor.phase == "ended"
@@ -472,3 +478,53 @@ def test_the_speed_of_a_job_that_does_nothing_more_falls_to_nothing() -> None:
     # Back again, the first look has nothing to compare with; then a step's time is known.
     job.windows(2)
     assert job.governor.tasks_per_s == pytest.approx(at_work)
+
+
+@pytest.mark.parametrize("num_before_snapshot", [1, 1000])
+def test_what_the_trainer_says_of_its_run_outlives_the_service(num_before_snapshot: int) -> None:
+    service = Service(snapshot_every_events=num_before_snapshot)
+
+    def phase() -> str:
+        governor = Governor(CONFIG, service.call, clock=service.clock)
+        governor.tick()
+        return governor.phase
+
+    def report(status: str) -> None:
+        run = RunReport(status, "/runs/a", 90, 1e9)
+        readings = (MetricReading(4, {"loss": 0.5}, 1e9), MetricReading(8, {"loss": math.nan}))
+        worker.service.call(cmd.Heartbeat(worker.caller, (), (), readings, run))
+
+    service.register_dataset(num_units=4, num_epochs=MAX_EPOCHS)
+    worker = service.worker("rank0")
+    worker.complete(worker.grant().token)
+    report("training")
+    num_events = service.committer.ledger.num_events
+    report("training")  # once more
+    assert service.committer.ledger.num_events == num_events
+    service.restart()
+    # It said that it goes on, so an epoch that is trained is not the end.
+    assert phase() == "running"
+    service.clock.advance(2 * TTL_S)
+    assert phase() == "gone"
+    service.clock.advance(-2 * TTL_S)
+    worker.register()
+    report("finished")
+    assert phase() == "ended"
+    service.restart()
+    assert (phase(), service.state.run.folder) == ("ended", "/runs/a")
+    assert service.state.readings.curves()["loss"] == [(4, 0.5, 1e9), (8, None, None)]
+    # Resumed, it is another generation's, until that one ends.
+    worker.service.worker("rank0", "p1", rdzv_round=1)
+    assert phase() == "running"
+
+
+def test_shares_are_kept_where_they_changed() -> None:
+    service = Service()
+    service.register_dataset()
+    worker = service.worker("rank0")
+    governor = Governor(CONFIG, service.call, clock=service.clock)
+    for step, share in enumerate((8, 8, 5)):
+        service.call(cmd.Heartbeat(worker.caller, (), (step, 8 * step, 1.0, 0.0, 0.0, 0.0, share)))
+        service.clock.advance(2 * CONFIG.monitor.window_s)
+        governor.tick()
+    assert [shares for _, shares in governor.share_changes] == [{"rank0": 8}, {"rank0": 5}]

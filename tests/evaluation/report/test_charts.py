@@ -95,6 +95,20 @@ def test_colours_stand_out_from_the_page_in_light_and_dark(theme: int) -> None:
             assert contrast(colors[theme], page) >= 3, name
 
 
+@pytest.mark.parametrize("theme", [0, 1])
+@pytest.mark.parametrize(
+    ("words", "below"),
+    [
+        # Text of the kit on pages and on tiles; links, verdicts, and a button's text on its colour.
+        *((words, "page") for words in ("good", "warn", "bad", "series-0", "series-3")),
+        *((words, "panel") for words in ("ink", "muted", "good", "warn", "bad", "series-0")),
+        ("page", "series-0"),
+    ],
+)
+def test_words_have_the_contrast_that_wcag_asks_for(words: str, below: str, theme: int) -> None:
+    assert contrast(PALETTE[words][theme], PALETTE[below][theme]) >= 4.5
+
+
 def test_panels_take_every_colour_from_the_page() -> None:
     for svg in panels_for(run_of("bce"), baseline_of("bce")):
         assert not re.findall(r"#[0-9a-f]{6}\b", svg)

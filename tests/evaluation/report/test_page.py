@@ -18,6 +18,7 @@ from gmeta.evaluation.report.learning_curves import make_learning_curves
 from gmeta.evaluation.report.summarise import summarise_evaluation
 from tests.evaluation.report.sample import baseline_of, run_of, yardstick_of
 from tests.support.browser import needs_browser, open_browser
+from tests.support.page_outline import PageOutline, Picture, outline_page
 
 VOID = {"meta", "link", "br", "input"}
 
@@ -221,3 +222,104 @@ def test_a_laptop_shows_the_verdict_on_each_baseline(tmp_path: Path) -> None:
         )
         needed, shown = browser.driver.execute_script(script)
     assert needed <= shown
+
+
+def test_the_page_has_its_tiles_charts_and_folds() -> None:
+    """Pictures are compared by structure: captions, words of the axes, series, marks."""
+    four = ["melu-maml, before adaptation", "melu-maml, adapted"]
+    four += ["plain-dlrm, as trained", "plain-dlrm, fine-tuned"]
+    groups = ("user-cold", "item-cold")
+    # Two groups, and two stages of two runs: a point with its interval for each.
+    by_group = [
+        Picture(name, (words, *groups), 2 * 8)
+        for name, words in (
+            ("AUC", "AUC (higher is better \N{RIGHTWARDS ARROW})"),
+            ("GAUC", "GAUC (higher is better \N{RIGHTWARDS ARROW})"),
+            ("Logloss", "Logloss, nats (\N{LEFTWARDS ARROW} lower is better)"),
+        )
+    ]
+    gains = ("logloss before minus adapted; dashed: median", "tasks")
+    better, support = "(higher is better)", "support rows; below, the number of tasks"
+    calibration = ("mean predicted probability", "share of positives")
+    assert outline_page(compared("bce")[1]) == PageOutline(
+        verdicts=["good", "good"],
+        tiles=["AUC, user-cold", "AUC, item-cold", "of tasks worse off, 2 groups together"],
+        headings=[
+            "Before and after adaptation, by group",
+            "AUC: does adapting help, and does it beat plain-dlrm?",
+            "What adapting gives each task",
+            "How much each support row is worth",
+            "AUC against support size",
+            "Calibration",
+            "Learning curve",
+            "The details",
+            "How to read this",
+        ],
+        legends=[four, four, [four[0], four[1], four[3]]],
+        pictures=[
+            *by_group,
+            *(Picture(f"{group}: # of tasks worse off", gains, 30) for group in groups),
+            # Six bins of sizes: a point, its interval, and a line each.
+            *(Picture(group, (support, "AUC, change"), 3 * 6) for group in groups),
+            # Of four series, with a line through each.
+            *(Picture(group, (support, "AUC", better), 2 * 24 + 4) for group in groups),
+            *(Picture(group, calibration, 2 * 30 + 3) for group in groups),
+            Picture("Training loss", ("outer step", "loss (cross-entropy, nats)"), 2),
+            Picture("Validation AUC", ("outer step", "AUC"), 10 + 1),
+        ],
+        folds=[
+            "All metrics",
+            "The run",
+            "Settings that differ between the runs",
+            "What the metrics are",
+            "What the intervals cover, and what they do not",
+            "Config and environment of melu-maml",
+            "Config and environment of plain-dlrm",
+        ],
+    )
+
+
+def test_a_page_of_200_groups_stays_below_a_megabyte_and_shows_the_worst() -> None:
+    run = run_of("bce")
+    evaluation = summarise_evaluation([run, baseline_of("bce")])
+    (bad, *_) = summarise_evaluation([run_of("bce", gain=-0.8), baseline_of("bce")]).groups
+    good = evaluation.groups[0]
+    many = [replace(good, name=f"group-{number}") for number in range(199)]
+    many.insert(150, replace(bad, name="the-worst"))
+    evaluation = replace(evaluation, groups=tuple(many))
+    page = _drawn(evaluation, run)
+    assert len(page.encode()) < 1_000_000
+    outline = outline_page(page)
+    assert len(outline.verdicts) == 1 + 6
+    assert outline.verdicts[0] == outline.verdicts[-1] == "bad"
+    text = text_of(page)
+    assert "Of 200 groups adapting improves 199 with no rival ahead; 1 are worse" in text
+    assert "of tasks worse off, 200 groups together" in text
+    assert "Pictures and all metrics are of 6 of 200 groups" in text
+    assert [one.caption for one in outline.pictures if "worst" in one.caption] == [
+        "the-worst: # of tasks worse off", *3 * ["the-worst"]
+    ]  # fmt: skip
+
+
+@needs_browser
+def test_the_keyboard_reaches_what_folds_and_what_is_hidden(tmp_path: Path) -> None:
+    from selenium.webdriver import Keys
+
+    path = tmp_path / "report.html"
+    path.write_text(compared("bce")[1])
+    with open_browser() as browser:
+        browser.open(path.as_uri())
+        reached = []
+        for _ in range(60):
+            active = browser.driver.switch_to.active_element
+            active.send_keys(Keys.TAB)
+            active = browser.driver.switch_to.active_element
+            reached.append(active.tag_name)
+            if active.tag_name == "summary":
+                break
+            if active.get_attribute("id") == "intervals":
+                active.send_keys(Keys.SPACE)
+        assert {"input", "a", "summary"} <= set(reached)
+        assert browser.find(".interval").is_displayed()
+        active.send_keys(Keys.ENTER)
+        assert browser.find("details").get_property("open")

@@ -1,5 +1,7 @@
 """The sentence that a report begins with says what the tables say."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
@@ -60,4 +62,13 @@ def test_gains_of_tasks_are_those_of_their_rows(gain: float) -> None:
     assert found.share_worse == np.mean(np.array(gains) < 0)
     assert found.median == pytest.approx(np.median(gains), rel=1e-6)
     assert sum(found.num_tasks_in_bin) == len(gains)
-    assert f"{found.share_worse:.0%}" in [tile.value for tile in make_tiles(evaluation)]
+    first = replace(evaluation, groups=evaluation.groups[:1])
+    assert make_tiles(first)[-1].value == f"{found.share_worse:.0%}"
+    # Of all groups, by their tasks.
+    shares = [one.task_gains.share_worse for one in evaluation.groups if one.task_gains]
+    *_, tile = make_tiles(evaluation)
+    assert (tile.value, tile.name) == (
+        f"{np.mean(shares):.0%}",
+        "of tasks worse off, 2 groups together",
+    )
+    assert f"{min(shares):.0%} to {max(shares):.0%} worse off by group" in tile.detail

@@ -144,8 +144,8 @@ def test_readings_are_json_lines_and_scalars(
     ]
     assert [(point.step, point.value) for point in board.Scalars("valid/auc")] == [(20, 0.75)]
     shown = capsys.readouterr().err
-    assert "epoch 1  step 10  loss 0.5000  samples_per_s 12,346  data_wait_share 25.0%\n" in shown
-    assert "epoch 2  step 20  valid auc 0.7500 gauc -" in shown
+    assert "epoch 1  step 10  loss 0.5000  12,346 samples/s  waiting for data 25.0%\n" in shown
+    assert "epoch 2  step 20  validation auc 0.7500 gauc -" in shown
 
 
 def test_the_board_has_the_config_as_hyperparameters(tmp_path: Path) -> None:
@@ -164,7 +164,7 @@ def test_the_board_has_the_config_as_hyperparameters(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("verbosity", "shown"), [(QUIET, ""), ("", "loss 0.5000\n"), (VERBOSE, "dense_lr 0.0010\n")]
+    ("verbosity", "shown"), [(QUIET, ""), ("", "loss 0.5000\n"), (VERBOSE, "dense lr 0.0010\n")]
 )
 def test_how_much_is_shown(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch,

@@ -153,10 +153,15 @@ def test_the_live_page_has_what_is_logged(tmp_path: Path, click_logs: Path) -> N
     overrides = ["data.source=service", f"data.service={server.address}", "run.valid_every_steps=4"]
     try:
         assert on_ranks(1, trained, config_of(tmp_path, click_logs, *overrides)) == [""]
-        curves = server._dashboard.document()["curves"]
+        seen = server._dashboard.document()
+        curves = {
+            name: [tuple(point[:2]) for point in points] for name, points in seen["curves"].items()
+        }
     finally:
         server.stop(0.0)
     lines = metrics(tmp_path / "run")
     assert curves["loss"] == [(line["step"], line["loss"]) for line in lines if "loss" in line]
     scored = [(line["step"], line["valid"]["auc"]) for line in lines if "valid" in line]
     assert curves["valid/auc"] == scored
+    assert seen["run"]["status"] == "finished"
+    assert (seen["run"]["folder"], seen["step"]) == (str(tmp_path / "run"), lines[-1]["step"])
