@@ -29,9 +29,10 @@ from _sequence_next_item import measure_next_item
 from torch import Tensor, nn
 from torch.nn.functional import binary_cross_entropy_with_logits, gelu
 
+from gmeta.config.sharding import SequenceKind
 from gmeta.distributed.ranks import Ranks, add_over_ranks, barrier, start_ranks
 from gmeta.distributed.sequence.encode import Slices, encode_over_ranks
-from gmeta.distributed.sequence.sharding import SequenceKind, shard_sequences
+from gmeta.distributed.sequence.sharding import shard_sequences
 from gmeta.platform.numerics import M_MMAP_THRESHOLD
 
 EVENTS, WIDTH, HEADS, BLOCKS, ROWS = 10_000, 128, 4, 2, 30

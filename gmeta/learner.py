@@ -153,6 +153,11 @@ class MetaLearner(nn.Module):
         return 0 if self._competes_in_steps else self._config.inner_steps
 
     @property
+    def shares_events(self) -> bool:
+        """Return whether ranks encode long tasks' events together: all must take part."""
+        return self.events is not None and self.events.over_ranks is not None
+
+    @property
     def _competes_in_steps(self) -> bool:
         return self.event_columns is not None and self.event_columns.log_share_A is not None
 
@@ -246,7 +251,7 @@ class MetaLearner(nn.Module):
         """Return `weight` times the sum of the loss terms, whose gradient is the meta-gradient."""
         # With weight = world_size / terms of all ranks, data-parallel averaging turns the sums of
         # local terms into the mean over all ranks' terms, however unevenly the ranks are filled.
-        if episodes.num_terms == 0:
+        if episodes.num_terms == 0 and not self.shares_events:
             return self._zero(rows_UD)
         # A generator alone learns (Meta-Embedding on a plain run): the tables stay as they are.
         trained_UD = rows_UD if self._config.train_base else rows_UD.detach()
@@ -261,8 +266,21 @@ class MetaLearner(nn.Module):
         return loss_sum * weight
 
     def _loss_sum(self, started_UD: Tensor, episodes: Episodes) -> Tensor:
-        rows, general = self._working_rows(started_UD, episodes), self.general_loop
         sides, vectors = self._with_events(started_UD, episodes)
+        if not self.shares_events:
+            return self._loss_of(started_UD, episodes, sides, vectors)
+        assert vectors is not None
+        loss_sum = self._zero(started_UD)
+        if episodes.num_terms:
+            loss_sum = self._loss_of(started_UD, episodes, sides, vectors)
+        # Other ranks wait for this one's part of the gradient, whatever its own loss reads.
+        return loss_sum + vectors.interest_ND.sum() * 0.0
+
+    def _loss_of(
+        self, started_UD: Tensor, episodes: Episodes, sides: CollatedRows,
+        vectors: EventVectors | None,
+    ) -> Tensor:  # fmt: skip
+        rows, general = self._working_rows(started_UD, episodes), self.general_loop
         match sides:
             case Side() as query if vectors is not None and self._competes_in_steps:
                 return self._step_softmax_sum(vectors, episodes, query)

@@ -13,7 +13,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from gmeta.config.inputs import NeighboursConfig
 from gmeta.config.labels import LabelsConfig
-from gmeta.config.sharding import ShardingConfig, check_sharding
+from gmeta.config.sharding import ShardingConfig, check_sequences, check_sharding
 from gmeta.config.table_widths import WIDTH_MULTIPLE, widths_of_tables
 from gmeta.config.train_config import DataConfig, TrainConfig
 from gmeta.data.features.support_statistics import NO_STATISTICS
@@ -36,7 +36,6 @@ from gmeta.runs.resolve import resolve
 from gmeta_models.internals import ONEDNN_LINEAR
 from metaio.format.dataset import Dataset
 from metaio.format.features import Features, FeatureSpec, TableSpec
-from metaio.ragged import places
 from metaio.read.batch import TaskBatch
 
 # Batches whose ids are counted, and tasks whose operations are.
@@ -133,6 +132,7 @@ def _build_model(
             "a task, as --rows item=1e9 --rows user=1e8 --rows-per-task 40, or prepare the data"
         )
     names = [table.name for table in features.tables]
+    check_sequences(config.sharding, config.model.events, config.outer.accumulate_steps)
     check_sharding(config.sharding, names, config.outer.sparse_optimizer)
     # Item features and labels of the config name columns of a dataset.
     items, labels, neighbours = None, LabelsConfig(), NeighboursConfig()
@@ -178,8 +178,10 @@ def _describe_step(
     measured: dict[str, float] = {}
     # Without a dataset half of a task's rows are support.
     support = query = overrides.rows_per_task / 2
+    num_events = 0
     if dataset is not None:
-        tasks, support, query, measured = _measure_step(data, seed, dataset, world_size)
+        measured_step = _measure_step(data, seed, dataset, world_size)
+        tasks, support, query, measured, num_events = measured_step
         ids = measured
         # The ids grow with the rows: what is counted is scaled, not replaced.
         if overrides.rows_per_task:
@@ -198,15 +200,16 @@ def _describe_step(
     ids = {name: min(ids[name], most[name]) for name in most}
     # Matrix products are counted for one task of the mean size, then scaled to the rows of a step.
     sides = max(round(support), 1), max(round(query), 1)
-    flops = count_flops(learner, features, width, *sides)
+    flops = count_flops(learner, features, width, *sides, num_events)
     num_weights = sum(weight.numel() for weight in learner.parameters())
     return StepWork(tasks, rows, ids, flops * rows / sum(sides), num_weights)
 
 
 def _measure_step(
     data: DataConfig, seed: int, dataset: Dataset, world_size: int
-) -> tuple[float, float, float, dict[str, float]]:
-    """Return a rank's tasks in a step, their support and query rows, and the ids of each table."""
+) -> tuple[float, float, float, dict[str, float], int]:
+    """Return a rank's tasks in a step, their support and query rows, the ids of each table, and
+    the events of a task."""
     # Measured in the first batches: the rest of the split is not read.
     names = [table.name for table in dataset.features.tables]
     split = data.train_split
@@ -215,7 +218,7 @@ def _measure_step(
         # A split smaller than a step would give no batch: as many ranks as it has tasks for.
         world_size = max(1, min(world_size, dataset.split(split).num_episodes // tasks))
         data = replace(data, tasks_per_step=tasks * world_size)
-    support = rows = num_tasks = 0
+    support = rows = num_tasks = num_events = 0
     id_counts: list[list[int]] = []
     with open_reader(data, seed, dataset, split, world_size - 1, world_size) as reader:
         # An epoch's last step is smaller: it would lower the mean.
@@ -224,22 +227,25 @@ def _measure_step(
         ):
             support += int(batch.support_lengths_T.sum())
             rows, num_tasks = rows + batch.num_rows, num_tasks + batch.num_tasks
+            num_events += int(batch.num_events_T.sum())
             # An id of several bundles or blocks counts in each of them, as it travels with each.
             id_counts.append(batch.unique_lengths_B.tolist())
     ids = dict(zip(names, np.mean(id_counts, axis=0).tolist(), strict=True))
     of_step = num_tasks / len(id_counts) if data.blocks_per_step else tasks
-    return of_step, support / num_tasks, (rows - support) / num_tasks, ids
+    sides = support / num_tasks, (rows - support) / num_tasks
+    return of_step, *sides, ids, num_events // num_tasks
 
 
 def count_flops(
-    learner: MetaLearner, features: Features, width: int, support_rows: int, query_rows: int
-) -> float:
+    learner: MetaLearner, features: Features, width: int, support_rows: int, query_rows: int,
+    num_events: int = 0,
+) -> float:  # fmt: skip
     """Return a task's floating-point operations, forward and backward, of matrix products alone."""
     rows_T = torch.full((COUNTED_TASKS,), support_rows + query_rows)
     num_rows = int(rows_T.sum())
     num_single, num_multi = len(features.single), len(features.multi)
     # At least one id for each table.
-    num_ids = max(num_rows, len(features.tables))
+    num_ids, total_events = max(num_rows, len(features.tables)), COUNTED_TASKS * num_events
     batch = TaskBatch(
         task_T=torch.arange(COUNTED_TASKS),
         row_offsets_T1=torch.cat([torch.zeros(1, dtype=torch.int64), rows_T.cumsum(0)]),
@@ -255,7 +261,11 @@ def count_flops(
         positions_NF=torch.arange(num_rows, dtype=torch.int32)[:, None].repeat(1, num_single),
         multi_positions_V=torch.arange(num_rows, dtype=torch.int32).repeat_interleave(num_multi),
         multi_lengths_NM=torch.ones(num_rows, num_multi, dtype=torch.int32),
-        **(_make_events(features, rows_T) if features.events else {}),
+        # Every row knows all of them: one that knows fewer costs the same.
+        num_events_T=torch.full((COUNTED_TASKS,), num_events),
+        event_positions=torch.zeros(total_events, len(features.events), dtype=torch.int32),
+        event_numbers=torch.zeros(total_events, 1 + len(features.event_dense)),
+        events_before_N=torch.full((num_rows,), num_events, dtype=torch.int32),
     )
     # Values do not change the number of operations: zeros do.
     rows_UD = torch.zeros(num_ids, width, requires_grad=True)
@@ -276,19 +286,6 @@ def count_flops(
     learner.zero_grad()
     total: int = counter.get_total_flops()
     return total / COUNTED_TASKS
-
-
-def _make_events(features: Features, rows_T: torch.Tensor) -> dict[str, torch.Tensor]:
-    """Return the events of tasks with so many rows: each of them, known to all behind it."""
-    num_rows = int(rows_T.sum())
-    return {
-        "num_events_T": rows_T,
-        "event_positions": torch.arange(num_rows, dtype=torch.int32)[:, None].repeat(
-            1, len(features.events)
-        ),
-        "event_numbers": torch.zeros(num_rows, 1 + len(features.event_dense)),
-        "events_before_N": torch.from_numpy(places(rows_T)).to(torch.int32),
-    }
 
 
 def _count_operations(_: Any, left: Sequence[int], right: Sequence[int], **__: Any) -> int:

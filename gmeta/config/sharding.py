@@ -15,6 +15,7 @@ DefaultKind = Literal["row_wise", "table_wise", "column_wise", "data_parallel", 
 WireDtype = Literal["float32", "bfloat16", "float16"]
 ExchangeKind = Literal["host", "torchrec"]
 Placement = Literal["auto", "device", "uvm", "uvm_cached"]
+SequenceKind = Literal["none", "ulysses", "ring", "both"]
 IN_HOST_MEMORY = ("uvm", "uvm_cached")
 # Optimizers that keep one number a row, made from all of its values.
 ROW_OPTIMIZERS = ("rowwise_adagrad", "partial_rowwise_adam")
@@ -46,6 +47,34 @@ class ShardingConfig:
     wire_dtype: WireDtype = key(
         "float32", "precision of embedding rows and their gradients between ranks"
     )
+    sequence: SequenceKind = key(
+        "none",
+        "how ranks share a long task's events: not at all, by heads, by places or by both "
+        "(docs/scaling.md)",
+    )
+    sequence_from: int = key(2048, "events from which a task is long", min=1)
+
+
+def check_sequences(config: ShardingConfig, encoder: str, accumulate_steps: int) -> None:
+    """Raise ConfigError where ranks cannot share events of this encoder, or of such steps."""
+    if config.sequence == "none":
+        return
+    shared = f'sharding.sequence = "{config.sequence}" has ranks share a long task\'s events'
+    rest = 'or set sharding.sequence = "none"'
+    if encoder == "none":
+        raise ConfigError(
+            f'{shared}, and model.events = "none" reads none. Choose sasrec, hstu or din, {rest}'
+        )
+    if encoder == "sim":
+        raise ConfigError(
+            f'{shared}, and model.events = "sim" attends only to the few that its search finds. '
+            f"Choose sasrec, hstu or din, {rest}"
+        )
+    if accumulate_steps > 1:
+        raise ConfigError(
+            f"{shared} in each step, and outer.accumulate_steps = {accumulate_steps} cuts a step "
+            f"into parts that ranks take apart from each other. Set it to 1, {rest}"
+        )
 
 
 def kinds_of_tables(config: ShardingConfig, tables: list[str]) -> dict[str, Kind | None]:

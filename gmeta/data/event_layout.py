@@ -4,6 +4,7 @@ for each row the few events that a search finds. All of it is integer bookkeepin
 Shape suffixes: T tasks, N rows, H longest list or task, F single-id or pooled features, M multi-id
 features, V values, U unique ids, A items"""
 
+import sys
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -18,6 +19,7 @@ from metaio.read.batch import TaskBatch
 
 # Tasks of fewer events share a rectangle: one more costs more in calls than padding does.
 _SHORT = 16
+_LONG = 64  # more than any power of two: long tasks share no rectangle with others
 
 
 @dataclass(frozen=True)
@@ -27,6 +29,7 @@ class EventColumns:
     target: tuple[int, ...]  # for each column of the events, the single-id feature of the rows
     category: int = -1  # the events' column that a search goes by; -1: a row knows all before it
     newest: int = 0  # of a search
+    long_from: int = sys.maxsize  # events from which a task's are to be taken apart
     # Of each item; None: no loss asks.
     log_share_A: Float32 | None = field(default=None, compare=False)
 
@@ -74,10 +77,15 @@ class EventColumns:
             return EventLayout((rectangle,), every_row, target_NM, *none)
         num_events_T = batch.num_events_T.numpy()
         size_T = np.ceil(np.log2(np.maximum(num_events_T, _SHORT))).astype(np.int64)
+        is_long_T = num_events_T >= self.long_from
+        size_T += _LONG * is_long_T  # the last ones
         found, place_N, first = list[EventRectangle](), np.zeros(batch.num_rows, np.int64), 0
         for size in np.unique(size_T):
             tasks = np.flatnonzero(size_T == size)
             rectangle = _make_rectangle(batch, tasks, rows_T[tasks])
+            if size >= _LONG:
+                known = tuple(map(tuple, rectangle.before_TN.tolist()))
+                rectangle = rectangle._replace(known=known)
             width = rectangle.row_TN.shape[1]
             there = np.arange(width) < rows_T[tasks][:, None]
             place_N[rectangle.row_TN.numpy()[there]] = first + np.flatnonzero(there)

@@ -56,6 +56,12 @@ class ShardedLearner(nn.Module):
 
     def forward(self, episodes: Episodes | MicroBatches, weight: float) -> Tensor:
         """Return the rank's weighted loss, see MetaLearner.forward; all ranks have one `weight`."""
+        if isinstance(episodes, MicroBatches) and self.learner.shares_events:
+            raise ConfigError(
+                "sharding.sequence has all ranks take part in a step at once, and the data-shard "
+                "service has this one take its tasks in parts. Set the service's "
+                'controller.max_micro_batch = 0, or sharding.sequence = "none"'
+            )
         self._set_threads(episodes.num_rows * self._num_weights)
         episodes, rows_UD = self.fetch(episodes, weight)
         if self.clock is not None:

@@ -25,6 +25,7 @@ from gmeta.distributed.averaging import LayerAverage
 from gmeta.distributed.exchange.torchrec import TorchRecExchange
 from gmeta.distributed.exchange.wire import WireExchange
 from gmeta.distributed.ranks import Ranks
+from gmeta.distributed.sequence.long_events import spread_long_events
 from gmeta.distributed.sharded_learner import TABLES_PREFIX, DistributedLearner, ShardedLearner
 from gmeta.distributed.sharding_plan import (
     check_clipping,
@@ -77,6 +78,7 @@ def shard_learner(
     # first step after a resume would not be that of an unbroken run.
     is_average_ours = is_ours and ranks.device.type == "cpu"
     _choose_shapes(learner, config.run, ranks)
+    spread_long_events(learner, config, ranks)
     with keep_tables_in(PlainTables) if is_ours else nullcontext():
         sharded = DistributedLearner(
             ShardedLearner(tables, learner.to(ranks.device), config.run.precision),

@@ -21,7 +21,7 @@ from gmeta.config.inputs import (
     SupportFeaturesConfig,
 )
 from gmeta.config.labels import LabelsConfig
-from gmeta.config.sharding import check_sharding
+from gmeta.config.sharding import check_sequences, check_sharding
 from gmeta.config.table_names import module_name
 from gmeta.config.table_widths import widths_of_tables
 from gmeta.config.train_config import DataConfig, TrainConfig
@@ -100,6 +100,7 @@ def build(config: TrainConfig) -> tuple[Dataset, MetaLearner]:
         )
     _check_plain_epochs(config.algorithm, config.run.epochs)
     tables = [table.name for table in dataset.features.tables]
+    check_sequences(config.sharding, config.model.events, config.outer.accumulate_steps)
     check_sharding(config.sharding, tables, config.outer.sparse_optimizer)
     rows_learn = config.sharding.exchange == "host" and config.algorithm.train_base
     if config.outer.sparse_weight_decay and not rows_learn:

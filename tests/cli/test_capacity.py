@@ -19,6 +19,7 @@ from metaio import open_dataset
 from metaio.read.reader import BatchReader
 from metaio.recipes import synthetic
 from metaio.recipes.synthetic import SyntheticConfig, prepare_synthetic
+from tests.metaio.prepare.test_events import log, prepared, schema
 from tests.support.commands import gmeta, write_config
 from tests.support.refusals import catch_message
 
@@ -148,6 +149,23 @@ def test_operations_of_plain_training_are_six_a_weight_and_row(
     weights = sum(weight.numel() for weight in learner.parameters() if weight.dim() == 2)
     flops = count_flops(learner, dataset.features, 8, support, query)
     assert flops == pytest.approx(6 * weights * (support + query), rel=0.05)
+
+
+def test_the_operations_of_layers_over_events_are_six_a_weight_and_event(tmp_path: Path) -> None:
+    path = Path(prepared(tmp_path, log(), schema()))
+    model = {"name": "melu", "embedding_dim": 8, "hidden": [4], "events": "sasrec"}
+    dataset, learner = build(config_of(path, model=model, algorithm={"name": "none"}))
+    assert learner.events is not None
+    of_layers = 6 * sum(one.numel() for one in learner.events.parameters() if one.dim() == 2)
+    few, many = (count_flops(learner, dataset.features, 8, 2, 2, events) for events in (200, 300))
+    # Those of attention grow with the square: of two blocks two products, three times each.
+    of_attention = 2 * 2 * 8 * (300**2 - 200**2) * 6
+    assert 100 * of_layers * 0.95 <= many - few <= 100 * of_layers + of_attention
+    # The command counts the events of the dataset.
+    capacity = plan_capacity(
+        config_of(path, model=model), CapacityOverrides({}), cluster_of(2), SPEEDS
+    )
+    assert capacity.step.flops > 6 * of_layers
 
 
 @pytest.mark.parametrize("adapts_rows", [False, True])

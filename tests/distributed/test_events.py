@@ -20,6 +20,17 @@ CASES: dict[str, dict[str, Any]] = {
     "maml over sasrec": {"algorithm": {"name": "maml", "inner_lr": 0.1}, "events": "sasrec"},
     "fomaml over sim": {"algorithm": {"name": "fomaml", "inner_lr": 0.1}, "events": "sim"},
     "none over hstu": {"algorithm": {"name": "none"}, "events": "hstu"},
+    # Two heads: of four ranks two share them, and two such groups the places.
+    "maml over sasrec, shared": {
+        "algorithm": {"name": "maml", "inner_lr": 0.1},
+        "events": "sasrec",
+        "sharding": {"sequence": "both", "sequence_from": 36},
+    },
+    "none over hstu, shared": {
+        "algorithm": {"name": "none"},
+        "events": "hstu",
+        "sharding": {"sequence": "ring", "sequence_from": 36},
+    },
 }
 # Tasks of each step; with four ranks some have none in the second.
 STEPS = (9, 3, 7)
@@ -33,6 +44,7 @@ def config_of(path: str, case: str) -> TrainConfig:
             "data": {"path": path, "tasks_per_step": 8},
             "model": model,
             "algorithm": own["algorithm"],
+            "sharding": own.get("sharding", {}),
             "outer": {
                 "dense_optimizer": "sgd", "dense_lr": 0.1, "sparse_optimizer": "sgd",
                 "sparse_lr": 0.1,

@@ -4,6 +4,7 @@ Shape suffix: T tasks"""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
@@ -16,6 +17,8 @@ from gmeta.distributed.sequence.linear import linear_attention
 from gmeta.distributed.sequence.peers import Peers, swap
 from gmeta.distributed.sequence.sharding import SequenceSharding
 from gmeta.distributed.sequence.tiles import RelativeBias
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -30,6 +33,10 @@ class Slices:
     sharding: SequenceSharding
     length_T: Tensor
     times: Tensor | None = None
+
+    def first(self, places: int) -> int:
+        """Return the place in the whole sequence of the first in this rank's slice of so many."""
+        return self.sharding.first(places)
 
     def softmax(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         """Return the softmax attention."""
@@ -65,7 +72,7 @@ def encode_over_ranks(
         length_T: the events of own tasks; on the host.
         times: of own events, [tasks, places]."""
     slices, num_places = sharding.slices, states.shape[1]
-    of_ranks = _gather(length_T, slices, ranks)
+    of_ranks = gather(length_T, slices, ranks)
     lengths, owned = torch.cat(of_ranks), [len(one) for one in of_ranks]
     places = _places_of_slice(lengths, slices)
     if times is not None:
@@ -93,7 +100,7 @@ def pool_over_ranks(
         events: [tasks, places, width].
         targets: [tasks, rows, width].
         before: how many events each row knows, [tasks, rows]; on the host."""
-    of_ranks = _gather(before, slices, ranks)
+    of_ranks = gather(before, slices, ranks)
     owned, rows = [len(one) for one in of_ranks], max(one.shape[1] for one in of_ranks)
     before = torch.cat([_fit(one, rows) for one in of_ranks])
     places = _places_of_slice(before, slices)
@@ -102,8 +109,8 @@ def pool_over_ranks(
     return pooled.split_with_sizes(owned)[slices.rank][:, : targets.shape[1]]
 
 
-def _gather(value: Tensor, slices: Peers, ranks: Ranks) -> list[Tensor]:
-    """Return every rank's tensor of the host."""
+def gather(value: T, slices: Peers, ranks: Ranks) -> list[T]:
+    """Return every rank's value of the host."""
     values = [value] * slices.size
     if slices.size > 1:
         dist.all_gather_object(values, value, group=ranks.control)

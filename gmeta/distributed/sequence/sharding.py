@@ -3,15 +3,13 @@
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
 
 import torch.distributed as dist
 
+from gmeta.config.sharding import SequenceKind
 from gmeta.distributed.ranks import Ranks
 from gmeta.distributed.sequence.peers import Peers
 from gmeta.errors import ConfigError
-
-SequenceKind = Literal["none", "ulysses", "ring", "both"]
 
 
 @dataclass(frozen=True)

@@ -28,6 +28,11 @@ class DinEvents(EventEncoder):
         self, rectangle: EventRectangle, events_THD: Tensor, target_TND: Tensor
     ) -> Tensor:
         """Return each row's events, pooled by their attention to its target; 0 without one."""
+        if self.over_ranks is None or rectangle.known is None:
+            return self._pool_TND(events_THD, target_TND, rectangle.before_TN)
+        return self.over_ranks.pool(self._pool_TND, events_THD, target_TND, rectangle.known)
+
+    def _pool_TND(self, events_THD: Tensor, target_TND: Tensor, before_TN: Tensor) -> Tensor:
         of_h, of_e, of_difference, of_product = self.hidden.weight.mT.chunk(4)
         # h (diag(e) W) for (h * e) W: no tensor holds a vector for each pair of row and event.
         turned = (target_TND.unsqueeze(3) * of_product).transpose(1, 2).flatten(2)
@@ -35,11 +40,11 @@ class DinEvents(EventEncoder):
         pairs = pairs.transpose(1, 2) + (events_THD @ (of_h + of_difference)).unsqueeze(1)
         own = target_TND @ (of_e - of_difference) + self.hidden.bias
         weight_TNH = self.weight((pairs + own.unsqueeze(2)).relu()).squeeze(3)
-        pooled_TND: Tensor = (weight_TNH * is_before_TNH(rectangle)) @ events_THD
+        pooled_TND: Tensor = (weight_TNH * is_before_TNH(events_THD, before_TN)) @ events_THD
         return pooled_TND
 
 
-def is_before_TNH(rectangle: EventRectangle) -> Tensor:
+def is_before_TNH(events_THD: Tensor, before_TN: Tensor) -> Tensor:
     """Return which events each row knows."""
-    places_H = torch.arange(rectangle.position_THM.shape[1], device=rectangle.before_TN.device)
-    return places_H < rectangle.before_TN.unsqueeze(2)
+    places_H = torch.arange(events_THD.shape[1], device=before_TN.device)
+    return places_H < before_TN.unsqueeze(2)

@@ -9,11 +9,14 @@ embedding width, U unique ids, X all inputs side by side"""
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from typing import NamedTuple
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import embedding, pad
+
+KnownEvents = tuple[tuple[int, ...], ...]  # how many each row of each task knows
 
 
 class EventRectangle(NamedTuple):
@@ -24,6 +27,8 @@ class EventRectangle(NamedTuple):
     num_events_T: Tensor  # int64
     row_TN: Tensor  # int64: which row of the batch; any where there is none
     before_TN: Tensor  # int64: how many events the row knows
+    # The same on the host, where the tasks' events are to be taken apart; None: they are not.
+    known: KnownEvents | None = None
 
 
 class EventLayout(NamedTuple):
@@ -48,12 +53,36 @@ class EventVectors(NamedTuple):
         return torch.cat([self.interest_ND, self.interest_ND * self.target_ND], dim=1)
 
 
+# Maps rows [T, H, D] to the same shape, given what its queries, keys and values meet by.
+Layer = Callable[[Tensor, Any], Tensor]
+
+
+class LongEvents(Protocol):
+    """Encodes long tasks with other processes; all of them make the same calls."""
+
+    def align(self, own: Sequence[EventRectangle], none: EventRectangle) -> list[EventRectangle]:
+        """Return the rectangles in an order that all share, `none` for those of others alone."""
+
+    def encode(
+        self, layers: Sequence[Layer], inputs_THD: Tensor, seconds_TH: Tensor, known: KnownEvents
+    ) -> Tensor:
+        """Return the states behind all layers."""
+
+    def pool(
+        self, pool: Callable[[Tensor, Tensor, Tensor], Tensor], events_THD: Tensor,
+        target_TND: Tensor, known: KnownEvents,
+    ) -> Tensor:  # fmt: skip
+        """Return the sum of what `pool` makes of parts of the events, of all targets, and of how
+        many events of its part a row knows."""
+
+
 class EventEncoder(nn.Module, ABC):
     """Turns events into a vector a row."""
 
     def __init__(self, width: int, num_numbers: int) -> None:
         super().__init__()
         self.width = width
+        self.over_ranks: LongEvents | None = None  # None: all events are encoded here
         # Of the seconds since the event before, and of the dense columns.
         self.numbers = nn.Linear(num_numbers, self.width, bias=False)
         nn.init.zeros_(self.numbers.weight)
@@ -81,17 +110,32 @@ class EventEncoder(nn.Module, ABC):
     def forward(self, events: EventLayout, rows_UD: Tensor) -> EventVectors:
         """Return each row's vectors, from the fetched embedding rows."""
         target_ND = embedding(events.target_NM, rows_UD).sum(dim=1)
+        rectangles = list(events.rectangles)
+        if self.over_ranks is not None:
+            short = [one for one in rectangles if one.known is None]
+            # Those are the last ones, as `place_N` has them.
+            long, none = rectangles[len(short) :], self._no_rectangle(events.target_NM)
+            rectangles = short + self.over_ranks.align(long, none)
         parts = [
             self.interest_TND(
                 rectangle,
                 self.embed_THD(rectangle, rows_UD),
                 embedding(rectangle.row_TN, target_ND),
             ).flatten(0, 1)
-            for rectangle in events.rectangles
+            for rectangle in rectangles
         ]
         parts = parts or [rows_UD.new_zeros(0, self.width) + self.numbers.weight.sum() * 0.0]
         interest_ND = torch.cat(parts).index_select(0, events.place_N)
         return EventVectors(interest_ND, target_ND)
+
+    def _no_rectangle(self, target_NM: Tensor) -> EventRectangle:
+        """Return a long rectangle without tasks."""
+        none_TN = target_NM.new_zeros(0, 0)
+        return EventRectangle(
+            target_NM.new_zeros(0, 1, target_NM.shape[1]),
+            torch.zeros(0, 1, self.numbers.in_features, device=target_NM.device),
+            target_NM.new_zeros(0), none_TN, none_TN, (),
+        )  # fmt: skip
 
 
 class Past(NamedTuple):
@@ -103,6 +147,10 @@ class Past(NamedTuple):
 
 class StateEncoder(EventEncoder):
     """An encoder whose state behind each event serves all rows that know as many events."""
+
+    dropout: nn.Dropout
+    blocks: nn.ModuleList  # Layers
+    norm: nn.LayerNorm
 
     def __init__(self, width: int, num_numbers: int) -> None:
         super().__init__(width, num_numbers)
@@ -117,13 +165,20 @@ class StateEncoder(EventEncoder):
         """Return the state behind each input, given what was kept of those before, and what to
         keep of all of them."""
 
+    def layers(self) -> list[Layer]:
+        """Return what makes states of inputs, one after the other."""
+        return [lambda rows, _: self.dropout(rows), *self.blocks, lambda rows, _: self.norm(rows)]
+
     def interest_TND(
         self, rectangle: EventRectangle, events_THD: Tensor, target_TND: Tensor
     ) -> Tensor:
         """Return the state behind the last event that each row knows."""
-        states_THD, _ = self.states_THD(
-            self.with_start(events_THD), pad(rectangle.numbers_THK[..., 0], (1, 0))
-        )
+        inputs_THD = self.with_start(events_THD)
+        seconds_TH, known = pad(rectangle.numbers_THK[..., 0], (1, 0)), rectangle.known
+        if self.over_ranks is None or known is None:
+            states_THD, _ = self.states_THD(inputs_THD, seconds_TH)
+        else:
+            states_THD = self.over_ranks.encode(self.layers(), inputs_THD, seconds_TH, known)
         index_TND = rectangle.before_TN.unsqueeze(2).expand(-1, -1, self.width)
         return states_THD.gather(1, index_TND)
 

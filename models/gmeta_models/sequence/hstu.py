@@ -7,11 +7,12 @@ Shape suffixes: T tasks, H longest list or task, D embedding width"""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import silu
+from torch.nn.functional import embedding, silu
 
 from gmeta_models.sequence.encoder import Past, StateEncoder, append_past, join_heads, split_heads
 
@@ -20,6 +21,21 @@ if TYPE_CHECKING:
 
 # Distances and seconds are told apart by powers of two.
 _BUCKETS = 32
+
+
+class Attention(Protocol):
+    """What queries meet keys and values by, [T, heads, H, D / heads] each: those up to their own
+    place."""
+
+    def pointwise(
+        self, query: Tensor, key: Tensor, value: Tensor, position: Tensor, time: Tensor,
+        edges: Tensor,
+    ) -> Tensor:  # fmt: skip
+        """Return silu(q k^T + bias) v, divided by how many keys a query sees.
+
+        Args:
+            position, time: the bias by distance and by seconds passed, [heads, edges + 1]: an entry
+                is for those that reach as many of the `edges`."""
 
 
 class HSTU(StateEncoder):
@@ -50,12 +66,33 @@ class HSTU(StateEncoder):
         # By how many events each new one knows, itself among them.
         weight_HH = (distance_HH >= 0).to(inputs_THD.dtype)
         weight_HH = weight_HH / weight_HH.sum(dim=1, keepdim=True)
-        states_THD, kept = self.dropout(inputs_THD), []
+        states_THD, kept = self.dropout(inputs_THD), list[Past]()
         for index, block in enumerate(self.blocks):
-            states_THD, mine = block(states_THD, buckets, weight_HH, own[index] if own else None)
-            kept.append(mine)
+            earlier = own[index] if own else None
+            states_THD = block(states_THD, _LocalAttention(buckets, weight_HH, earlier, kept))
         times = all_TH[:, None, :, None]
         return self.norm(states_THD), (*kept, Past(times, times))
+
+
+@dataclass(frozen=True)
+class _LocalAttention:
+    """Attention of new events to all; adds what is kept of all to `kept`."""
+
+    buckets: tuple[Tensor, Tensor]  # by `edges`, the same for all layers
+    weight_HH: Tensor
+    past: Past | None
+    kept: list[Past]
+
+    def pointwise(
+        self, query: Tensor, key: Tensor, value: Tensor, position: Tensor, time: Tensor, _: Tensor
+    ) -> Tensor:
+        key, value = append_past(self.past, key, value)
+        self.kept.append(Past(key, value))
+        distance_HH, time_THH = self.buckets
+        distance_bias = embedding(distance_HH, position.mT).permute(2, 0, 1)
+        bias = embedding(time_THH, time.mT).permute(0, 3, 1, 2) + distance_bias
+        attended: Tensor = silu(query @ key.mT + bias) * self.weight_HH @ value
+        return attended
 
 
 class _Block(nn.Module):
@@ -69,22 +106,24 @@ class _Block(nn.Module):
         nn.init.zeros_(self.time_bias.weight)
         self.dropout = nn.Dropout(dropout)
 
-    def forward(
-        self, rows_THD: Tensor, buckets: tuple[Tensor, Tensor], weight_HH: Tensor, past: Past | None
-    ) -> tuple[Tensor, Past]:
+    def forward(self, rows_THD: Tensor, attention: Attention) -> Tensor:
         gate, *parts = silu(self.inputs(self.norm(rows_THD))).chunk(4, dim=2)
         query, key, value = (split_heads(part, self.heads) for part in parts)
-        past = append_past(past, key, value)
-        distance_HH, time_THH = buckets
-        distance_bias = self.distance_bias(distance_HH).permute(2, 0, 1)
-        bias = self.time_bias(time_THH).permute(0, 3, 1, 2) + distance_bias
-        attended = silu(query @ past.key.mT + bias) * weight_HH @ past.value
+        tables = self.distance_bias.weight.mT, self.time_bias.weight.mT
+        edges = bucket_edges(rows_THD.device)
+        attended = attention.pointwise(query, key, value, *tables, edges)
         gated = self.attended_norm(join_heads(attended)) * gate
-        return rows_THD + self.dropout(self.output(gated)), past
+        output_THD: Tensor = rows_THD + self.dropout(self.output(gated))
+        return output_THD
 
 
 def find_buckets(difference: Tensor) -> Tensor:
     """Return the bucket of each difference: 0 below 1, then one for each power of two."""
     # By comparisons: no logarithm rounds a power of two to the bucket below.
-    bounds = 2.0 ** torch.arange(_BUCKETS - 1, device=difference.device)
-    return torch.bucketize(difference.to(torch.float32), bounds, right=True)
+    edges = bucket_edges(difference.device)
+    return torch.bucketize(difference.to(torch.float32), edges, right=True)
+
+
+def bucket_edges(device: torch.device) -> Tensor:
+    """Return the least difference of each bucket but the first."""
+    return 2.0 ** torch.arange(_BUCKETS - 1, device=device)

@@ -8,7 +8,7 @@ Shape suffixes: T tasks, H longest list or task, D embedding width"""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -20,6 +20,20 @@ if TYPE_CHECKING:
     from gmeta_models.options import SasrecOptions
 
 _ROTATION_BASE = 10_000.0
+
+
+class Attention(Protocol):
+    """What queries meet keys and values by, [T, heads, H, D / heads] each: those up to their own
+    place."""
+
+    def first(self, places: int) -> int:
+        """Return the place in the whole sequence of the first of so many queries."""
+
+    def softmax(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        """Return the softmax attention."""
+
+    def linear(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        """Return the linear attention."""
 
 
 class SASRec(StateEncoder):
@@ -39,10 +53,9 @@ class SASRec(StateEncoder):
         self, inputs_THD: Tensor, seconds_TH: Tensor, past: tuple[Past, ...] = ()
     ) -> tuple[Tensor, tuple[Past, ...]]:
         """Return the states behind the inputs, and keys and values of all events so far."""
-        states_THD, kept = self.dropout(inputs_THD), []
+        states_THD, kept = self.dropout(inputs_THD), list[Past]()
         for place, block in enumerate(self.blocks):
-            states_THD, own = block(states_THD, past[place] if past else None)
-            kept.append(own)
+            states_THD = block(states_THD, _LocalAttention(past[place] if past else None, kept))
         return self.norm(states_THD), tuple(kept)
 
 
@@ -55,21 +68,37 @@ class _Block(nn.Module):
         self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
         self.dropout = nn.Dropout(dropout)
 
-    def forward(self, rows_THD: Tensor, past: Past | None) -> tuple[Tensor, Past]:
+    def forward(self, rows_THD: Tensor, attention: Attention) -> Tensor:
         query, key, value = (
             split_heads(part, self.heads)
             for part in self.query_key_value(self.attention_norm(rows_THD)).chunk(3, dim=2)
         )
-        first = 0 if past is None else past.key.shape[2]
+        first = attention.first(query.shape[2])
         query, key = rotate(query, first), rotate(key, first)
-        past = append_past(past, key, value)
-        if self.is_linear:
-            attended = attend_linearly(query, past.key, past.value)
-        else:
-            attended = attend_causally(query, past.key, past.value)
-        rows_THD = rows_THD + self.dropout(self.output(join_heads(attended)))
+        attend = attention.linear if self.is_linear else attention.softmax
+        attended = join_heads(attend(query, key, value))
+        rows_THD = rows_THD + self.dropout(self.output(attended))
         hidden = self.dropout(torch.nn.functional.gelu(self.up(self.mlp_norm(rows_THD))))
-        return rows_THD + self.dropout(self.down(hidden)), past
+        output_THD: Tensor = rows_THD + self.dropout(self.down(hidden))
+        return output_THD
+
+
+class _LocalAttention:
+    """Attention of new events to all; adds what is kept of all to `kept`."""
+
+    def __init__(self, past: Past | None, kept: list[Past]) -> None:
+        self._past, self._kept = past, kept
+
+    def first(self, places: int) -> int:
+        return 0 if self._past is None else int(self._past.key.shape[2])
+
+    def softmax(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        self._kept.append(append_past(self._past, key, value))
+        return attend_causally(query, *self._kept[-1])
+
+    def linear(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        self._kept.append(append_past(self._past, key, value))
+        return attend_linearly(query, *self._kept[-1])
 
 
 def rotate(rows: Tensor, first: int) -> Tensor:

@@ -41,7 +41,7 @@ class SIM(EventEncoder):
         self, rectangle: EventRectangle, events_THD: Tensor, target_TND: Tensor
     ) -> Tensor:
         """Return the attended events; the output's bias alone where there is none."""
-        known_TNH = is_before_TNH(rectangle)
+        known_TNH = is_before_TNH(events_THD, rectangle.before_TN)
         if self.by_hash and events_THD.shape[1] > self.newest:
             return self._over_found(events_THD, target_TND, known_TNH)
         query = split_heads(self.query(target_TND), self.heads)

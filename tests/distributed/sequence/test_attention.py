@@ -8,16 +8,12 @@ import pytest
 import torch
 from torch import Tensor
 
+from gmeta.config.sharding import SequenceKind
 from gmeta.distributed.ranks import Ranks
 from gmeta.distributed.sequence.attention import causal_attention, pointwise_attention
 from gmeta.distributed.sequence.costs import SliceSize, attention_bytes, saved_bytes
 from gmeta.distributed.sequence.peers import Peers
-from gmeta.distributed.sequence.sharding import (
-    SequenceKind,
-    SequenceSharding,
-    shard_sequences,
-    split_ranks,
-)
+from gmeta.distributed.sequence.sharding import SequenceSharding, shard_sequences, split_ranks
 from gmeta.distributed.sequence.tiles import RelativeBias
 from gmeta.errors import ConfigError
 from tests.distributed.harness import on_ranks

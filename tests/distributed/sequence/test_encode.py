@@ -10,16 +10,12 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import gelu
 
+from gmeta.config.sharding import SequenceKind
 from gmeta.distributed.ranks import Ranks
 from gmeta.distributed.sequence.costs import SliceSize, attention_bytes, moved_bytes
 from gmeta.distributed.sequence.encode import Slices, encode_over_ranks
 from gmeta.distributed.sequence.peers import Peers
-from gmeta.distributed.sequence.sharding import (
-    SequenceKind,
-    SequenceSharding,
-    shard_sequences,
-    split_ranks,
-)
+from gmeta.distributed.sequence.sharding import SequenceSharding, shard_sequences, split_ranks
 from tests.distributed.harness import on_ranks
 from tests.distributed.sequence.messages import counted_messages, counted_saved
 
