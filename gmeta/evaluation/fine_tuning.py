@@ -79,6 +79,8 @@ def adapt_with(algorithm: AlgorithmConfig, sharded: DistributedLearner) -> None:
         items=own.items,
         neighbours=own.neighbours,
         projections=own.projections,
+        events=own.events,
+        event_columns=own.event_columns,
     )
     # A trained encoder or generator belongs to the run too, on the device where it is.
     pairs = ((inner.learner.encoder, own.encoder), (inner.learner.generator, own.generator))
