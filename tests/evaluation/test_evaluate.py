@@ -19,6 +19,7 @@ from gmeta.runs.checkpoints.lineage import TrainedIncrement
 from metaio.format.dataset import Dataset
 from metaio.read.batch import TaskBatch
 from metaio.read.compose import compose
+from tests.metaio.prepare.test_events import log, prepared, schema
 
 CONFIG: dict[str, Any] = {
     "model": {"name": "melu", "embedding_dim": 4, "hidden": [8]},
@@ -79,6 +80,25 @@ def test_fine_tuning_keeps_inputs_and_loss_of_the_run(
     held = SimpleNamespace(local=SimpleNamespace(learner=changed))
     adapt_with(as_none, cast("Any", held))
     assert float((predicted(held.local.learner, batch) - found).abs().max()) > 1e-4
+
+
+@pytest.mark.parametrize("encoder", ["sasrec", "sim"])
+def test_fine_tuning_keeps_the_events_of_the_run(tmp_path: Path, encoder: str) -> None:
+    raw = {
+        "data": {"path": prepared(tmp_path, log(), schema())},
+        "model": {"name": "melu", "embedding_dim": 4, "hidden": [8], "events": encoder},
+        "algorithm": {"name": "none"},
+    }
+    config = config_from_dict(raw)
+    dataset, plain = build(config)
+    batch = batch_of(dataset, config.data.train_split)
+    held = SimpleNamespace(local=SimpleNamespace(learner=plain))
+    tuned = AlgorithmConfig("maml", inner_lr=0.3, inner_steps=4)
+    adapt_with(replace(tuned, name="none"), cast("Any", held))
+    found = predicted(held.local.learner, batch)
+    _, expected = build(replace(config, algorithm=tuned))
+    expected.load_state_dict(plain.state_dict())
+    torch.testing.assert_close(found, predicted(expected, batch), rtol=0, atol=1e-6)
 
 
 @pytest.mark.parametrize("name", ["encoder_maml", "metaemb"])
