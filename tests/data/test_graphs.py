@@ -28,7 +28,8 @@ from tests.support import reference
 from tests.support.refusals import catch_message
 from tests.support.tape import TapeCapture
 
-LEARNT = [case for case in CASES if case.mode == "train"]
+# A batch's events have shapes of their own: such steps are not captured.
+LEARNT = [case for case in CASES if case.mode == "train" and not case.events]
 
 
 def batches_of(case: Case, number: int) -> list[reference.TaskBatch]:

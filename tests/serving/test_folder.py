@@ -139,7 +139,7 @@ DAMAGE: dict[str, tuple[Callable[[Path], object], str]] = {
     "an unknown model": (
         unknown_model,
         "{model} was made with model.name = 'dlrm2', which is not here: "
-        f"known are {', '.join(sorted(MODELS))}. "
+        f"known are {', '.join(sorted([*MODELS, 'dot']))}. "
         "Use the release that made it, or install the package that has it: docs/extending.md.",
     ),
     "a table of another type": (

@@ -139,8 +139,8 @@ def test_prepare_by_schema_from_the_command_line(tmp_path: Path) -> None:
         (
             ["in", "out", "--schema", "s.toml", "--seed", "1"],
             "--seed has no effect with --schema: it is for --recipe synthetic, --recipe "
-            "synthetic-days, --recipe movielens-1m, --recipe metaemb, --recipe movielens-100k and "
-            "--recipe amazon. Leave it out",
+            "synthetic-days, --recipe movielens-1m, --recipe metaemb, --recipe movielens-100k, "
+            "--recipe amazon and --recipe next-item. Leave it out",
         ),
     ],
 )
