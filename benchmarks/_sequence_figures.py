@@ -190,6 +190,6 @@ def measure_all(quick: bool) -> dict[str, float]:
     return {
         "bytes_ratio": measure_bytes(200 if quick else 2_000),
         "step_speedup": measure_step(16 if quick else 64, 3 if quick else 9),
-        "search_speedup": measure_search(4 if quick else 16, 3 if quick else 9),
+        "search_speedup": measure_search(16, 3 if quick else 9),
         "append_speedup": measure_append(30 if quick else 200),
     }
