@@ -14,7 +14,7 @@ from _common import REPOSITORY
 
 from gmeta.config.train_config import load_config
 from gmeta.data.event_layout import EventColumns
-from gmeta.data.item_catalogue import Catalogue
+from gmeta.data.item_catalogue import ItemCatalogue
 from gmeta.data.item_counts import log_shares
 from gmeta.evaluation.item_vectors import ItemVectors
 from metaio.format.dataset import open_dataset
@@ -38,7 +38,7 @@ def rank_by_popularity(data: Path) -> tuple[float, float]:
     """HR@10 and nDCG@10 on the test split of the most popular items that a user has not had."""
     dataset, model = open_dataset(str(data)), load_config(EXAMPLE).model
     columns = EventColumns.of(dataset.features, model)
-    catalogue = Catalogue.of(dataset, columns)
+    catalogue = ItemCatalogue.of(dataset, columns)
     share_A = log_shares(dataset, "train", columns.target[0])[catalogue.ids_AM[:, 0]]
     items = ItemVectors(catalogue, torch.from_numpy(share_A).unsqueeze(1))
     places = []

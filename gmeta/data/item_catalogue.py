@@ -19,13 +19,13 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class Catalogue:
+class ItemCatalogue:
     """All items of a dataset: the ids that make the vector of each, the item's own first."""
 
     ids_AM: Int64  # ascending by the first
 
     @classmethod
-    def of(cls, dataset: Dataset, columns: EventColumns) -> Catalogue:
+    def of(cls, dataset: Dataset, columns: EventColumns) -> ItemCatalogue:
         """Return the items of all rows of a dataset, but for those without a row of their own. Of
         items without attributes the vocabulary tells; else all rows are read, once a dataset."""
         name = dataset.features.single[columns.target[0]].table
@@ -37,7 +37,7 @@ class Catalogue:
         return _CATALOGUES[dataset]
 
     @classmethod
-    def _read(cls, dataset: Dataset, columns: EventColumns) -> Catalogue:
+    def _read(cls, dataset: Dataset, columns: EventColumns) -> ItemCatalogue:
         parts = [np.zeros((0, len(columns.target)), np.int64)]
         for split in dataset.splits:
             for index in range(dataset.split(split).num_blocks):
@@ -59,4 +59,4 @@ class Catalogue:
 
 
 # Every validation asks for it, with one encoder of events a process.
-_CATALOGUES: WeakKeyDictionary[Dataset, Catalogue] = WeakKeyDictionary()
+_CATALOGUES: WeakKeyDictionary[Dataset, ItemCatalogue] = WeakKeyDictionary()

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from gmeta.data.episodes import collate_plain_rows
-from gmeta.data.item_catalogue import Catalogue
+from gmeta.data.item_catalogue import ItemCatalogue
 from gmeta.distributed.steps import batch_without_tasks
 from metaio.ragged import Int32, Int64, offsets
 
@@ -31,7 +31,7 @@ _ITEMS_AT_ONCE, _ROWS_AT_ONCE = 65_536, 512
 class ItemVectors:
     """The vectors of all items of a catalogue."""
 
-    catalogue: Catalogue
+    catalogue: ItemCatalogue
     vectors_AD: Tensor
 
     def rank_N2(self, user_ND: Tensor, item_N: Int64, known: tuple[Int64, Int64]) -> Int32:
@@ -63,7 +63,7 @@ class ItemVectors:
 
 
 def fetch_item_vectors(
-    sharded: DistributedLearner, dataset: Dataset, catalogue: Catalogue
+    sharded: DistributedLearner, dataset: Dataset, catalogue: ItemCatalogue
 ) -> ItemVectors:
     """Return the vectors of a catalogue, on every rank, on the host. Collective."""
     learner = sharded.local.learner

@@ -11,7 +11,7 @@ import torch
 
 from gmeta.config.train_config import TrainConfig
 from gmeta.data.episodes import Episodes, with_known_items, with_query_items, with_sampled
-from gmeta.data.item_catalogue import Catalogue
+from gmeta.data.item_catalogue import ItemCatalogue
 from gmeta.data.label_checks import check_labels, scored_labels
 from gmeta.data.reader import open_reader
 from gmeta.data.support_views import STORED, SupportView
@@ -112,7 +112,7 @@ def _fetch_items(context: EvalContext) -> ItemVectors:
             'and items: model.name = "dot" is needed, and [item] in the schema must name the first '
             "column of [events]. Set them, or sample candidates"
         )
-    catalogue = Catalogue.of(context.dataset, columns)
+    catalogue = ItemCatalogue.of(context.dataset, columns)
     return fetch_item_vectors(context.sharded, context.dataset, catalogue)
 
 

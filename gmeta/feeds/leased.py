@@ -29,7 +29,7 @@ from gmeta.feeds.service import connect, service_address, start_embedded_service
 from gmeta.runs.logging.logger import Logger, Reading, RunInfo, Status
 from metaio.format.dataset import Dataset, Split
 from metaio.read.batch import TaskBatch
-from metaio.read.episode_rows import EpisodeRows
+from metaio.read.episode_lengths import EpisodeLengths
 from metaio.read.equal_cost import TaskCost
 from metaio.read.reader import DEFAULT_CACHE_BYTES, EpisodeRange, RangeReader
 
@@ -356,7 +356,7 @@ class _UnitCosts:
     def __init__(self, dataset: Dataset, split: Split, cost: TaskCost) -> None:
         self.cost = cost
         self.mean = cost.of_batch(1, split.num_rows / max(1, split.num_episodes))
-        self._rows = EpisodeRows(dataset, split.name)
+        self._rows = EpisodeLengths(dataset, split.name)
         self._offsets = split.episode_offsets
 
     def prefetch(self, ranges: list[UnitRange]) -> None:

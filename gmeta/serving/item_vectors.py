@@ -10,7 +10,7 @@ import pyarrow.parquet as pq
 import torch
 from torch import Tensor
 
-from gmeta.data.item_catalogue import Catalogue
+from gmeta.data.item_catalogue import ItemCatalogue
 from gmeta.learner import MetaLearner
 from gmeta_models.dot import Dot
 from metaio.format.dataset import Dataset
@@ -27,7 +27,7 @@ def write_item_vectors(
     columns = learner.event_columns
     if columns is None or not isinstance(learner.model, Dot):
         return
-    ids_AM = Catalogue.of(dataset, columns).ids_AM
+    ids_AM = ItemCatalogue.of(dataset, columns).ids_AM
     vectors_AD = torch.zeros(len(ids_AM), learner.tables.width)
     for place, feature in enumerate(columns.target):
         at = int(dataset.features.table_of_single[feature])

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, Self
 import numpy as np
 
 from metaio.errors import FormatError
+from metaio.read.episode_lengths import EpisodeLengths
 from metaio.read.episode_order import (
     BlockEpisodes,
     BlockOrder,
@@ -19,7 +20,6 @@ from metaio.read.episode_order import (
     OrderConfig,
     make_order,
 )
-from metaio.read.episode_rows import EpisodeRows
 from metaio.read.pipeline import BatchPipeline, Plan
 
 if TYPE_CHECKING:
@@ -140,7 +140,7 @@ class BatchReader(_PipelineReader):
             blocks_per_step,
             rows_per_step,
         )
-        rows = EpisodeRows(dataset, split)
+        rows = EpisodeLengths(dataset, split)
         num_rows_Z = rows.sums_at_most(rows_per_step) if rows_per_step else None
         self._sizes: EpisodeSizes | None = None
         if rows_per_step or (cost is not None and world_size > 1):

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch.nn.functional import cross_entropy
 
-from gmeta.data.item_catalogue import Catalogue
+from gmeta.data.item_catalogue import ItemCatalogue
 from gmeta.evaluation.item_vectors import ItemVectors
 from gmeta.losses.step_softmax import sampled_softmax_Q
 from metaio import DataError, open_dataset
@@ -106,7 +106,7 @@ def test_ranks_leave_known_items_out() -> None:
     vectors[4] = vectors[1]  # two items with one vector
     users = torch.from_numpy(rng.standard_normal((4, 3)).astype(np.float32))
     item, known = np.array([3, 5, 4, 13]), [[2, 7], [5, 5], [2], []]
-    found = ItemVectors(Catalogue(ids[:, None]), vectors).rank_N2(
+    found = ItemVectors(ItemCatalogue(ids[:, None]), vectors).rank_N2(
         users, item, (np.concatenate(known).astype(np.int64), np.array([len(k) for k in known]))
     )
     for row, own in enumerate(item):

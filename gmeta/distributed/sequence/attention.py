@@ -26,7 +26,7 @@ from gmeta.distributed.sequence.tiles import (
     RelativeBias,
     Softmax,
     Tile,
-    joined,
+    flatten_heads,
     queries_with_gradient,
 )
 
@@ -105,7 +105,7 @@ class _RingAttention(torch.autograd.Function):
         ctx: Any, query: Tensor, key: Tensor, value: Tensor, position: Tensor | None,
         time: Tensor | None, line: _Line,
     ) -> Tensor:  # fmt: skip
-        queries, keys, values = (joined(one) for one in (query, key, value))
+        queries, keys, values = (flatten_heads(one) for one in (query, key, value))
         with torch.autocast(query.device.type, enabled=False):
             attention = line.attention(position, time)
             sums = attention.begin(queries)
@@ -123,7 +123,7 @@ class _RingAttention(torch.autograd.Function):
         query, key, value, position, time, *outputs = ctx.saved_tensors
         attention = ctx.line.attention(position, time)
         with torch.autocast(query.device.type, enabled=False):
-            of_queries = queries_with_gradient(query, joined(grads[0]), outputs)
+            of_queries = queries_with_gradient(query, flatten_heads(grads[0]), outputs)
             found = _gradients(attention, of_queries, [key, value], ctx.line)
         tables = attention.grad_tables if isinstance(attention, Pointwise) else (None, None)
         return *(grad.view(grads[0].shape) for grad in found), *tables, None

@@ -43,7 +43,7 @@ def linear_attention(
     # What a chunk sees of those before it, of this rank and of others.
     seen = before.unsqueeze(2) + behind - added
     sums = (queries @ keys.mT).tril() @ values + queries @ seen
-    output = _divided(sums).flatten(2, 3)[:, :, :places]
+    output = _divide_sums(sums).flatten(2, 3)[:, :, :places]
     return output, before + behind[:, :, -1]
 
 
@@ -54,10 +54,10 @@ def append_linear(
     state behind it. Queries, keys and values: [tasks, heads, width]."""
     added = (elu(key) + 1).unsqueeze(3) * pad(value, (0, 1), value=1.0).unsqueeze(2)
     state = state + added
-    return _divided(((elu(query) + 1).unsqueeze(2) @ state).squeeze(2)), state
+    return _divide_sums(((elu(query) + 1).unsqueeze(2) @ state).squeeze(2)), state
 
 
-def _divided(sums: Tensor) -> Tensor:
+def _divide_sums(sums: Tensor) -> Tensor:
     """Return the sums but for the last column, divided by it; 0 where it is."""
     weighted, total = sums.tensor_split([-1], dim=-1)
     return weighted / total.where(total != 0, torch.ones_like(total))

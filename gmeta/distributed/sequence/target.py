@@ -9,7 +9,12 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from gmeta.distributed.sequence.peers import Peers, add_over
-from gmeta.distributed.sequence.tiles import KeyLimits, Softmax, joined, queries_with_gradient
+from gmeta.distributed.sequence.tiles import (
+    KeyLimits,
+    Softmax,
+    flatten_heads,
+    queries_with_gradient,
+)
 
 
 def target_attention(
@@ -33,7 +38,10 @@ class _PartialSoftmax(torch.autograd.Function):
     def forward(
         ctx: Any, query: Tensor, key: Tensor, value: Tensor, limits: KeyLimits, slices: Peers
     ) -> Tensor:
-        attention, queries, *block = Softmax(), *(joined(one) for one in (query, key, value))
+        attention, queries, *block = (
+            Softmax(),
+            *(flatten_heads(one) for one in (query, key, value)),
+        )
         with torch.autocast(query.device.type, enabled=False):
             sums = attention.begin(queries)
             tiles = limits.tiles(block[0], slices.rank * key.shape[2])
@@ -48,7 +56,7 @@ class _PartialSoftmax(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         query, key, value, *outputs = ctx.saved_tensors
         # Every rank's loss may use every row.
-        grad_output = add_over(joined(grads[0]), ctx.slices)
+        grad_output = add_over(flatten_heads(grads[0]), ctx.slices)
         found = [torch.zeros_like(one) for one in (query, key, value)]
         with torch.autocast(query.device.type, enabled=False):
             of_queries = queries_with_gradient(query, grad_output, outputs)

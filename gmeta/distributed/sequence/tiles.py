@@ -41,7 +41,7 @@ def by_task(scores: Tensor, tasks: int) -> Tensor:
     return scores.view(tasks, -1, *scores.shape[1:])
 
 
-def joined(tensor: Tensor) -> Tensor:
+def flatten_heads(tensor: Tensor) -> Tensor:
     """Return a tensor [tasks, heads, ...] as [tasks x heads, ...], of 32 bits a number or more."""
     return tensor.flatten(0, 1).to(torch.promote_types(tensor.dtype, torch.float32)).contiguous()
 

@@ -11,8 +11,8 @@ import pytest
 
 from metaio import BatchReader, Dataset, FormatError, open_dataset
 from metaio.ragged import Int32
+from metaio.read.episode_lengths import EpisodeLengths
 from metaio.read.episode_order import BlockEpisodes, EpisodeOrder, EpisodeSizes, OrderConfig
-from metaio.read.episode_rows import EpisodeRows
 from metaio.read.equal_cost import TOLERANCE, TaskCost, cut_evenly
 from tests.metaio.conftest import WriteFn, make_rows
 from tests.support.waiting import PATIENCE_S
@@ -180,7 +180,7 @@ def test_what_is_read_in_the_background_is_read_once_or_says_why_not(
     uneven: Dataset, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As of a remote dataset: one thread reads ahead, another needs its blocks."""
-    rows, asked, began, goes_on = EpisodeRows(uneven, "train"), [], Event(), Event()
+    rows, asked, began, goes_on = EpisodeLengths(uneven, "train"), [], Event(), Event()
     read = uneven.read_num_rows
     monkeypatch.setattr(Dataset, "is_local", False)
 
@@ -209,8 +209,8 @@ def test_what_is_read_in_the_background_is_read_once_or_says_why_not(
 def test_no_more_rows_are_held_than_allowed(
     uneven: Dataset, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("metaio.read.episode_rows.HELD_EPISODES", 30)
-    rows, asked = EpisodeRows(uneven, "train"), []
+    monkeypatch.setattr("metaio.read.episode_lengths.HELD_EPISODES", 30)
+    rows, asked = EpisodeLengths(uneven, "train"), []
     read = Dataset.read_num_rows
 
     def noted(self: Dataset, split: str, blocks: Sequence[int]) -> list[Int32]:

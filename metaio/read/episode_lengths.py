@@ -22,7 +22,7 @@ _BLOCKS_AT_ONCE = 256
 
 
 @final
-class EpisodeRows:
+class EpisodeLengths:
     """The rows of a split's episodes; those of the blocks that were asked for last are held.
     Thread-safe."""
 
