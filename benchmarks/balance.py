@@ -29,8 +29,8 @@ from scaling import DEMO, FLOAT32, Rank, Turn, compacted, start_on_core
 from gmeta.distributed.ranks import barrier, broadcast_value, stop_ranks
 from gmeta.feeds.cost_meter import MIN_STEPS, fit_costs
 from metaio import open_dataset
+from metaio.read.episode_lengths import EpisodeLengths
 from metaio.read.episode_order import EpisodeOrder, EpisodeSizes, OrderConfig
-from metaio.read.episode_rows import EpisodeRows
 from metaio.read.equal_cost import TaskCost, cut_evenly
 from metaio.recipes.synthetic import SyntheticConfig, prepare_synthetic
 
@@ -190,9 +190,10 @@ def measure_lengths_ms(folder: str) -> float:
     def plan_s(cost: TaskCost | None) -> float:
         # Opened anew: nothing is held or mapped.
         dataset = open_dataset(f"{folder}/data")
-        counts, rows = dataset.split("train").blocks.num_episodes_Z, EpisodeRows(dataset, "train")
+        counts = dataset.split("train").blocks.num_episodes_Z
+        lengths = EpisodeLengths(dataset, "train")
         began_s = time.perf_counter()
-        order = EpisodeOrder(counts, config, sizes=EpisodeSizes(rows.of_blocks, cost))
+        order = EpisodeOrder(counts, config, sizes=EpisodeSizes(lengths.of_blocks, cost))
         for step in range(order.num_steps):
             order.step(step, 0, 2)
         return (time.perf_counter() - began_s) / order.num_steps
