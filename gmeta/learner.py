@@ -380,13 +380,16 @@ class MetaLearner(nn.Module):
                 after_N = inner.output_N(adapted, query)
             users = None
             if isinstance(self.model, Dot):
-                users = self._users_ND(unadapted, unknown), self._users_ND(adapted, query)
+                users = (
+                    self.user_vectors_ND(unadapted, unknown),
+                    self.user_vectors_ND(adapted, query),
+                )
             found.append(
                 QueryPrediction(before_N, after_N, query.label_N, query.layout, lengths_T, users)
             )
         return found
 
-    def _users_ND(self, adapted: AdaptedModel, query: Side) -> Tensor:
+    def user_vectors_ND(self, adapted: AdaptedModel, query: Side) -> Tensor:
         """Return the vector of each query row's user, as its task has adapted."""
         with torch.enable_grad():
             dense_NK = query.dense_NK.detach().requires_grad_()

@@ -264,7 +264,7 @@ def count_flops(
         # Every row knows all of them: one that knows fewer costs the same.
         num_events_T=torch.full((COUNTED_TASKS,), num_events),
         event_positions=torch.zeros(total_events, len(features.events), dtype=torch.int32),
-        event_numbers=torch.zeros(total_events, 1 + len(features.event_dense)),
+        event_numbers=torch.zeros(total_events, features.num_event_numbers),
         events_before_N=torch.full((num_rows,), num_events, dtype=torch.int32),
     )
     # Values do not change the number of operations: zeros do.

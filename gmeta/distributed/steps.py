@@ -15,7 +15,8 @@ from gmeta.distributed.transport.transport import Pending
 from gmeta.errors import GMetaError
 from metaio.errors import MetaIOError
 from metaio.format.features import Features
-from metaio.read.batch import TaskBatch, empty_batch
+from metaio.read.batch import TaskBatch
+from metaio.read.compose import compose
 
 T = TypeVar("T")
 
@@ -146,12 +147,4 @@ def idle_on_error(batches: Iterator[T], idle: T, stop: Stop) -> Iterator[T]:
 
 def batch_without_tasks(features: Features) -> TaskBatch:
     """Return a batch without tasks, with which a rank joins its peers' collectives."""
-    return empty_batch(
-        len(features.tables),
-        len(features.single),
-        len(features.multi),
-        len(features.dense),
-        features.num_labels,
-        len(features.events),
-        (1 + len(features.event_dense)) * bool(features.events),
-    )
+    return compose(features, [])

@@ -329,7 +329,7 @@ def build_learner(
     events, event_columns = None, None
     if model.events != "none":
         event_columns = EventColumns.of(features, model)
-        events = build_encoder(model, 1 + len(features.event_dense))
+        events = build_encoder(model, features.num_event_numbers)
     width = statistics.width + (items.width if items is not None else 0)
     width += 0 if events is None else events.outputs
     # Statistics reach the model as dense columns.

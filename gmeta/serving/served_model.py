@@ -54,7 +54,7 @@ from gmeta.serving.stored_tables import StoredTable, fetch_UD
 from gmeta.serving.task_batches import TaskBatches
 from gmeta.serving.task_matching import TaskPredictions, predict_tasks
 from gmeta.serving.task_states import AdaptedTensors, TaskState, split_tasks, stack_tasks
-from gmeta_models.dot import Dot, find_user_vectors
+from gmeta_models.dot import Dot
 from gmeta_models.gated import row_layers
 from gmeta_models.sequence.encoder import EventVectors
 from metaio.ragged import Int64
@@ -383,11 +383,7 @@ class ServedModel:
         rows, lengths = empty_rows(self.config.features, len(states)), [1] * len(states)
         with self._exclusive(), torch.no_grad():
             adapted, query = self._adapted_query(stack_tasks(states), rows, lengths)
-            with torch.enable_grad():
-                dense_NK = query.dense_NK.detach().requires_grad_()
-                output_N = self._inner.output_N(adapted, replace(query, dense_NK=dense_NK))
-                width = self.config.model.embedding_dim
-                return self._to_host(find_user_vectors(dense_NK, output_N, width))
+            return self._to_host(self.learner.user_vectors_ND(adapted, query))
 
     @property
     def unadapted(self) -> TaskState:

@@ -275,7 +275,7 @@ def assemble_block(
         # Clipped: a count that a foreign writer got wrong is found by `check_counts`.
         first_T = np.minimum(row_offsets_T1[:-1], max(num_rows - 1, 0))
         num_events_T = lengths_NM[first_T, len(features.multi)].astype(np.int64)
-        event_numbers = flat("events").reshape(-1, 1 + len(features.event_dense))
+        event_numbers = flat("events").reshape(-1, features.num_event_numbers)
     return Block(
         task_T=task_T.astype(np.int64, copy=False),
         row_offsets_T1=row_offsets_T1,

@@ -93,6 +93,11 @@ class Features:
         return self.multi + self.events
 
     @property
+    def num_event_numbers(self) -> int:
+        """Return how many numbers an event has, its seconds among them; 0 without events."""
+        return 1 + len(self.event_dense) if self.events else 0
+
+    @property
     def sparse(self) -> tuple[FeatureSpec, ...]:
         """Return single, then multi features: the order of a model's pooled embeddings."""
         return self.single + self.multi

@@ -57,7 +57,7 @@ def compose(
     if not chosen:
         num_single, num_multi = len(features.single), len(features.multi)
         num_dense, num_labels = len(features.dense), features.num_labels
-        of_events = len(features.events), (1 + len(features.event_dense)) * bool(features.events)
+        of_events = len(features.events), features.num_event_numbers
         num_tables = len(features.tables)
         return empty_batch(num_tables, num_single, num_multi, num_dense, num_labels, *of_events)
     # BlockOrder composes one block at a time: that costs ten views. Not of a block in bundles,

@@ -85,11 +85,17 @@ MODEL_OPTIONS: dict[str, type | None] = {
 
 
 @dataclass(frozen=True)
-class TransformerOptions:
+class HeadOptions:
+    """What all encoders of several heads have."""
+
+    heads: int = key(2, "sasrec, hstu, sim: heads, which divide model.embedding_dim", min=1)
+
+
+@dataclass(frozen=True)
+class TransformerOptions(HeadOptions):
     """Options of HSTU."""
 
     blocks: int = key(2, "sasrec, hstu: layers", min=1)
-    heads: int = key(2, "sasrec, hstu, sim: heads, which divide model.embedding_dim", min=1)
     dropout: float = key(0.0, "sasrec, hstu: share of units left out", min=0.0, max=0.9)
 
 
@@ -101,10 +107,9 @@ class SasrecOptions(TransformerOptions):
 
 
 @dataclass(frozen=True)
-class SimOptions:
+class SimOptions(HeadOptions):
     """Options of SIM."""
 
-    heads: int = key(2, "sasrec, hstu, sim: heads, which divide model.embedding_dim", min=1)
     search: Literal["category", "hash"] = key(
         "category", "sim: events of the target's category, or with nearly its bits"
     )

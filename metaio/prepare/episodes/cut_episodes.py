@@ -238,11 +238,11 @@ def _cut_sided_tasks(
     )
     # Rows are sorted: support before query, and on each side old before new.
     query_start_T = tasks.start_T + tasks.support_T
-    task_E, first_of_task, query_E = _split_equally(query_T, parts_T)
+    task_E, first_E, query_E = _split_equally(query_T, parts_T)
     ranges = _EpisodeRanges(
         (query_start_T - support_T)[task_E],
         support_T[task_E],
-        (query_start_T + skipped_T)[task_E] + first_of_task,
+        (query_start_T + skipped_T)[task_E] + first_E,
         query_E,
     )
     return ranges, dropped
@@ -272,16 +272,16 @@ def _cut_tasks(
     kept_T = np.minimum(lengths_T, parts_T * rule.max_rows)
     dropped += DroppedRows(truncated_rows=int((lengths_T - kept_T).sum()))
     starts_T, lengths_T = starts_T + lengths_T - kept_T, kept_T
-    task_E, first_of_task, length_E = _split_equally(lengths_T, parts_T)
-    return starts_T[task_E] + first_of_task, length_E, dropped
+    task_E, first_E, length_E = _split_equally(lengths_T, parts_T)
+    return starts_T[task_E] + first_E, length_E, dropped
 
 
 def _split_equally(lengths_T: Int64, parts_T: Int64) -> tuple[Int64, Int64, Int64]:
     """Return the task, first row and length of each of `parts_T` parts [E] of a task's rows."""
     task_E, part_E = owners(parts_T), places(parts_T)
-    first_of_task = part_E * lengths_T[task_E] // parts_T[task_E]
+    first_E = part_E * lengths_T[task_E] // parts_T[task_E]
     stop_E = (part_E + 1) * lengths_T[task_E] // parts_T[task_E]
-    return task_E, first_of_task, stop_E - first_of_task
+    return task_E, first_E, stop_E - first_E
 
 
 def _check_length(

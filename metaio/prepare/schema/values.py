@@ -166,14 +166,17 @@ def warn_of_mixed_units(name: str, magnitudes: Iterable[float | None]) -> None:
 def _to_ordered_bits(values: npt.NDArray[np.float64]) -> Int64:
     """Return int64 patterns that sort like the floats."""
     # IEEE 754 orders positive floats as integers; negative ones are flipped.
-    bits: Int64 = (values + 0.0).view(np.int64)  # + 0.0 makes -0.0 equal 0.0
-    return np.where(bits < 0, bits ^ np.int64(0x7FFFFFFFFFFFFFFF), bits)
+    return _flip_negative((values + 0.0).view(np.int64))  # + 0.0 makes -0.0 equal 0.0
 
 
 def from_ordered_bits(bits: Int64) -> npt.NDArray[np.float64]:
     """Return the floats behind the ticks of a float column, see `to_time_ticks`."""
-    unflipped: Int64 = np.where(bits < 0, bits ^ np.int64(0x7FFFFFFFFFFFFFFF), bits)
-    return unflipped.view(np.float64)
+    return _flip_negative(bits).view(np.float64)
+
+
+def _flip_negative(bits: Int64) -> Int64:
+    """Return the bits, all but the sign of negative ones turned over; twice is as before."""
+    return np.where(bits < 0, bits ^ np.int64(0x7FFFFFFFFFFFFFFF), bits)
 
 
 def parse_time(value: float | str, kind: pa.DataType, key: str = "episodes.at") -> int:

@@ -44,12 +44,7 @@ class SIM(EventEncoder):
         known_TNH = is_before_TNH(events_THD, rectangle.before_TN)
         if self.by_hash and events_THD.shape[1] > self.newest:
             return self._over_found(events_THD, target_TND, known_TNH)
-        query = split_heads(self.query(target_TND), self.heads)
-        key, value = (split_heads(of(events_THD), self.heads) for of in (self.key, self.value))
-        score = query @ key.mT / math.sqrt(query.shape[3])
-        weight = softmax_of_known(score, known_TNH.unsqueeze(1))
-        attended_TND: Tensor = self.output(join_heads(weight @ value))
-        return attended_TND
+        return self._attend(target_TND, events_THD, known_TNH)
 
     def _over_found(self, events_THD: Tensor, target_TND: Tensor, known_TNH: Tensor) -> Tensor:
         """Return the attention over the events nearest to each target by their hash."""
@@ -64,17 +59,22 @@ class SIM(EventEncoder):
         found_TNH = nearness_TNH.topk(self.newest, dim=2).indices
         chosen = found_TNH.flatten(1).unsqueeze(2).expand(-1, -1, self.width)
         events_found = events_THD.gather(1, chosen).unflatten(1, found_TNH.shape[1:])
-        rows_of_each, target_of_each = (
-            events_found.flatten(0, 1),
+        known_TNH = known_TNH.gather(2, found_TNH)
+        # Each row attends to its own events, as a task of its own.
+        attended = self._attend(
             target_TND.flatten(0, 1).unsqueeze(1),
+            events_found.flatten(0, 1),
+            known_TNH.flatten(0, 1).unsqueeze(1),
         )
-        query = split_heads(self.query(target_of_each), self.heads)
-        key, value = (split_heads(of(rows_of_each), self.heads) for of in (self.key, self.value))
+        return attended.view_as(target_TND)
+
+    def _attend(self, target_TND: Tensor, events_THD: Tensor, known_TNH: Tensor) -> Tensor:
+        query = split_heads(self.query(target_TND), self.heads)
+        key, value = (split_heads(of(events_THD), self.heads) for of in (self.key, self.value))
         score = query @ key.mT / math.sqrt(query.shape[3])
-        known = known_TNH.gather(2, found_TNH).flatten(0, 1)[:, None, None]
-        attended = join_heads(softmax_of_known(score, known) @ value)
-        found_TND: Tensor = self.output(attended)
-        return found_TND.view_as(target_TND)
+        weight = softmax_of_known(score, known_TNH.unsqueeze(1))
+        attended_TND: Tensor = self.output(join_heads(weight @ value))
+        return attended_TND
 
 
 def softmax_of_known(score: Tensor, known: Tensor) -> Tensor:
