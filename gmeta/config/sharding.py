@@ -47,6 +47,12 @@ class ShardingConfig:
     wire_dtype: WireDtype = key(
         "float32", "precision of embedding rows and their gradients between ranks"
     )
+    groups: int = key(
+        1,
+        "groups of ranks; each shards the tables over its ranks and has a copy of its own "
+        "(docs/scaling.md)",
+        min=1,
+    )
     sequence: SequenceKind = key(
         "none",
         "how ranks share a long task's events: not at all, by heads, by places or by both "
@@ -128,6 +134,11 @@ def check_sharding(config: ShardingConfig, tables: list[str], sparse_optimizer: 
             f'outer.sparse_optimizer = "{sparse_optimizer}": it keeps the mean square over a whole '
             "row, of which each rank would see only some columns, and train another model. "
             'Set outer.sparse_optimizer = "adagrad", or another kind of sharding'
+        )
+    if config.groups > 1 and config.exchange != "host":
+        raise ConfigError(
+            f'sharding.groups = {config.groups} with sharding.exchange = "torchrec", which has no '
+            'copies of tables. Set sharding.exchange = "host", or sharding.groups = 1'
         )
     for name, placement in placements_of_tables(config, tables).items():
         if placement not in IN_HOST_MEMORY:

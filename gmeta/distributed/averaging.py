@@ -21,7 +21,7 @@ class LayerAverage:
         self._missing = len(self._layers)
         self._sum: tuple[Tensor, Pending] | None = None
         for layer in self._layers:
-            dist.broadcast(layer.detach(), src=0, group=ranks.control)
+            dist.broadcast(layer.detach(), src=0)  # of all, also where `ranks` are some
             # All gradients travel as one message once the last is there, while the rest of backward
             # takes those of the rows to their owners.
             layer.register_post_accumulate_grad_hook(self._ready)

@@ -6,7 +6,7 @@ import threading
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from typing import Any, TypeVar
 
@@ -42,6 +42,8 @@ class Ranks:
     # Apart from the AllReduce of the layers, which ranks start at different points of backward.
     rows: dist.ProcessGroup
     transport: Transport
+    timeout: timedelta = timedelta(minutes=30)
+    devices: dist.ProcessGroup | None = None  # what is on the device goes by; None: the job's own
 
     def enter_thread(self) -> None:
         """Have a new thread use this rank's GPU."""
@@ -91,7 +93,32 @@ def start_ranks(device: str, timeout_s: int, store: Store | None = None) -> Rank
         rows = dist.new_group(backend="gloo", timeout=timeout)
     finally:
         waiting.cancel()
-    return Ranks(rank, world_size, where, control, rows, Transport(rows, control))
+    transport = Transport(rows, control)
+    return Ranks(rank, world_size, where, control, rows, transport, timeout)
+
+
+def join_subset(ranks: Ranks, subsets: Sequence[Sequence[int]]) -> Ranks:
+    """Return this rank among those of the one subset that has it; its `rank` counts there.
+    Collective: each rank is in one of the subsets."""
+    found = ranks
+    for members in subsets:
+        # Every rank makes all groups, in the same order.
+        control, rows = (
+            dist.new_group(members, ranks.timeout, backend="gloo") for _ in ("control", "rows")
+        )
+        is_cuda = ranks.device.type == "cuda"
+        devices = dist.new_group(members, ranks.timeout) if is_cuda else control
+        if ranks.rank in members:
+            found = replace(
+                ranks,
+                rank=members.index(ranks.rank),
+                world_size=len(members),
+                control=control,
+                rows=rows,
+                transport=Transport(rows, control, devices),
+                devices=devices,
+            )
+    return found
 
 
 def _check_gpu(local_rank: int, visible: int) -> None:
@@ -163,9 +190,9 @@ def add_arrays_over_ranks(arrays: Sequence[npt.NDArray[Any]], ranks: Ranks) -> N
         dist.all_reduce(torch.from_numpy(array), group=ranks.control)
 
 
-def add_over_ranks(value: Tensor) -> None:
+def add_over_ranks(value: Tensor, ranks: Ranks) -> None:
     """Replace a tensor by its element-wise sum over the ranks, on its device, without waiting."""
-    dist.all_reduce(value)
+    dist.all_reduce(value, group=ranks.devices)
 
 
 def start_any_rank(flag: Tensor, ranks: Ranks) -> Callable[[], bool]:
@@ -198,10 +225,11 @@ def start_any_rank(flag: Tensor, ranks: Ranks) -> Callable[[], bool]:
     return answer_of_devices
 
 
-def new_control_group() -> dist.ProcessGroup:
-    """Return another gloo group, for one thread; every rank must make it in the same place."""
+def new_control_group(members: Sequence[int] | None = None) -> dist.ProcessGroup:
+    """Return another gloo group, for one thread, of these ranks or all; every rank must make it in
+    the same place."""
     # With torch's timeout (30 minutes), not that of a step: a disk may be slow.
-    group: dist.ProcessGroup = dist.new_group(backend="gloo")
+    group: dist.ProcessGroup = dist.new_group(members and list(members), backend="gloo")
     return group
 
 

@@ -14,6 +14,7 @@ from torchrec.distributed import DistributedModelParallel
 from gmeta.data.accumulate import Collated, MicroBatches, accumulate_loss
 from gmeta.data.episodes import Episodes
 from gmeta.distributed.exchange.exchange import Exchange
+from gmeta.distributed.groups.levels import Levels
 from gmeta.distributed.ranks import lost_contact
 from gmeta.errors import ConfigError, GMetaError, is_of_memory
 from gmeta.platform.numerics import autocast
@@ -51,7 +52,8 @@ class ShardedLearner(nn.Module):
         # Its start, work and threads; None: something else came since.
         self._last_step: tuple[float, int, int] | None = None
         self._num_weights = sum(parameter.numel() for parameter in learner.parameters())
-        self.exchange: Exchange  # set once the tables are sharded
+        self.exchange: Exchange  # set once the tables are sharded, as is
+        self.levels: Levels
         self.clock: ComputeClock | None = None  # starts when the rows of a step have arrived
 
     def forward(self, episodes: Episodes | MicroBatches, weight: float) -> Tensor:

@@ -14,7 +14,7 @@ from torchrec.distributed.fbgemm_qcomm_codec import (
     QCommsConfig,
     get_qcomm_codecs_registry,
 )
-from torchrec.distributed.model_parallel import DataParallelWrapper
+from torchrec.distributed.model_parallel import DataParallelWrapper, DefaultDataParallelWrapper
 from torchrec.distributed.types import ShardingEnv, ShardingPlan
 
 from gmeta.config.sharding import WireDtype
@@ -24,6 +24,7 @@ from gmeta.data.cuda_graphs import CudaCapture
 from gmeta.distributed.averaging import LayerAverage
 from gmeta.distributed.exchange.torchrec import TorchRecExchange
 from gmeta.distributed.exchange.wire import WireExchange
+from gmeta.distributed.groups.levels import split_levels
 from gmeta.distributed.ranks import Ranks
 from gmeta.distributed.sequence.long_events import spread_long_events
 from gmeta.distributed.sharded_learner import TABLES_PREFIX, DistributedLearner, ShardedLearner
@@ -57,6 +58,21 @@ class _NoAveraging(DataParallelWrapper):  # type: ignore[misc]
         """Leave the layers as they are."""
 
 
+class _AveragingOver(DefaultDataParallelWrapper):  # type: ignore[misc]
+    # By DistributedDataParallel, of these ranks, which may be more than the tables are sharded over.
+    def __init__(self, ranks: Ranks) -> None:
+        super().__init__()
+        self._env = _environment(ranks)
+
+    def wrap(self, dmp: DistributedLearner, env: ShardingEnv, device: torch.device) -> None:
+        """Have the layers' gradients averaged."""
+        super().wrap(dmp, self._env, device)
+
+
+def _environment(ranks: Ranks) -> ShardingEnv:
+    return ShardingEnv.from_process_group(ranks.devices or dist.group.WORLD)
+
+
 def shard_learner(
     learner: "MetaLearner", features: Features, config: TrainConfig, ranks: Ranks
 ) -> DistributedLearner:
@@ -68,7 +84,8 @@ def shard_learner(
     tables = make_unsharded_tables(features, config.model, outer)
     # In the order of the features: the exchange knows a table by its number.
     modules = [module_name(table.name) for table in features.tables]
-    plans = make_plan(tables, config.sharding, config.data.tasks_per_step, ranks)
+    levels = split_levels(ranks, config.sharding.groups)
+    plans = make_plan(tables, config.sharding, config.data.tasks_per_step, ranks, levels)
     plan = merge_plans(plans, modules)
     check_clipping(plan, outer.clip_norm)
     if not is_ours and ranks.device.type == "cpu":
@@ -82,21 +99,22 @@ def shard_learner(
     with keep_tables_in(PlainTables) if is_ours else nullcontext():
         sharded = DistributedLearner(
             ShardedLearner(tables, learner.to(ranks.device), config.run.precision),
-            env=ShardingEnv.from_process_group(dist.group.WORLD),
+            env=_environment(levels.inside),
             device=ranks.device,
             plan=ShardingPlan(plans),
             # Ours has codecs of its own, and TorchRec warns of those that gloo does without.
             sharders=[_sharder("float32" if is_ours else config.sharding.wire_dtype, ranks.device)],
             data_parallel_wrapper=_NoAveraging()
             if ranks.world_size == 1 or is_average_ours
-            else None,
+            else _AveragingOver(ranks),
         )
     if is_average_ours and ranks.world_size > 1:
         LayerAverage(learner.parameters(), ranks)
     # The exchange and the tables' arithmetic are ours, or those of TorchRec and fbgemm.
     inner = sharded.local
+    inner.levels = levels
     if is_ours:
-        inner.exchange = WireExchange(inner.tables, plan, config.sharding.wire_dtype, ranks)
+        inner.exchange = WireExchange(inner.tables, plan, config.sharding.wire_dtype, levels)
     else:
         inner.exchange = TorchRecExchange(inner.tables, list(plan), ranks.device)
     initialise_tables(sharded, outer.embedding_init_std, config.run.seed)

@@ -29,9 +29,11 @@ from gmeta.config.sharding import (
 from gmeta.config.table_names import module_name, table_of
 from gmeta.distributed.cluster_spec import Cluster
 from gmeta.distributed.collective_errors import run_on_first
+from gmeta.distributed.groups.levels import Levels
 from gmeta.distributed.ranks import Ranks, broadcast_value
 from gmeta.distributed.torchrec_planner import KERNELS, PLACES, collections_in, plan_by_torchrec
 from gmeta.errors import ConfigError
+from gmeta.platform.internals import place_shard
 
 # fbgemm's kernels read a row in vectors of four values, and TorchRec cuts no thinner columns.
 WIDTH_MULTIPLE = 4
@@ -40,22 +42,40 @@ MAX_SHOWN = 6
 
 
 def make_plan(
-    tables: nn.Module, config: ShardingConfig, tasks_per_step: int, ranks: Ranks
+    tables: nn.Module, config: ShardingConfig, tasks_per_step: int, ranks: Ranks, levels: Levels
 ) -> dict[str, EmbeddingModuleShardingPlan]:
     """Return the sharding plan of each collection of tables in a ShardedLearner's `tables`, by the
-    collection's name; equal on every rank. Raises ConfigError: a kind does not fit here."""
-    local_size = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-    cluster = Cluster(ranks.world_size, local_size, ranks.device.type)
+    collection's name; equal on every rank of a group. Raises ConfigError: a kind does not fit
+    here."""
+    size = levels.inside.world_size
+    local_size = min(int(os.environ.get("LOCAL_WORLD_SIZE", "1")), size)
+    cluster = Cluster(size, local_size, ranks.device.type)
     if config.default != "planner":
-        return plan_on(tables, config, tasks_per_step, cluster)
+        found = plan_on(tables, config, tasks_per_step // config.groups, cluster)
+        return _move_to_group(found, levels, ranks)
     # By rank 0 for all: ranks that planned for themselves might differ.
-    found: dict[str, EmbeddingModuleShardingPlan] = {}
+    found = {}
 
     def plan() -> None:
-        found.update(plan_on(tables, config, tasks_per_step, _with_memory(cluster, ranks.device)))
+        here = _with_memory(cluster, ranks.device)
+        found.update(plan_on(tables, config, tasks_per_step // config.groups, here))
 
     run_on_first(plan, ranks)
-    return broadcast_value(found, ranks)
+    return _move_to_group(broadcast_value(found, ranks), levels, ranks)
+
+
+def _move_to_group(
+    plans: dict[str, EmbeddingModuleShardingPlan], levels: Levels, ranks: Ranks
+) -> dict[str, EmbeddingModuleShardingPlan]:
+    """Return the first group's plans as plans of this rank's group."""
+    # TorchRec cuts tables by numbers in the group, and torch's ShardedTensor, which the places are
+    # for, knows a rank by its number among all.
+    local_size = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    for plan in plans.values() if levels.group else ():
+        for table in plan.values():
+            for shard in table.sharding_spec.shards:
+                place_shard(shard, levels.members[shard.placement.rank()], ranks.device.type, local_size)
+    return plans
 
 
 def plan_on(

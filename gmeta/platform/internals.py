@@ -12,6 +12,7 @@ from torch.distributed._shard.sharded_tensor.api import ShardedTensor as Sharded
 from torch.distributed._shard.sharded_tensor.metadata import ShardedTensorMetadata
 from torch.distributed._shard.sharded_tensor.shard import Shard
 from torch.distributed.distributed_c10d import Store, _get_default_store
+from torch.distributed.remote_device import _remote_device
 from torchrec.distributed import batched_embedding_kernel as kernels
 from torchrec.distributed.embedding import ShardedEmbeddingCollection
 from torchrec.optim.keyed import KeyedOptimizer
@@ -69,6 +70,13 @@ def job_store() -> Store:
     """Return the store through which the ranks of this job met."""
     # If it moves: start_ranks can make the store itself, in place of init_process_group.
     return _get_default_store()
+
+
+def place_shard(shard: ShardMetadata, rank: int, device: str, ranks_per_host: int) -> None:
+    """Have a shard of a plan lie on this rank, by its number among all ranks."""
+    # If it moves: TorchRec's DMPCollection does the same to its plans.
+    number = f":{rank % ranks_per_host}" if device == "cuda" else ""
+    shard.placement = _remote_device(f"rank:{rank}/{device}{number}")
 
 
 def empty_like_sharded(value: ShardedTensor) -> ShardedTensor:

@@ -171,13 +171,14 @@ class WirePlanner:
         is_of_group_YG: Ints,
         repeats_G: Sequence[RepeatFinder],
         world_size: int,
+        is_alone: bool,
     ) -> None:
         self._routes = routes
         # Of this rank's shards, once for every rank that asks.
         self._first_row_WY = np.tile(np.array(first_row_of_shard, np.int64), world_size)
         self._is_of_group_YG = is_of_group_YG
         self._repeats_G = list(repeats_G)
-        self._is_alone = world_size == 1
+        self._is_alone = is_alone
 
     def plan(self, episodes: "Collated") -> RowPlan:
         """Return the ids sorted by the rank that holds them; alone, also rows sent to itself."""

@@ -10,29 +10,32 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from gmeta.distributed.groups.copies import TouchedRows
 from gmeta.distributed.tables.rows_to_send import RowsToSend
 from gmeta.distributed.tables.updates import FastGroup
-from gmeta.distributed.transport.transport import Swap, Transport
-
-FLOAT16_MAX = 65_504.0
+from gmeta.distributed.transport.narrow_transport import NarrowTransport
+from gmeta.distributed.transport.transport import Swap
 
 
 class RowSwap:
     """One step, as one rank sees it: rows are looked up and on their way once it is made.
 
     `to_send_G` are the rows of each group that this rank sends, rank by rank, `counts_WG` how many
-    of them go to each; `num_requested` the values that it requests of each."""
+    of them go to each; `num_requested` the values that it requests of each. `touched` has what
+    other groups of ranks bring for these rows; None: nothing. A gradient is the mean over
+    `num_ranks`."""
 
     def __init__(
         self,
-        transport: Transport,
+        wire: NarrowTransport,
         groups: Sequence[FastGroup],
         device: torch.device,
-        wire_dtype: torch.dtype | None,
         to_send_G: Sequence[RowsToSend],
         counts_WG: Sequence[Sequence[int]],
         num_requested: Sequence[int],
         on_gradient: Callable[[Tensor], None],
+        num_ranks: int,
+        touched: TouchedRows | None,
     ) -> None:
         self.groups, self.to_send_G = groups, to_send_G
         # The values of each group that go to each rank.
@@ -44,9 +47,8 @@ class RowSwap:
             [sum(sizes_G) for sizes_G in self.sizes_WG],
             num_requested,
         )
-        self.wire_dtype = wire_dtype  # None: as they are
-        self.on_gradient = on_gradient
-        self._transport, self._device = transport, device
+        self.wire, self.on_gradient = wire, on_gradient
+        self._device, self._num_ranks, self._touched = device, num_ranks, touched
         self.requested = torch.empty(sum(num_requested), device=device)
         self.remote_values, own = self.requested.split_with_sizes(
             [sum(num_requested[:-1]), num_requested[-1]]
@@ -80,33 +82,26 @@ class RowSwap:
         scale: float = 1.0,
     ) -> Swap:
         """Start to send each other rank `send_counts` of the values."""
-        if self.wire_dtype is not None:
-            # `scale` brings gradients to the middle of float16's range.
-            if self.wire_dtype == torch.float16:
-                values = (values * scale).clamp_(-FLOAT16_MAX, FLOAT16_MAX)
-            # gloo does not know bfloat16: its bits travel as float16.
-            values, remote_values = values.to(self.wire_dtype).view(torch.float16), None
-        return self._transport.swap(values, send_counts[:-1], receive_counts[:-1], remote_values)
+        counts = send_counts[:-1], receive_counts[:-1]
+        return self.wire.send(values, *counts, remote_values, scale)
 
-    def receive(self, swap: Swap, scale: float = 1.0) -> list[Tensor]:
-        """Return the other ranks' values in float32, rank by rank; waits for them."""
-        parts = swap.parts()
-        if self.wire_dtype is None:
-            return parts
-        unscaled = 1 / scale if self.wire_dtype == torch.float16 else 1.0
-        return [part.view(self.wire_dtype).float().mul_(unscaled) for part in parts]
-
-    def update(self, grad_W: list[Tensor]) -> None:
+    def update(self, grad_W: list[Tensor], scale: float) -> None:
         """Pass the groups the gradients of the rows that they sent to each rank, flat."""
         parts_WG = [
             values.split_with_sizes(sizes_G)
             for values, sizes_G in zip(grad_W, self.sizes_WG, strict=True)
         ]
-        for index, (group, to_send) in enumerate(zip(self.groups, self.to_send_G, strict=True)):
+        grads_G = []
+        for index, group in enumerate(self.groups):
             parts_W = [parts_G[index] for parts_G in parts_WG]
             # As data-parallel averaging divides the layers' gradients; one rank's are the mean.
-            mean = parts_W[0] if len(parts_W) == 1 else torch.cat(parts_W).div_(len(parts_W))
-            group.take(to_send, mean.view(-1, group.width))
+            mean = parts_W[0] if self._num_ranks == 1 else torch.cat(parts_W).div_(self._num_ranks)
+            grads_G.append(mean.view(-1, group.width))
+        to_update_G: Sequence[RowsToSend] = self.to_send_G
+        if self._touched is not None:
+            to_update_G, grads_G = self._touched.add_up(to_update_G, grads_G, scale)
+        for group, to_update, grad_ND in zip(self.groups, to_update_G, grads_G, strict=True):
+            group.take(to_update, grad_ND)
 
     def _look_up(self, row_G: Sequence[Tensor], sizes_WG: list[list[int]], values: Tensor) -> None:
         starts_G, first = [0] * len(self.groups), 0
@@ -124,8 +119,8 @@ class _SwapRows(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, swap: RowSwap, gradient_scale: float, _: Tensor) -> Tensor:
-        parts = swap.receive(swap.message)
-        if swap.wire_dtype is not None:
+        parts = swap.wire.receive(swap.message)
+        if swap.wire.dtype is not None:
             torch.cat([*parts, swap.remote_values[:0]], out=swap.remote_values)
         ctx.swap, ctx.scale = swap, gradient_scale
         return swap.requested.detach()  # or the tensor and this node would refer to each other
@@ -140,5 +135,5 @@ class _SwapRows(torch.autograd.Function):
             [swap.remote_values.numel(), swap.num_requested[-1]]
         )
         message = swap.send(to_others, swap.num_requested, swap.num_sent, scale=scale)
-        swap.update([*swap.receive(message, scale), own_grad])
+        swap.update([*swap.wire.receive(message, scale), own_grad], scale)
         return None, None, None

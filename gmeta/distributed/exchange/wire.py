@@ -22,8 +22,10 @@ from gmeta.data.transfer import move_to_device, unpack
 from gmeta.distributed.exchange.exchange import Exchange
 from gmeta.distributed.exchange.planning import KnownCounts, Routes, SendPlan, Shard, WirePlanner
 from gmeta.distributed.exchange.row_swap import RowSwap
-from gmeta.distributed.ranks import Ranks
+from gmeta.distributed.groups.copies import Copies, ExactCopies, TouchedRows
+from gmeta.distributed.groups.levels import Levels
 from gmeta.distributed.tables.updates import FastGroup
+from gmeta.distributed.transport.narrow_transport import NarrowTransport
 from gmeta.distributed.transport.transport import Swap
 from gmeta.platform.internals import TableKernel, table_kernels
 from gmeta_models.table_projections import pad_width_UD
@@ -39,14 +41,16 @@ class WireExchange(Exchange):
     """Fetches rows by one AlltoAll each way; their gradients update the shards that hold them."""
 
     planner: WirePlanner
+    copies: Copies | None  # of this rank's rows in other groups
 
     def __init__(
         self,
         tables: nn.Module,
         plan: EmbeddingModuleShardingPlan,
         wire_dtype: WireDtype,
-        ranks: Ranks,
+        levels: Levels,
     ) -> None:
+        self.ranks = ranks = levels.inside
         super().__init__(ranks.device)
         shards = [
             Shard(
@@ -56,14 +60,14 @@ class WireExchange(Exchange):
                 shard.shard_sizes[1],
                 shard.shard_offsets[0],
                 shard.shard_sizes[0],
-                shard.placement.rank(),
+                shard.placement.rank() % ranks.world_size,
             )
             for table, sharding in enumerate(plan.values())
             for shard in sharding.sharding_spec.shards
         ]
-        self.ranks = ranks
         self.routes = Routes(shards, ranks.rank, ranks.world_size)
-        self.wire_dtype = WIRE_DTYPES.get(wire_dtype)
+        narrow = WIRE_DTYPES.get(wire_dtype)
+        self.wire = NarrowTransport(ranks.transport, narrow)
         places = _find_shards(list(table_kernels(tables)), list(plan))
         own = self.routes.of_peer[-1]
         mine = [places[s.table, s.first_row, s.first_column] for s in own]
@@ -74,7 +78,14 @@ class WireExchange(Exchange):
         ).reshape(len(mine), len(self.groups))
         repeats = [group.repeats for group in self.groups]
         firsts = [row for _, row in mine]
-        self.planner = WirePlanner(self.routes, firsts, is_of_group_YG, repeats, ranks.world_size)
+        self.num_ranks, self.copies, is_alone = ranks.world_size, None, ranks.world_size == 1
+        if (across := levels.across) is not None:
+            self.num_ranks *= across.world_size
+            is_alone = False  # the host is to know the rows that the copies touch
+            self.copies = ExactCopies(across, NarrowTransport(across.transport, narrow))
+        self.planner = WirePlanner(
+            self.routes, firsts, is_of_group_YG, repeats, ranks.world_size, is_alone
+        )
 
     def _prefetch(self, plan: RowPlan) -> "_WireFetch":
         return _WireFetch(self, plan)
@@ -89,6 +100,7 @@ class _WireFetch(RowFetch):
         # The place of each id's row, on the device.
         self._place_U, self._id_U, rows_G = unpack(plan.numbers)
         self._to_send: SendPlan | None = None
+        self._touched: TouchedRows | None = None
         if self._known.to_send_WG is not None:
             self._to_send = SendPlan(self._known.to_send_WG, rows_G)
             return
@@ -120,14 +132,15 @@ class _WireFetch(RowFetch):
         exchange = self._exchange
         to_send = self._to_send or self._receive_requests()
         self._rows = RowSwap(
-            exchange.ranks.transport,
+            exchange.wire,
             exchange.groups,
             exchange.ranks.device,
-            exchange.wire_dtype,
             to_send.rows_G,
             to_send.counts_WG,
             self._known.values_W,
             exchange.on_gradient,
+            exchange.num_ranks,
+            self._touched,
         )
 
     def _receive_requests(self) -> SendPlan:
@@ -137,6 +150,9 @@ class _WireFetch(RowFetch):
         ids = torch.cat([*self._swap.parts(), self._own_ids])
         self._swap = None
         to_send = self._exchange.planner.plan_send(self._counts_WY, ids)
+        copies = self._exchange.copies
+        if copies is not None and torch.is_grad_enabled():  # predictions change no row
+            self._touched = copies.touch([rows.distinct_rows for rows in to_send.rows_G])
         return to_send._replace(rows_G=move_to_device(to_send.rows_G, self._exchange.ranks.device))
 
     def rows_UD(self, gradient_unit: float) -> Tensor:
@@ -144,6 +160,8 @@ class _WireFetch(RowFetch):
             self.look_up()
         rows, self._rows = self._rows, None
         assert rows is not None
+        if self._touched is not None:
+            self._touched.send()
         # A power of two changes no digit.
         rows_UD = self._assemble_rows(rows.values(2.0 ** -round(math.log2(gradient_unit))))
         if self._place_U is None:

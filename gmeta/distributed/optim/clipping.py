@@ -107,7 +107,7 @@ class GradientClipping:
         self._layers = list(layers)
         self._max_norm = max_norm
         self._norms: tuple[Tensor, Tensor] | None = None  # of layers, and of all
-        exchange = sharded.local.exchange
+        exchange, self._inside = sharded.local.exchange, sharded.local.levels.inside
         self._groups: list[_HoldingFastGroup | _HoldingGroup] = []
         if isinstance(exchange, WireExchange):
             self._groups += map(_HoldingFastGroup, exchange.groups)
@@ -125,8 +125,9 @@ class GradientClipping:
         of_layers = torch.nn.utils.get_total_norm(grads)
         # A rank may hold no table.
         squared = sum((group.squared_norm() for group in self._groups), torch.zeros_like(of_layers))
-        # The layers' gradients are equal on all ranks by now, and count once.
-        add_over_ranks(squared)
+        # The layers' gradients are equal on all ranks by now, and count once; those of rows are
+        # equal in all groups of ranks.
+        add_over_ranks(squared, self._inside)
         norm = (squared + of_layers.square()).sqrt()
         self._norms = of_layers, norm
         # A tensor, never asked for its value: no wait for the device in a step.

@@ -32,6 +32,11 @@ class RowsToSend:
     row_N: Tensor
     merge: _RowMerge | None  # None: no row repeats
 
+    @property
+    def distinct_rows(self) -> Ints:
+        """Return the distinct rows, in the order of `sum_gradients`; they are on the host."""
+        return (self.row_N if self.merge is None else self.merge.row_U).numpy()
+
     def sum_gradients(self, grad_ND: Tensor) -> tuple[Tensor, Tensor]:
         """Return the distinct rows and the sum of the gradients of each: [U], [U, D]."""
         if self.merge is None:

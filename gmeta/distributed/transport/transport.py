@@ -38,11 +38,28 @@ class Swap:
 
 @final
 class Transport:
-    """Swaps (by `rows`) and sums (by `control`) between all ranks; nothing with a single rank."""
+    """Swaps (by `rows`) and sums (by `control`) between ranks; nothing with a single rank."""
 
-    def __init__(self, rows: dist.ProcessGroup, control: dist.ProcessGroup) -> None:
+    def __init__(
+        self,
+        rows: dist.ProcessGroup,
+        control: dist.ProcessGroup,
+        devices: dist.ProcessGroup | None = None,
+    ) -> None:
         self._rows = rows
         self._control = control
+        # On a GPU through NCCL, by None the job's own group: only the stream waits.
+        self._devices = devices
+
+    @property
+    def rank(self) -> int:
+        """Return the number of this rank."""
+        return self._rows.rank()
+
+    @property
+    def num_others(self) -> int:
+        """Return the number of ranks beside this one."""
+        return self._rows.size() - 1
 
     def swap(
         self,
@@ -53,18 +70,17 @@ class Transport:
     ) -> Swap:
         """Start to send the other ranks these values, flat, and to receive theirs, in `out` if it
         is not None; the counts are in the ranks' order."""
-        if self._rows.size() == 1:
+        if not self.num_others:
             return Swap(None, None, ())
-        own = self._rows.rank()
+        own = self.rank
         out = values.new_empty(sum(receive_counts)) if out is None else out
-        # On a GPU through the job's own group, NCCL: only the stream waits.
         work: dist.Work = dist.all_to_all_single(
             out,
             values,
             # gloo counts every rank; what a rank keeps for itself does not travel.
             [*receive_counts[:own], 0, *receive_counts[own:]],
             [*send_counts[:own], 0, *send_counts[own:]],
-            group=self._rows if values.device.type == "cpu" else None,
+            group=self._rows if values.device.type == "cpu" else self._devices,
             async_op=True,
         )
         return Swap(work, out, receive_counts)

@@ -72,6 +72,12 @@ class CheckpointWriter:
         self._optimizer = optimizer
         # Its own group: the thread's messages must not meet those of the steps.
         self._ranks = replace(ranks, control=new_control_group())
+        # The first group of ranks writes, as all hold the same.
+        levels = sharded.local.levels
+        self._writes = levels.group == 0
+        self._writers = self._ranks.control
+        if levels.across is not None:
+            self._writers = new_control_group(range(levels.inside.world_size))
         self._writer = {
             "world_size": ranks.world_size,
             "config_digest": config.digest,
@@ -95,7 +101,7 @@ class CheckpointWriter:
         # One at a time: the copy in host memory is reused.
         self.finish()
         self._final = self._folder / checkpoint_name(progress.step)
-        state = collect_state(self._sharded, self._optimizer)
+        state = collect_state(self._sharded, self._optimizer) if self._writes else {}
         # Before the first step optimizers have no state: memory for a copy would fit no later one.
         if not self._in_background or not progress.step:
             # No copy is made: the step waits until the checkpoint is written.
@@ -168,7 +174,8 @@ class CheckpointWriter:
             # Nothing is copied ahead: torch would take memory of the first GPU that it sees,
             # another rank's, even where the run is on the CPU.
             writer = FileSystemWriter(temporary, per_thread_copy_ahead=0)
-            save_shards(state, storage_writer=writer, process_group=self._ranks.control)
+            if self._writes:
+                save_shards(state, storage_writer=writer, process_group=self._writers)
             own_entries = _describe_files(temporary, self._ranks.rank)
             file_entries = gather_values(own_entries, self._ranks) or []
             run_on_first(

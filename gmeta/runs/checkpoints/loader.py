@@ -61,7 +61,9 @@ def load_checkpoint(
         wanted = {**state, "model": model}
         if tables_may_grow:
             reader.index = fit_grown_index(reader.index, wanted, _TABLE_KEYS)
-        load_shards(wanted, storage_reader=reader, process_group=ranks.control)
+        # Each group of ranks fills its own copy of the tables.
+        inside = sharded.local.levels.inside
+        load_shards(wanted, storage_reader=reader, process_group=inside.control)
     except DAMAGE as error:
         if lost := lost_contact(error):
             raise lost from error
