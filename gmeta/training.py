@@ -272,6 +272,7 @@ class TrainingRun:
         with self._meter.exclude_time():
             # What a NaN led to must not become a checkpoint.
             self._guard.check()
+            self._optimizer.sync()
             self.writer.finish()
             files = self.feed.checkpoint_files(self._progress.step)
             self.writer.save(self._progress, {**files, **self._agent.checkpoint_files()})
@@ -283,6 +284,7 @@ class TrainingRun:
 
     def _validate(self, epoch: int) -> None:
         with self._meter.exclude_time():
+            self._optimizer.sync()
             scores = score_validation(self._scored, self.hooks.show_lines)
         # Only rank 0 has scores; all must judge alike, or they would part at the next step.
         scores = broadcast_value(scores, self._ranks)

@@ -11,14 +11,16 @@ import numpy as np
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
+from gmeta.cli.capacity_levels import count_touched, most_groups, other_levels
 from gmeta.config.inputs import NeighboursConfig
 from gmeta.config.labels import LabelsConfig
-from gmeta.config.sharding import ShardingConfig, check_sequences, check_sharding
+from gmeta.config.sharding import ShardingConfig, check_groups, check_sequences, check_sharding
 from gmeta.config.table_widths import WIDTH_MULTIPLE, widths_of_tables
 from gmeta.config.train_config import DataConfig, TrainConfig
 from gmeta.data.features.support_statistics import NO_STATISTICS
 from gmeta.data.reader import open_reader
 from gmeta.distributed.cluster_spec import CapacityOverrides, Cluster, Speeds
+from gmeta.distributed.groups.costs import with_groups
 from gmeta.distributed.sharding_estimate import (
     RESERVED,
     ShardingEstimate,
@@ -50,6 +52,8 @@ class Capacity:
     step: StepWork
     tasks_per_step: int  # of all ranks
     measured: bool  # the ids are the dataset's, not stated
+    # Other ways to use the network: groups of ranks, steps between averages, and their estimates.
+    levels: tuple[tuple[ShardingConfig, ShardingEstimate], ...] = ()
 
 
 def plan_capacity(
@@ -61,17 +65,26 @@ def plan_capacity(
     step = _describe_step(
         data, seed, width, overrides, features, learner, dataset, cluster.world_size
     )
+    # A stated share of distinct ids replaces the counted one.
+    is_measured = dataset is not None and not overrides.unique_share
     widths = widths_of_tables(features, config.model)
     sizes = {table.name: (table.num_rows, widths[table.name]) for table in features.tables}
 
     def estimate_for(chosen: ShardingConfig) -> ShardingEstimate:
+        check_groups(chosen, cluster.world_size)
+        group = cluster.group_of(chosen.groups)
         # Without values: a table of any number of rows takes no memory here.
         tables = make_unsharded_tables(features, config.model, config.outer)
-        sharded_tables = plan_on(tables, chosen, data.tasks_per_step, cluster)
-        plan = merge_plans(sharded_tables)
+        tasks_per_step = data.tasks_per_step // chosen.groups
+        plan = merge_plans(plan_on(tables, chosen, tasks_per_step, group))
         check_clipping(plan, config.outer.clip_norm)
-        description = describe_plan(plan, cluster.world_size)
-        return estimate(description, sizes, chosen, config.outer, step, cluster, speeds)
+        description = describe_plan(plan, group.world_size)
+        found = estimate(description, sizes, chosen, config.outer, step, group, speeds)
+        if chosen.groups == 1:
+            return found
+        counted = dataset if is_measured and not overrides.rows_per_task else None
+        touched = count_touched(data, seed, step, sizes, counted, chosen, group.world_size)
+        return with_groups(found, touched, sizes, chosen, config.outer, step, cluster, speeds)
 
     misfit = ""
     try:
@@ -97,14 +110,18 @@ def plan_capacity(
     if misfit:
         # fbgemm's kernels take widths that are multiples of this.
         narrower = range(WIDTH_MULTIPLE, config.model.embedding_dim, WIDTH_MULTIPLE)
-        suggestions = suggest_fits(found, narrower, config.outer, config.sharding, cluster)
+        group = cluster.group_of(config.sharding.groups)
+        suggestions = suggest_fits(found, narrower, config.outer, config.sharding, group)
+        groups = config.sharding.groups
+        if fewer := most_groups(groups - 1, groups, found, cluster, usable):
+            suggestions = [f"sharding.groups = {fewer}"]
         raise ConfigError(
             f"the tables do not fit on {cluster.world_size} GPUs: {misfit}. What would fit: "
             f"{', or '.join(suggestions) or 'GPUs with more memory (--gpu-memory)'}"
         )
-    # A stated share of distinct ids replaces the counted one.
-    is_measured = dataset is not None and not overrides.unique_share
-    return Capacity(found, step, data.tasks_per_step, is_measured)
+    compared = other_levels(config.sharding, found, cluster, usable)
+    levels = tuple((chosen, estimate_for(chosen)) for chosen in compared)
+    return Capacity(found, step, data.tasks_per_step, is_measured, levels)
 
 
 def _build_model(

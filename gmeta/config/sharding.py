@@ -53,6 +53,12 @@ class ShardingConfig:
         "(docs/scaling.md)",
         min=1,
     )
+    sync_every: int = key(
+        1, "steps after which groups average; until then each trains by itself. 1: exact", min=1
+    )
+    outer_momentum: float = key(
+        0.0, "momentum of the layers' averages, with sync_every above 1", min=0.0, max=0.99
+    )
     sequence: SequenceKind = key(
         "none",
         "how ranks share a long task's events: not at all, by heads, by places or by both "
@@ -76,10 +82,24 @@ def check_sequences(config: ShardingConfig, encoder: str, accumulate_steps: int)
             f'{shared}, and model.events = "sim" attends only to the few that its search finds. '
             f"Choose sasrec, hstu or din, {rest}"
         )
+    if config.sync_every > 1:
+        raise ConfigError(
+            f"{shared}, and with sharding.sync_every = {config.sync_every} groups of ranks have "
+            f"layers of their own. Set it to 1, {rest}"
+        )
     if accumulate_steps > 1:
         raise ConfigError(
             f"{shared} in each step, and outer.accumulate_steps = {accumulate_steps} cuts a step "
             f"into parts that ranks take apart from each other. Set it to 1, {rest}"
+        )
+
+
+def check_groups(config: ShardingConfig, world_size: int) -> None:
+    """Raise ConfigError where so many ranks do not fill the groups evenly."""
+    if world_size % config.groups:
+        raise ConfigError(
+            f"sharding.groups = {config.groups} with {world_size} ranks: each group needs the same "
+            "number of them. Set it to a divisor of the number of ranks, or to 1"
         )
 
 
@@ -134,6 +154,12 @@ def check_sharding(config: ShardingConfig, tables: list[str], sparse_optimizer: 
             f'outer.sparse_optimizer = "{sparse_optimizer}": it keeps the mean square over a whole '
             "row, of which each rank would see only some columns, and train another model. "
             'Set outer.sparse_optimizer = "adagrad", or another kind of sharding'
+        )
+    if config.groups == 1 and (config.sync_every > 1 or config.outer_momentum):
+        raise ConfigError(
+            f"sharding.sync_every = {config.sync_every} and sharding.outer_momentum = "
+            f"{config.outer_momentum:g} are of groups of ranks, and sharding.groups = 1. Set "
+            "groups, or leave these as they are by default"
         )
     if config.groups > 1 and config.exchange != "host":
         raise ConfigError(

@@ -1,7 +1,7 @@
 """What a plan is made for: the machines, and what the command line says of the data."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 
 @dataclass(frozen=True)
@@ -13,6 +13,11 @@ class Cluster:
     device: str  # "cpu" or "cuda"
     device_bytes: int = 0
     host_bytes: int = 0
+
+    def group_of(self, num_groups: int) -> "Cluster":
+        """Return one of so many equal groups of the ranks."""
+        size = self.world_size // num_groups
+        return replace(self, world_size=size, ranks_per_host=min(self.ranks_per_host, size))
 
 
 @dataclass(frozen=True)

@@ -59,7 +59,7 @@ class _NoAveraging(DataParallelWrapper):  # type: ignore[misc]
 
 
 class _AveragingOver(DefaultDataParallelWrapper):  # type: ignore[misc]
-    # By DistributedDataParallel, of these ranks, which may be more than the tables are sharded over.
+    # By DistributedDataParallel, over more ranks than the tables are sharded over, or as many.
     def __init__(self, ranks: Ranks) -> None:
         super().__init__()
         self._env = _environment(ranks)
@@ -84,7 +84,8 @@ def shard_learner(
     tables = make_unsharded_tables(features, config.model, outer)
     # In the order of the features: the exchange knows a table by its number.
     modules = [module_name(table.name) for table in features.tables]
-    levels = split_levels(ranks, config.sharding.groups)
+    levels = split_levels(ranks, config.sharding)
+    averaged = levels.inside if levels.is_local else ranks  # whose layers are one
     plans = make_plan(tables, config.sharding, config.data.tasks_per_step, ranks, levels)
     plan = merge_plans(plans, modules)
     check_clipping(plan, outer.clip_norm)
@@ -105,11 +106,11 @@ def shard_learner(
             # Ours has codecs of its own, and TorchRec warns of those that gloo does without.
             sharders=[_sharder("float32" if is_ours else config.sharding.wire_dtype, ranks.device)],
             data_parallel_wrapper=_NoAveraging()
-            if ranks.world_size == 1 or is_average_ours
-            else _AveragingOver(ranks),
+            if averaged.world_size == 1 or is_average_ours
+            else _AveragingOver(averaged),
         )
-    if is_average_ours and ranks.world_size > 1:
-        LayerAverage(learner.parameters(), ranks)
+    if is_average_ours and averaged.world_size > 1:
+        LayerAverage(learner.parameters(), averaged)
     # The exchange and the tables' arithmetic are ours, or those of TorchRec and fbgemm.
     inner = sharded.local
     inner.levels = levels

@@ -25,6 +25,7 @@ RESERVED = 0.15
 # Of a table in uvm_cached, the share of its rows in the cache, and what the cache keeps of each row
 # and of each of its own: fbgemm's and TorchRec's defaults.
 CACHED_SHARE, CACHE_ROW_BYTES, CACHE_SLOT_BYTES = 0.2, 4, 16
+NETWORK = ", network"  # ends the names of parts that go to other hosts
 DENSE_STATES = {"adam": 2, "adamw": 2, "adagrad": 1, "sgd": 0}
 # How often a row's values pass the memory of the GPU that holds them (read and written to give them
 # out, their gradient written and read, the row read and written), and of the one that asked.
@@ -53,6 +54,11 @@ class ShardingEstimate:
     copied_bytes_W: Values  # that a checkpoint in the background takes of the host's beside them
     fixed_bytes: float  # of the device's memory, for what is not a table
     parts: dict[str, tuple[float, float]]
+
+    @property
+    def network_bytes(self) -> float:
+        """Return what the busiest rank sends to other hosts in a step."""
+        return sum(sent for name, (sent, _) in self.parts.items() if name.endswith(NETWORK))
 
     @property
     def step_s(self) -> float:
@@ -87,7 +93,7 @@ def estimate(
         on_device_W, on_host_W = table_bytes(table["placement"], rows_W, columns_W, outer)
         device_W += on_device_W
         host_W += on_host_W
-        of_values, of_rows = _count_states(outer)
+        of_values, of_rows = count_states(outer)
         copied_W += (1 + of_values) * _pinned_bytes(FLOAT_BYTES * rows_W * columns_W)
         copied_W += of_rows * _pinned_bytes(FLOAT_BYTES * rows_W)
         ids = step.ids[name]
@@ -102,7 +108,7 @@ def estimate(
             sent_W += given_out_W
             ids_sent = ids * float((rows_W / num_rows).sum()) * (num_ranks - 1) / num_ranks
         if table["placement"] in IN_HOST_MEMORY:
-            from_host_W += given_out_W * (2 + 2 * _count_states(outer)[0])
+            from_host_W += given_out_W * (2 + 2 * count_states(outer)[0])
         rows_sent = 2 * float(given_out_W.mean()) * (num_ranks - 1) * wire_bytes
         tables[name] = {
             "rows": num_rows,
@@ -122,7 +128,6 @@ def estimate(
     near, far = _busiest(sent_W * wire_bytes, cluster.ranks_per_host)
     dense = step.num_weights * FLOAT_BYTES
     reduced = 2 * (dense + copied_values * FLOAT_BYTES) * (num_ranks - 1) / num_ranks
-    link = speeds.nvlink if num_ranks <= cluster.ranks_per_host else speeds.network
     states = DENSE_STATES[outer.dense_optimizer] + (outer.momentum > 0)
     layers = step.num_weights * FLOAT_BYTES * (2 + states)
     # Rows of a step and their gradients: those that came, and those that go out.
@@ -138,16 +143,24 @@ def estimate(
             "tables, in the GPU's memory": (hbm_bytes, hbm_bytes / speeds.hbm),
             "tables, in the host's memory": (pcie_bytes, pcie_bytes / speeds.pcie),
             "rows and gradients, NVLink": (2 * near, 2 * near / speeds.nvlink),
-            "rows and gradients, network": (2 * far, 2 * far / speeds.network),
-            "AllReduce of the layers": (reduced, reduced / link),
+            f"rows and gradients{NETWORK}": (2 * far, 2 * far / speeds.network),
+            **layers_part(reduced, num_ranks <= cluster.ranks_per_host, speeds),
         },
     )
+
+
+def layers_part(
+    num_bytes: float, is_one_host: bool, speeds: Speeds
+) -> dict[str, tuple[float, float]]:
+    """Return the part of a step that averages the layers' gradients."""
+    name = f"AllReduce of the layers{'' if is_one_host else NETWORK}"
+    return {name: (num_bytes, num_bytes / (speeds.nvlink if is_one_host else speeds.network))}
 
 
 def table_bytes(placement: str, rows: Any, columns: Any, outer: OuterConfig) -> tuple[Any, Any]:
     """Return the bytes of a table, or of each rank's part, with its state, on GPU and host."""
     # fbgemm keeps states of one number a row on the GPU in any case.
-    of_values, of_rows = _count_states(outer)
+    of_values, of_rows = count_states(outer)
     weights, row_states = FLOAT_BYTES * rows * columns, FLOAT_BYTES * of_rows * rows
     table_size = weights * (1 + of_values)
     if placement not in IN_HOST_MEMORY:
@@ -158,7 +171,7 @@ def table_bytes(placement: str, rows: Any, columns: Any, outer: OuterConfig) -> 
     return row_states + cache, table_size
 
 
-def _count_states(outer: OuterConfig) -> tuple[int, int]:
+def count_states(outer: OuterConfig) -> tuple[int, int]:
     """Return how many numbers the tables' optimizer keeps of each value, and of each row."""
     kind = STATES[optimizer_type_to_emb_opt_type(SPARSE_OPTIMIZERS[outer.sparse_optimizer])]
     return len(kind.names) - len(kind.of_rows), len(kind.of_rows)

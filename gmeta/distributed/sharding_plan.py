@@ -74,7 +74,9 @@ def _move_to_group(
     for plan in plans.values() if levels.group else ():
         for table in plan.values():
             for shard in table.sharding_spec.shards:
-                place_shard(shard, levels.members[shard.placement.rank()], ranks.device.type, local_size)
+                place_shard(
+                    shard, levels.members[shard.placement.rank()], ranks.device.type, local_size
+                )
     return plans
 
 

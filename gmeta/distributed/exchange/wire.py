@@ -24,6 +24,7 @@ from gmeta.distributed.exchange.planning import KnownCounts, Routes, SendPlan, S
 from gmeta.distributed.exchange.row_swap import RowSwap
 from gmeta.distributed.groups.copies import Copies, ExactCopies, TouchedRows
 from gmeta.distributed.groups.levels import Levels
+from gmeta.distributed.groups.local_rows import LocalRows
 from gmeta.distributed.tables.updates import FastGroup
 from gmeta.distributed.transport.narrow_transport import NarrowTransport
 from gmeta.distributed.transport.transport import Swap
@@ -78,11 +79,13 @@ class WireExchange(Exchange):
         ).reshape(len(mine), len(self.groups))
         repeats = [group.repeats for group in self.groups]
         firsts = [row for _, row in mine]
-        self.num_ranks, self.copies, is_alone = ranks.world_size, None, ranks.world_size == 1
+        self.num_ranks, self.copies = ranks.world_size, None
         if (across := levels.across) is not None:
             self.num_ranks *= across.world_size
-            is_alone = False  # the host is to know the rows that the copies touch
-            self.copies = ExactCopies(across, NarrowTransport(across.transport, narrow))
+            exact = ExactCopies(across, NarrowTransport(across.transport, narrow))
+            self.copies = LocalRows(self.groups) if levels.is_local else exact
+        # With copies the host is to know which rows the ranks ask for.
+        is_alone = self.num_ranks == 1
         self.planner = WirePlanner(
             self.routes, firsts, is_of_group_YG, repeats, ranks.world_size, is_alone
         )

@@ -38,11 +38,9 @@ class TouchedRows:
     def add_up(
         self, given_G: Sequence[RowsToSend], grads_G: Sequence[Tensor], scale: float
     ) -> tuple[list[RowsToSend], list[Tensor]]:
-        """Return the rows that any group touches and the sums of their gradients over all groups."""
+        """Return the rows that any group touches, and the sums of their gradients over all."""
         unions = move_to_device(tuple(self._request.unions()), self._device)
-        own_G = [
-            given.sum_gradients(grad)[1] for given, grad in zip(given_G, grads_G, strict=True)
-        ]
+        own_G = [given.sum_gradients(grad)[1] for given, grad in zip(given_G, grads_G, strict=True)]
         sums_G = sum_rows(unions, own_G, self._wire, scale)
         return [RowsToSend(union.row_U, None) for union in unions], sums_G
 

@@ -2,8 +2,8 @@
 
 from typing import NamedTuple
 
+from gmeta.config.sharding import ShardingConfig, check_groups
 from gmeta.distributed.ranks import Ranks, join_subset
-from gmeta.errors import ConfigError
 
 
 class Levels(NamedTuple):
@@ -12,6 +12,13 @@ class Levels(NamedTuple):
 
     inside: Ranks
     across: Ranks | None = None
+    sync_every: int = 1  # steps after which the copies are made one again
+    outer_momentum: float = 0.0
+
+    @property
+    def is_local(self) -> bool:
+        """Return whether groups take steps by themselves."""
+        return self.across is not None and self.sync_every > 1
 
     @property
     def group(self) -> int:
@@ -25,17 +32,15 @@ class Levels(NamedTuple):
         return range(first, first + self.inside.world_size)
 
 
-def split_levels(ranks: Ranks, num_groups: int) -> Levels:
+def split_levels(ranks: Ranks, config: ShardingConfig) -> Levels:
     """Return both levels; neighbours, which torchrun numbers host by host, form a group. Raises
     ConfigError: the ranks do not fill the groups evenly. Collective."""
+    num_groups = config.groups
     if num_groups == 1:
         return Levels(ranks)
-    if ranks.world_size % num_groups:
-        raise ConfigError(
-            f"sharding.groups = {num_groups} with {ranks.world_size} ranks: each group needs the "
-            "same number of them. Set it to a divisor of the number of ranks, or to 1"
-        )
+    check_groups(config, ranks.world_size)
     everyone = list(range(ranks.world_size))
     size = ranks.world_size // num_groups
     inside = join_subset(ranks, [everyone[first : first + size] for first in everyone[::size]])
-    return Levels(inside, join_subset(ranks, [everyone[first::size] for first in range(size)]))
+    across = join_subset(ranks, [everyone[first::size] for first in range(size)])
+    return Levels(inside, across, config.sync_every, config.outer_momentum)

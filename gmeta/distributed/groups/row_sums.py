@@ -24,7 +24,9 @@ def sum_rows(
     both = list(zip(unions, values_G, strict=True))
     others = range(wire.num_others)
     # To each rank the parts of the sums that it adds up.
-    sent_WG = [[values.index_select(0, one.send_W[peer]) for one, values in both] for peer in others]
+    sent_WG = [
+        [values.index_select(0, one.send_W[peer]) for one, values in both] for peer in others
+    ]
     counts_WG = [[one.into_W[peer].numel() for one, _ in both] for peer in others]
     parts_WG = _swap_rows(wire, sent_WG, counts_WG, values_G, scale)
     sums_G = []

@@ -4,7 +4,7 @@ the others stand in order.
 Shape suffixes: U unique ids, W ranks or workers"""
 
 from collections.abc import Sequence
-from typing import NamedTuple, final
+from typing import Any, NamedTuple, final
 
 import numpy as np
 import torch
@@ -33,7 +33,7 @@ class RowUnion(NamedTuple):
 
     @classmethod
     def of(cls, rows_W: Sequence[Ints], own: int) -> "RowUnion":
-        """Return the union of the distinct rows that each rank brings; this one has number `own`."""
+        """Return the union of the distinct rows that each rank brings; `own` is this one."""
         row_U, place_N = np.unique(np.concatenate(rows_W), return_inverse=True)
         place_W = np.split(place_N, np.cumsum([rows.size for rows in rows_W])[:-1])
         touches_WU = np.zeros((len(rows_W), row_U.size), bool)
@@ -46,7 +46,7 @@ class RowUnion(NamedTuple):
         among_summed_U = np.cumsum(is_summed_U) - 1
         into_W = [among_summed_U[place[adder_U[place] == own]] for place in place_W]
         others = [rank for rank in range(len(rows_W)) if rank != own]
-        numbers = (
+        numbers: tuple[Any, ...] = (
             row_U,
             num_U,
             place_W[own],

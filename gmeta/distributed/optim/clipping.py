@@ -107,7 +107,7 @@ class GradientClipping:
         self._layers = list(layers)
         self._max_norm = max_norm
         self._norms: tuple[Tensor, Tensor] | None = None  # of layers, and of all
-        exchange, self._inside = sharded.local.exchange, sharded.local.levels.inside
+        exchange, self._levels = sharded.local.exchange, sharded.local.levels
         self._groups: list[_HoldingFastGroup | _HoldingGroup] = []
         if isinstance(exchange, WireExchange):
             self._groups += map(_HoldingFastGroup, exchange.groups)
@@ -126,8 +126,10 @@ class GradientClipping:
         # A rank may hold no table.
         squared = sum((group.squared_norm() for group in self._groups), torch.zeros_like(of_layers))
         # The layers' gradients are equal on all ranks by now, and count once; those of rows are
-        # equal in all groups of ranks.
-        add_over_ranks(squared, self._inside)
+        # equal in all groups, or, where a group goes by itself, parts of a mean over all groups.
+        add_over_ranks(squared, self._levels.inside)
+        if self._levels.across is not None and self._levels.is_local:
+            squared *= self._levels.across.world_size**2
         norm = (squared + of_layers.square()).sqrt()
         self._norms = of_layers, norm
         # A tensor, never asked for its value: no wait for the device in a step.

@@ -12,7 +12,11 @@ from torchrec.optim.keyed import CombinedOptimizer, KeyedOptimizerWrapper
 from torchrec.optim.optimizers import in_backward_optimizer_filter
 
 from gmeta.config.train_config import OuterConfig
+from gmeta.distributed.exchange.wire import WireExchange
+from gmeta.distributed.groups.local_rows import LocalRows
 from gmeta.distributed.optim.clipping import GradientClipping
+from gmeta.distributed.optim.local_layers import OUTER_MOMENTUM, LocalLayers
+from gmeta.distributed.optim.local_steps import LocalSteps
 from gmeta.distributed.sharded_learner import DistributedLearner
 from gmeta.distributed.tables.plain_tables import PlainTables
 from gmeta.distributed.tables.table_groups import Group, table_groups
@@ -33,6 +37,17 @@ DENSE_OPTIMIZERS: dict[str, Callable[[OuterConfig], Callable[..., torch.optim.Op
 }
 
 
+class _DenseOptimizer(KeyedOptimizerWrapper):  # type: ignore[misc]
+    has_outer_momentum = False
+
+    def init_state(self, *rest: Any, **named: Any) -> None:
+        """Make all state, so that a checkpoint's can be loaded."""
+        super().init_state(*rest, **named)
+        if self.has_outer_momentum:
+            for layer in self.params.values():
+                self.state[layer][OUTER_MOMENTUM] = torch.zeros_like(layer)
+
+
 class OuterOptimizer(CombinedOptimizer):
     """Layers and tables: `begin_step`, forward and backward, `step`. One state dict for both."""
 
@@ -45,7 +60,9 @@ class OuterOptimizer(CombinedOptimizer):
             kind = DENSE_OPTIMIZERS[outer.dense_optimizer](outer)
             return kind(parameters, lr=outer.dense_lr, weight_decay=outer.weight_decay)
 
-        self._dense = KeyedOptimizerWrapper(layers, dense)
+        levels = sharded.local.levels
+        self._dense = _DenseOptimizer(layers, dense)
+        self._dense.has_outer_momentum = levels.is_local and levels.outer_momentum > 0
         self._tables = sharded.fused_optimizer
         place_row_states(self._tables)
         super().__init__([self._tables, self._dense])
@@ -57,6 +74,13 @@ class OuterOptimizer(CombinedOptimizer):
             if isinstance(group, PlainTables):  # fbgemm's are refused: check_sharding
                 group.weight_decay = outer.sparse_weight_decay
         self._outer = outer
+        self._local: LocalSteps | None = None
+        exchange = sharded.local.exchange
+        if levels.is_local and isinstance(exchange, WireExchange):
+            assert isinstance(exchange.copies, LocalRows)
+            local_layers = LocalLayers(self._layers, self._dense.state, levels.outer_momentum)
+            self._local = LocalSteps(exchange.copies, local_layers, levels)
+        self._step = 0
         self.steps_before = 0  # the run: those of the runs that it goes on from
         self._clipping = (
             GradientClipping(sharded, layers.values(), outer.clip_norm) if outer.clip_norm else None
@@ -65,7 +89,9 @@ class OuterOptimizer(CombinedOptimizer):
     def begin_step(self, step: int, total_steps: int) -> None:
         """Set the rates for the step after `step` steps of the run, and drop the last gradients."""
         # Before the step's rows are looked up: fbgemm takes the rate with the lookup.
-        outer = self._outer
+        outer, self._step = self._outer, step
+        if self._local is not None:
+            self._local.begin_step()
         scale = rate_scale(outer.lr_schedule, outer.warmup_steps, step, total_steps)
         self._rates = {"dense_lr": outer.dense_lr * scale, "sparse_lr": outer.sparse_lr * scale}
         for _, part in self.optimizers:
@@ -85,6 +111,14 @@ class OuterOptimizer(CombinedOptimizer):
             self._clipping.apply()
         # The tables' own part would only take its rate again, in a call for every table.
         self._dense.step(closure)
+        if self._local is not None:
+            self._local.finish_step(self._step)
+
+    def sync(self) -> None:
+        """Have all groups of ranks hold the same model and state, as they do unless they take steps
+        by themselves. Collective."""
+        if self._local is not None:
+            self._local.sync()
 
     def reading(self) -> dict[str, float | None]:
         """Return the last step's rates and its gradient's norm before clipping, of the layers and,

@@ -164,6 +164,20 @@ class FastGroup:
             return rows_UD
         return rows_UD.mul_(max(0.0, 1.0 - tables.learning_rate * tables.weight_decay))
 
+    def copy_all(self, row_U: Tensor) -> Tensor:
+        """Return a copy of rows, each with its optimizer's state behind it."""
+        stores = self.rows, *self.state.values()
+        return torch.cat([store.copy_rows(row_U) for store in stores], dim=1)
+
+    def write_all(self, row_U: Tensor, values: Tensor) -> None:
+        """Replace rows and their state by what is like a `copy_all`."""
+        stores = {"": self.rows, **self.state}
+        widths = [store.values_RD.shape[1] for store in stores.values()]
+        for (name, store), part in zip(stores.items(), values.split(widths, dim=1), strict=True):
+            # Differences that were added up may end beside 0, of squares below it.
+            is_of_squares = name in ("sum", "exp_avg_sq")
+            store.write(row_U, part.clamp(min=0) if is_of_squares else part.contiguous())
+
     @torch.no_grad()
     def update(self, to_update: RowsToSend, grad_ND: Tensor) -> None:
         """Take one optimizer step on these rows; repeated ones move by their gradients' sum."""

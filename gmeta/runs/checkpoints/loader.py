@@ -1,5 +1,6 @@
 """Loads and collects the state of a sharded run; any world size reads what any other wrote."""
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -7,6 +8,7 @@ from torch.distributed.checkpoint.state_dict_loader import load as load_shards
 from torchrec.optim.keyed import CombinedOptimizer, KeyedOptimizerWrapper
 
 from gmeta.distributed.collective_errors import run_on_all
+from gmeta.distributed.optim.local_layers import OUTER_MOMENTUM
 from gmeta.distributed.ranks import Ranks, broadcast_value, lost_contact
 from gmeta.distributed.sharded_learner import TABLES_PREFIX, DistributedLearner
 from gmeta.errors import GMetaError, UserError
@@ -58,7 +60,7 @@ def load_checkpoint(
             for name, value in state["model"].items()
             if f"model.{name}" in there or not name.startswith(may_lack)
         }
-        wanted = {**state, "model": model}
+        wanted = {**state, "model": model, **_without_outer_momentum(state, there)}
         if tables_may_grow:
             reader.index = fit_grown_index(reader.index, wanted, _TABLE_KEYS)
         # Each group of ranks fills its own copy of the tables.
@@ -90,6 +92,20 @@ def load_checkpoint(
     if optimizer is not None:
         optimizer.load_state_dict(optimizer.state_dict())  # filled in place
     return progress
+
+
+def _without_outer_momentum(state: dict[str, Any], there: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the optimizers' part of a state; a run without outer momentum stored none."""
+    # A run may go on with it: then it begins with zeros.
+    kept = {
+        name: {
+            key: value
+            for key, value in own.items()
+            if key != OUTER_MOMENTUM or f"optimizer.state.{name}.{key}" in there
+        }
+        for name, own in state.get("optimizer", {}).get("state", {}).items()
+    }
+    return {"optimizer": {"state": kept}} if kept else {}
 
 
 def broadcast_checkpoint(path: Path, ranks: Ranks) -> Path:

@@ -118,7 +118,7 @@ def test_tables_that_every_rank_holds_send_no_rows_but_their_gradients_sum() -> 
     found, _, _ = estimated(sharding, 16, rows={"city": 640})
     assert found.parts["rows and gradients, NVLink"] == (0.0, 0.0)
     assert found.parts["rows and gradients, network"] == (0.0, 0.0)
-    reduced, _ = found.parts["AllReduce of the layers"]
+    reduced, _ = found.parts["AllReduce of the layers, network"]
     assert reduced == pytest.approx(2 * 4 * (100_000 + 640 * 32) * 15 / 16)
 
 
@@ -129,7 +129,7 @@ def test_a_host_has_seven_near_ranks_of_64() -> None:
     far, far_s = found.parts["rows and gradients, network"]
     assert (near, far) == pytest.approx((2 * 7 * given, 2 * 56 * given))
     assert (near_s, far_s) == pytest.approx((near / 3e11, far / 5e10))
-    reduced, reduced_s = found.parts["AllReduce of the layers"]
+    reduced, reduced_s = found.parts["AllReduce of the layers, network"]
     assert reduced == pytest.approx(2 * 4 * 100_000 * 63 / 64)
     assert found.step_s == pytest.approx(sum(seconds for _, seconds in found.parts.values()))
     assert found.parts["layers, forward and backward"][1] == pytest.approx(1e-4)

@@ -18,6 +18,7 @@ def show_plan(
     _print_tables(planned)
     _print_memory(planned, cluster, config.run.checkpoint_in_background)
     _print_step(planned, cluster)
+    _print_levels(planned)
 
 
 def _print_result(planned: Capacity, cluster: Cluster) -> None:
@@ -41,6 +42,16 @@ def _print_result(planned: Capacity, cluster: Cluster) -> None:
                 for name, (num_bytes, seconds) in estimate.parts.items()
             },
         },
+        levels=[
+            {
+                "groups": sharding.groups,
+                "sync_every": sharding.sync_every,
+                "gpu_bytes": float(other.device_bytes_W.max()),
+                "network_bytes": other.network_bytes,
+                "seconds": other.step_s,
+            }
+            for sharding, other in planned.levels
+        ],
     )
 
 
@@ -121,6 +132,23 @@ def _print_step(planned: Capacity, cluster: Cluster) -> None:
         "reading. Forward and backward of a small MAML with 128 tasks took an H200 0.9 ms as a\n"
         "CUDA graph and 3.7 to 5.3 ms without: docs/gpu.md"
     )
+
+
+def _print_levels(planned: Capacity) -> None:
+    if not planned.levels:
+        return
+    heads = ("groups", "averaged", "memory of a GPU", "sent to other hosts", "ms")
+    table = make_table("Two levels of network: sharding.groups", *heads, text=("averaged",))
+    for sharding, other in planned.levels:
+        every = f"every {sharding.sync_every} steps" if sharding.sync_every > 1 else "every step"
+        table.add_row(
+            str(sharding.groups),
+            "" if sharding.groups == 1 else every,
+            _format_bytes(float(other.device_bytes_W.max())),
+            _format_bytes(other.network_bytes),
+            f"{other.step_s * 1e3:.3f}",
+        )
+    show_table(make_console(), table)
 
 
 def _format_bytes(num_bytes: float) -> str:

@@ -1,0 +1,81 @@
+"""What copies of the tables in groups of ranks cost: bytes between the groups."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+from gmeta.config.sharding import ShardingConfig
+from gmeta.config.train_config import OuterConfig
+from gmeta.distributed.cluster_spec import Cluster, Speeds
+from gmeta.distributed.sharding_estimate import (
+    DENSE_STATES,
+    FLOAT_BYTES,
+    NETWORK,
+    ShardingEstimate,
+    StepWork,
+    count_states,
+    layers_part,
+)
+
+ID_BYTES = 4
+LAYERS = "AllReduce of the layers"
+
+
+@dataclass(frozen=True)
+class TouchedRows:
+    """The rows of each table that one group of ranks touches between two averages (in a step, where
+    every step is exact), and that all groups together touch."""
+
+    of_group: Mapping[str, float]
+    of_all: Mapping[str, float]
+
+
+def bytes_between_groups(
+    touched: TouchedRows,
+    sizes: Mapping[str, tuple[int, int]],
+    sharding: ShardingConfig,
+    outer: OuterConfig,
+    ranks_of_group: int,
+) -> float:
+    """Return what a rank sends to other groups for rows, on average of a step, see RowUnion."""
+    # A row that n of N groups touch is sent (n - 1) + (N - 1) times, by the ranks that hold it.
+    num_groups, of_values, of_rows = sharding.groups, *count_states(outer)
+    narrow = FLOAT_BYTES if sharding.wire_dtype == "float32" else 2
+    total = 0.0
+    for name, (_, width) in sizes.items():
+        of_group, of_all = touched.of_group[name], touched.of_all[name]
+        # Gradients; between averages, the movement of weights and of their optimizer's state.
+        row_bytes = narrow * width
+        if sharding.sync_every > 1:
+            row_bytes = FLOAT_BYTES * (width * (1 + of_values) + of_rows)
+        times_sent = of_group + of_all * (num_groups - 2) / num_groups
+        total += times_sent * row_bytes + of_group * (num_groups - 1) * ID_BYTES
+    return total / ranks_of_group / sharding.sync_every
+
+
+def with_groups(
+    of_group: ShardingEstimate,
+    touched: TouchedRows,
+    sizes: Mapping[str, tuple[int, int]],
+    sharding: ShardingConfig,
+    outer: OuterConfig,
+    step: StepWork,
+    cluster: Cluster,
+    speeds: Speeds,
+) -> ShardingEstimate:
+    """Return the estimate of all groups of the cluster from that of one, whose tables are sharded
+    over its ranks."""
+    of_ranks = cluster.world_size // sharding.groups
+    across = bytes_between_groups(touched, sizes, sharding, outer, of_ranks)
+    is_exact = sharding.sync_every == 1
+    everyone = 2 * step.num_weights * FLOAT_BYTES * (1 - 1 / cluster.world_size)
+    parts = dict(of_group.parts)
+    if is_exact:
+        parts = {name: part for name, part in parts.items() if not name.startswith(LAYERS)}
+        is_one_host = cluster.world_size <= cluster.ranks_per_host
+        parts |= layers_part(everyone, is_one_host, speeds)
+    else:
+        # The layers go among the ranks of a group in every step; between, with their state, to all.
+        states = DENSE_STATES[outer.dense_optimizer] + (outer.momentum > 0)
+        across += everyone * (1 + states) / sharding.sync_every
+    parts[f"rows between groups{NETWORK}"] = across, across / speeds.network
+    return replace(of_group, parts=parts)
