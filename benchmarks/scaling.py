@@ -101,7 +101,7 @@ QUICK_WORKLOADS = 5
 class Rank:
     """One learner of one process group, and the share of the steps that is its own."""
 
-    def __init__(self, work: Workload, ranks: Any, wire_dtype: str) -> None:
+    def __init__(self, work: Workload, ranks: Any, wire_dtype: str, **sharding: int) -> None:
         self.ranks = ranks
         self.tasks = work.tasks
         num_features = len(work.rows_of_tables)
@@ -114,7 +114,7 @@ class Rank:
                 options={"bottom": work.bottom, "interaction": "cat"},
             ),
             algorithm=AlgorithmConfig(name=work.algorithm, adapt_embeddings=work.adapt_embeddings),
-            sharding=ShardingConfig(wire_dtype=wire_dtype),
+            sharding=ShardingConfig(wire_dtype=wire_dtype, **sharding),
         )
         # All ranks and variants begin with the same weights: their losses are compared.
         torch.manual_seed(0)

@@ -18,6 +18,8 @@ from gmeta.distributed.tables.updates import FastGroup
 from gmeta.distributed.transport.narrow_transport import NarrowTransport
 from gmeta.distributed.transport.transport import Transport
 
+TINY = 1e-30  # a sum of squares that is 0
+
 
 @dataclass(frozen=True)
 class MovedRows:
@@ -115,10 +117,23 @@ class _OpenRows:
         base_UP[here_U] = before_UP[place]
         since_UP[here_U] = now_UP[here_U] - before_UP[place]
         base_UP[union.place_own.to(device)] = moved.before_UP
-        # All groups get the same bits here. An optimizer with state takes steps whose length no
-        # gradient's scale changes: of them the mean, over the groups that took any. SGD's steps
-        # are as long as the gradients, which are parts of the mean over all ranks: their sum.
-        share_U = union.num_U if self._group.state else torch.ones_like(union.num_U)
-        base_UP += (of_all.total_UP / share_U[:, None]).to(device)
+        # All groups get the same bits here.
+        base_UP += self._weigh(base_UP, of_all).to(device)
         before_UP[place] = base_UP[here_U]
         self._group.write_all(row_U, base_UP + since_UP)
+
+    def _weigh(self, base_UP: Tensor, of_all: RowsOfAll) -> Tensor:
+        """Return how far rows and their state go, as nearly as one optimizer would have moved them
+        that saw the gradients of all groups, which are parts of the mean over all ranks."""
+        # SGD's steps add up. So do the squares of gradients that are mostly noise: Adagrad's steps,
+        # had they been divided by the sums of all squares. Adam's forget, and gradients' scale with
+        # them: of n groups the steps would have been the square root of n times their mean.
+        widths = [store.values_RD.shape[1] for store in self._group.stores]
+        (rows, *state), num_U1 = of_all.total_UP.split(widths, dim=1), of_all.union.num_U[:, None]
+        if "sum" in self._group.state:
+            before = base_UP.cpu().split(widths, dim=1)[1]
+            seen, all_squares = before + state[0] / num_U1, before + state[0]
+            rows = rows * (seen / all_squares.clamp(min=TINY)).sqrt()
+        elif state:
+            rows, state = rows / num_U1.sqrt(), [moments / num_U1 for moments in state]
+        return torch.cat([rows, *state], dim=1)

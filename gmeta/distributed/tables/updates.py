@@ -143,6 +143,7 @@ class FastGroup:
         kind = _HostRowStore if tables.values_RD.device.type == "cpu" else _DeviceRowStore
         self.rows = kind(tables.values_RD)
         self.state = {name: kind(values) for name, values in tables.state.items()}
+        self.stores = [self.rows, *self.state.values()]
         # Called with the gradients [N, D] of sent rows; clipping holds them back instead.
         self.take: Callable[[RowsToSend, Tensor], None] = self.update
         self._update_rows = UPDATES[tables.optimizer]
@@ -166,14 +167,12 @@ class FastGroup:
 
     def copy_all(self, row_U: Tensor) -> Tensor:
         """Return a copy of rows, each with its optimizer's state behind it."""
-        stores = self.rows, *self.state.values()
-        return torch.cat([store.copy_rows(row_U) for store in stores], dim=1)
+        return torch.cat([store.copy_rows(row_U) for store in self.stores], dim=1)
 
     def write_all(self, row_U: Tensor, values: Tensor) -> None:
         """Replace rows and their state by what is like a `copy_all`."""
-        stores = {"": self.rows, **self.state}
-        widths = [store.values_RD.shape[1] for store in stores.values()]
-        for (name, store), part in zip(stores.items(), values.split(widths, dim=1), strict=True):
+        parts = values.split([store.values_RD.shape[1] for store in self.stores], dim=1)
+        for name, store, part in zip(("", *self.state), self.stores, parts, strict=True):
             # Differences that were added up may end beside 0, of squares below it.
             is_of_squares = name in ("sum", "exp_avg_sq")
             store.write(row_U, part.clamp(min=0) if is_of_squares else part.contiguous())

@@ -3,6 +3,7 @@ the same model after `sync`, and go on from a checkpoint that one of them wrote.
 
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -31,6 +32,11 @@ FEATURES, TASKS = tasks_of_step("none, sgd")
 # Of each of two groups, the tasks of each step.
 SHARES = [[TASKS[group][step % 3][:1] for step in range(STEPS)] for group in (0, 1)]
 State = dict[str, Tensor]
+
+
+def without_epsilon() -> Any:
+    """Then the scale of a gradient changes no step of an adaptive optimizer."""
+    return mock.patch("gmeta.distributed.unsharded.ADAGRAD_EPSILON", 1e-20)
 
 
 def config_of(sparse: str, groups: int, momentum: float = MOMENTUM) -> TrainConfig:
@@ -72,7 +78,7 @@ def take_steps(
 
 def train(ranks: Ranks, folder: Path) -> dict[str, Any]:
     results = {}
-    with in_float64():
+    with in_float64(), without_epsilon():
         for sparse in OPTIMIZERS:
             sharded, optimizer = fresh(ranks, config := config_of(sparse, groups=2))
             in_group = ranks.world_size // 2
@@ -89,7 +95,7 @@ def train(ranks: Ranks, folder: Path) -> dict[str, Any]:
 
 def simulate(ranks: Ranks) -> dict[str, State]:
     """What is to come out, by two learners in one process, whose averages are written out."""
-    with in_float64():
+    with in_float64(), without_epsilon():
         return {sparse: simulated(ranks, sparse) for sparse in OPTIMIZERS}
 
 
@@ -131,8 +137,20 @@ def averaged(
             place = name.removeprefix("model.").removeprefix("optimizer.state.")
             table = f"model.{place.partition('.weight')[0]}.weight"
             touched = torch.stack([one[table].any(dim=1) for one in moved]).sum(dim=0).clamp(min=1)
-            parts = 1 if sparse == "sgd" else touched.view(-1, *[1] * (first.dim() - 1))
-            move = both.sum(dim=0) / parts
+            n = touched.view(-1, *[1] * (first.dim() - 1))
+            total = both.sum(dim=0)
+            if "adam" in sparse:
+                move = total / (n.sqrt() if name == table else n)
+            elif name == table and "adagrad" in sparse:
+                squares = f"optimizer.state.{place.partition('.weight')[0]}.weight."
+                (squares,) = (one for one in moved[0] if one.startswith(squares))
+                shape = (len(total), -1)
+                before = common.get(squares, torch.zeros_like(moved[0][squares])).view(shape)
+                added = (moved[0][squares] + moved[1][squares]).view(shape)
+                seen, all_squares = before + added / n, before + added
+                move = total * (seen / all_squares.clamp(min=1e-30)).sqrt()
+            else:
+                move = total
         else:
             move = both.mean(dim=0)
         found[name] = common.get(name, torch.zeros_like(first)) + move
@@ -186,16 +204,15 @@ def test_groups_average_what_they_moved_and_others_go_on_from_it(tmp_path: Path)
             copies = [joined(of_ranks[:size]), joined(of_ranks[size:])]
             for name, value in copies[0].items():
                 assert torch.equal(value, copies[1][name]), name
-                if not name.endswith(".step"):
-                    # Beside SGD, gradients of another scale: epsilon weighs differently, and the
-                    # optimizer's state of tables has that scale.
-                    scale = 1.0
-                    if ".state.tables." in name:
-                        scale = 2.0 if name.endswith("exp_avg") else 4.0
-                    torch.testing.assert_close(
-                        value * scale, expected[sparse][name], rtol=1e-6,
-                        atol=1e-10 if sparse == "sgd" else 1e-6,
-                    )  # fmt: skip
+                if name.endswith(".step"):
+                    continue
+                # The simulation's gradients of tables are twice as large: so is what is kept of
+                # them, though not the steps.
+                scale = 1.0
+                if ".state.tables." in name:
+                    scale = 2.0 if name.endswith("exp_avg") else 4.0
+                expect = expected[sparse][name]
+                torch.testing.assert_close(value * scale, expect, rtol=1e-9, atol=1e-10)
     for world_size, groups in ((1, 1), (4, 1), (2, 2), (4, 2)):
         loaded = on_ranks(world_size, load, tmp_path / "4", groups)
         for sparse in OPTIMIZERS:
