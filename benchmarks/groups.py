@@ -24,13 +24,21 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 from _common import REPOSITORY, environment, finish, make_parser, print_table
-from _synthetic import even_sizes, random_batch
-from scaling import FLOAT32, LARGE, Rank, Workload, replace
+from _synthetic import even_sizes, random_batch, single_id_features
+from scaling import FLOAT32, LARGE, Rank, Workload, compacted, replace
 
 sys.path.insert(0, str(REPOSITORY))
 
+from gmeta.config.sharding import ShardingConfig
+from gmeta.config.train_config import OuterConfig
+from gmeta.distributed.cluster_spec import Cluster, Speeds
+from gmeta.distributed.groups.costs import LAYERS, TouchedRows, with_groups
 from gmeta.distributed.ranks import barrier, start_ranks
+from gmeta.distributed.sharding_estimate import NETWORK, StepWork, estimate
+from gmeta.distributed.sharding_plan import describe_plan, merge_plans, plan_on
 from gmeta.distributed.steps import batch_without_tasks, iterate_steps
+from gmeta.distributed.unsharded import make_unsharded_tables
+from gmeta_models import ModelConfig
 from tests.deploy.network import INTERFACE, Host, NoNamespacesError, hosts
 
 HOSTS, RANKS_OF_HOST = 2, 2
@@ -106,6 +114,52 @@ class Way:
         return Turn(elapsed / STEPS, sent / STEPS, self.touched / STEPS, losses)
 
 
+def estimated_bytes(work: Workload, num_weights: int) -> dict[str, float]:
+    """What a host sends in a step of each way as `gmeta plan` has it, from counted ids."""
+    features = single_id_features(len(work.rows_of_tables), work.rows_of_tables)
+    support, query = (even_sizes(work.tasks, rows) for rows in work.rows)
+    batches = [random_batch(features, support, query, seed, SKEW) for seed in range(STEPS)]
+    names = [table.name for table in features.tables]
+
+    def distinct(part: int, parts: int, steps: int) -> dict[str, float]:
+        """Distinct ids of each table in one part of so many steps in a row, on average."""
+        share = slice(work.tasks * part // parts, work.tasks * (part + 1) // parts)
+        shares = [compacted(one.tasks(share.start, share.stop)) for one in batches]
+        counts = []
+        for first in range(0, STEPS, steps):
+            ids_B = [
+                torch.split(one.unique_ids_U, one.unique_lengths_B.tolist())
+                for one in shares[first : first + steps]
+            ]
+            counts.append([torch.cat(ids).unique().numel() for ids in zip(*ids_B, strict=True)])
+        return dict(zip(names, np.mean(counts, axis=0).tolist(), strict=True))
+
+    outer, cluster = OuterConfig(), Cluster(WORLD, RANKS_OF_HOST, "cpu")
+    rows = sum(work.rows) * work.tasks / WORLD
+    step = StepWork(work.tasks / WORLD, rows, distinct(0, WORLD, 1), 0.0, num_weights)
+    model = ModelConfig(embedding_dim=work.width)
+    sizes = {table.name: (table.num_rows, work.width) for table in features.tables}
+    speeds, found = Speeds(1.0, 1.0, 1.0, 1.0, 1.0), {}
+    for name, keys in WAYS.items():
+        sharding = ShardingConfig(**keys)
+        group = cluster.group_of(sharding.groups)
+        tables = make_unsharded_tables(features, model, outer)
+        plan = describe_plan(
+            merge_plans(plan_on(tables, sharding, work.tasks, group)), group.world_size
+        )
+        told = estimate(plan, sizes, sharding, outer, step, group, speeds)
+        if sharding.groups > 1:
+            every = sharding.sync_every
+            touched = TouchedRows(distinct(0, HOSTS, every), distinct(0, 1, every))
+            told = with_groups(told, touched, sizes, sharding, outer, step, cluster, speeds)
+        far = {part: sent for part, (sent, _) in told.parts.items() if part.endswith(NETWORK)}
+        # Of a ring over all ranks one of a host's sends beyond it, of an AlltoAll each.
+        found[name] = sum(
+            sent * (1 if part.startswith(LAYERS) else RANKS_OF_HOST) for part, sent in far.items()
+        )
+    return found
+
+
 def sent_bytes() -> int:
     """Bytes that this namespace's interface has sent."""
     for line in Path("/proc/thread-self/net/dev").read_text().splitlines():
@@ -146,7 +200,7 @@ def measure(work: Workload, rounds: int, rate: str) -> dict[str, Any]:
         mp.spawn(work_on_rank, (folder, work, rounds, ends), nprocs=WORLD)
         pickled = [Path(folder, f"{rank}.pickle").read_bytes() for rank in range(WORLD)]
     found, layers = zip(*map(pickle.loads, pickled), strict=True)
-    return compared(found, layers[0])
+    return {**compared(found, layers[0]), "estimated_bytes": estimated_bytes(work, layers[0])}
 
 
 def compared(found: tuple[dict[str, list[Turn]], ...], num_weights: int) -> dict[str, Any]:
@@ -197,10 +251,15 @@ def main() -> None:
         ) from error
     print(f"{HOSTS} hosts of {RANKS_OF_HOST} ranks, {options.rate} between them")
     lines = [
-        [name, f"{found['step_ms'][name]:.0f}", f"{found['host_bytes'][name] / 1e6:.2f}"]
+        [
+            name,
+            f"{found['step_ms'][name]:.0f}",
+            f"{found['host_bytes'][name] / 1e6:.2f}",
+            f"{found['estimated_bytes'][name] / 1e6:.2f}",
+        ]
         for name in WAYS
     ]
-    print_table(["tables", "ms a step", "MB a host and step"], lines)
+    print_table(["tables", "ms a step", "MB a host and step", "as gmeta plan says"], lines)
     finish("groups", {**environment(), "rounds": rounds, "rate": options.rate, **found})
 
 

@@ -56,6 +56,9 @@ class ShardingConfig:
     sync_every: int = key(
         1, "steps after which groups average; until then each trains by itself. 1: exact", min=1
     )
+    overlap_sync: bool = key(
+        False, "whether groups average beside the steps that follow, which then come too early"
+    )
     outer_momentum: float = key(
         0.0, "momentum of the layers' averages, with sync_every above 1", min=0.0, max=0.99
     )
@@ -155,11 +158,16 @@ def check_sharding(config: ShardingConfig, tables: list[str], sparse_optimizer: 
             "row, of which each rank would see only some columns, and train another model. "
             'Set outer.sparse_optimizer = "adagrad", or another kind of sharding'
         )
-    if config.groups == 1 and (config.sync_every > 1 or config.outer_momentum):
+    if config.groups == 1 and config.sync_every > 1:
         raise ConfigError(
-            f"sharding.sync_every = {config.sync_every} and sharding.outer_momentum = "
-            f"{config.outer_momentum:g} are of groups of ranks, and sharding.groups = 1. Set "
-            "groups, or leave these as they are by default"
+            f"sharding.sync_every = {config.sync_every} is of groups of ranks, and sharding.groups "
+            "= 1. Set groups, or sync_every = 1"
+        )
+    if config.sync_every == 1 and (config.outer_momentum or config.overlap_sync):
+        raise ConfigError(
+            f"sharding.outer_momentum = {config.outer_momentum:g} and sharding.overlap_sync = "
+            f"{str(config.overlap_sync).lower()} are of averages, and with sharding.sync_every = 1 "
+            "there are none. Set sync_every above 1, or leave these as they are by default"
         )
     if config.groups > 1 and config.exchange != "host":
         raise ConfigError(

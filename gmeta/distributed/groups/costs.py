@@ -71,11 +71,12 @@ def with_groups(
     parts = dict(of_group.parts)
     if is_exact:
         parts = {name: part for name, part in parts.items() if not name.startswith(LAYERS)}
-        is_one_host = cluster.world_size <= cluster.ranks_per_host
-        parts |= layers_part(everyone, is_one_host, speeds)
+        parts |= layers_part(everyone, cluster.world_size <= cluster.ranks_per_host, speeds)
     else:
-        # The layers go among the ranks of a group in every step; between, with their state, to all.
+        # They go among the ranks of a group in every step; between averages, with their state, to
+        # all.
         states = DENSE_STATES[outer.dense_optimizer] + (outer.momentum > 0)
-        across += everyone * (1 + states) / sharding.sync_every
+        averaged = everyone * (1 + states) / sharding.sync_every
+        parts[f"{LAYERS}, between groups{NETWORK}"] = averaged, averaged / speeds.network
     parts[f"rows between groups{NETWORK}"] = across, across / speeds.network
     return replace(of_group, parts=parts)

@@ -13,6 +13,7 @@ class Levels(NamedTuple):
     inside: Ranks
     across: Ranks | None = None
     sync_every: int = 1  # steps after which the copies are made one again
+    overlaps_sync: bool = False
     outer_momentum: float = 0.0
 
     @property
@@ -43,4 +44,4 @@ def split_levels(ranks: Ranks, config: ShardingConfig) -> Levels:
     size = ranks.world_size // num_groups
     inside = join_subset(ranks, [everyone[first : first + size] for first in everyone[::size]])
     across = join_subset(ranks, [everyone[first::size] for first in range(size)])
-    return Levels(inside, across, config.sync_every, config.outer_momentum)
+    return Levels(inside, across, config.sync_every, config.overlap_sync, config.outer_momentum)

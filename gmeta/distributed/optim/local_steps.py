@@ -1,5 +1,5 @@
-"""Steps that groups of ranks take by themselves: what they moved is averaged every so many, beside
-the steps that follow (CO2, arXiv 2401.16265; DiLoCo, arXiv 2311.08105)."""
+"""Steps that groups of ranks take by themselves: what they moved is averaged every so many (DiLoCo,
+arXiv 2311.08105), at once or beside the steps that follow (CO2, arXiv 2401.16265)."""
 
 import threading
 from collections.abc import Callable
@@ -56,7 +56,8 @@ class LocalSteps:
     """Averages what groups of ranks move by themselves, every `levels.sync_every` steps."""
 
     def __init__(self, rows: LocalRows, layers: LocalLayers, levels: Levels) -> None:
-        self._rows, self._layers, self._num_steps = rows, layers, levels.sync_every
+        self._rows, self._layers = rows, layers
+        self._num_steps, self._overlaps = levels.sync_every, levels.overlaps_sync
         assert levels.across is not None
         self._transport = levels.across.transport  # the steps themselves send nothing by it
         # All ranks, not one of each group: a ring of them crosses between two groups once.
@@ -74,6 +75,8 @@ class LocalSteps:
         # By the number of the step: a run that goes on has the windows of an unbroken one.
         if (step + 1) % self._num_steps == 0:
             self._end_window()
+            if not self._overlaps:
+                self._settle(windows_late=0)
 
     def sync(self) -> None:
         """Have all groups hold the same model. Collective."""

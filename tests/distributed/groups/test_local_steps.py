@@ -27,7 +27,15 @@ from tests.support import reference
 
 WINDOWS, EVERY, MOMENTUM = 3, 2, 0.5
 STEPS = WINDOWS * EVERY
-OPTIMIZERS = ("sgd", "adagrad", "rowwise_adagrad", "adam", "partial_rowwise_adam")
+# The tables' optimizer, and whether averages come a window late.
+CASES = {
+    "sgd": ("sgd", False),
+    "adagrad": ("adagrad", False),
+    "rowwise adagrad, late": ("rowwise_adagrad", True),
+    "adam, late": ("adam", True),
+    "rowwise adam": ("partial_rowwise_adam", False),
+    "sgd, late": ("sgd", True),
+}
 FEATURES, TASKS = tasks_of_step("none, sgd")
 # Of each of two groups, the tasks of each step.
 SHARES = [[TASKS[group][step % 3][:1] for step in range(STEPS)] for group in (0, 1)]
@@ -39,11 +47,14 @@ def without_epsilon() -> Any:
     return mock.patch("gmeta.distributed.unsharded.ADAGRAD_EPSILON", 1e-20)
 
 
-def config_of(sparse: str, groups: int, momentum: float = MOMENTUM) -> TrainConfig:
+def config_of(case: str, groups: int, momentum: float = MOMENTUM) -> TrainConfig:
+    sparse, overlaps = CASES[case]
     # Of SGD the rows of a group alone, which the simulation trains, have half of the rate: their
     # gradients are parts of the mean over both groups.
     rate = 0.05 if sparse == "sgd" and groups == 1 else 0.1
-    sharding = ShardingConfig(groups=groups, sync_every=EVERY, outer_momentum=momentum)
+    sharding = ShardingConfig(
+        groups=groups, sync_every=EVERY, overlap_sync=overlaps, outer_momentum=momentum
+    )
     return TrainConfig(
         model=MODEL,
         outer=OuterConfig(dense_lr=0.01, sparse_lr=rate, sparse_optimizer=sparse),
@@ -79,16 +90,16 @@ def take_steps(
 def train(ranks: Ranks, folder: Path) -> dict[str, Any]:
     results = {}
     with in_float64(), without_epsilon():
-        for sparse in OPTIMIZERS:
-            sharded, optimizer = fresh(ranks, config := config_of(sparse, groups=2))
+        for case in CASES:
+            sharded, optimizer = fresh(ranks, config := config_of(case, groups=2))
             in_group = ranks.world_size // 2
             # The first rank of a group has its task, the others take part without.
             group, place = divmod(ranks.rank, in_group)
             tasks = SHARES[group] if place == 0 else [[] for _ in range(STEPS)]
             take_steps(ranks, sharded, optimizer, tasks)
             optimizer.sync()
-            results[sparse] = {"state": dict(parts_of(collect_state(sharded, optimizer)))}
-            with CheckpointWriter(folder / sparse, sharded, optimizer, config, ranks) as writer:
+            results[case] = {"state": dict(parts_of(collect_state(sharded, optimizer)))}
+            with CheckpointWriter(folder / case, sharded, optimizer, config, ranks) as writer:
                 writer.save(RunProgress(step=STEPS))
     return results
 
@@ -96,11 +107,12 @@ def train(ranks: Ranks, folder: Path) -> dict[str, Any]:
 def simulate(ranks: Ranks) -> dict[str, State]:
     """What is to come out, by two learners in one process, whose averages are written out."""
     with in_float64(), without_epsilon():
-        return {sparse: simulated(ranks, sparse) for sparse in OPTIMIZERS}
+        return {case: simulated(ranks, case) for case in CASES}
 
 
-def simulated(ranks: Ranks, sparse: str) -> State:
-    pairs = [fresh(ranks, config_of(sparse, groups=1)) for _ in range(2)]
+def simulated(ranks: Ranks, case: str) -> State:
+    sparse, is_late = CASES[case]
+    pairs = [fresh(ranks, config_of(case, groups=1)) for _ in range(2)]
     common: State = {}
     momentum: State = {}
     waiting: list[State] = []
@@ -115,12 +127,17 @@ def simulated(ranks: Ranks, sparse: str) -> State:
                 name: value - before.get(name, torch.zeros_like(value))
                 for name, value in state_of(*pair).items()
             })  # fmt: skip
-        if waiting:
+        if is_late and waiting:
             common = averaged(common, waiting, momentum, sparse, windows_late=1)
             for pair, of_group in zip(pairs, moved, strict=True):
                 put(*pair, {name: common[name] + value for name, value in of_group.items()})
+        if not is_late:
+            common = averaged(common, moved, momentum, sparse, windows_late=0)
+            for pair in pairs:
+                put(*pair, common)
         waiting = moved
-    common = averaged(common, waiting, momentum, sparse, windows_late=0)
+    if is_late:
+        common = averaged(common, waiting, momentum, sparse, windows_late=0)
     return common | {
         f"optimizer.state.{name.removeprefix('model.')}.outer_momentum": value
         for name, value in momentum.items()
@@ -184,12 +201,12 @@ def put(sharded: DistributedLearner, optimizer: OuterOptimizer, values: State) -
 def load(ranks: Ranks, folder: Path, groups: int) -> dict[str, Any]:
     results = {}
     with in_float64():
-        for sparse in OPTIMIZERS:
+        for case in CASES:
             momentum = MOMENTUM if groups == 2 else 0.0
-            config = config_of(sparse, groups, momentum)
+            config = config_of(case, groups, momentum)
             sharded, optimizer = fresh(ranks, config)
-            load_checkpoint(folder / sparse / f"step-{STEPS:08d}", sharded, optimizer, ranks)
-            results[sparse] = {"state": dict(parts_of(collect_state(sharded, optimizer)))}
+            load_checkpoint(folder / case / f"step-{STEPS:08d}", sharded, optimizer, ranks)
+            results[case] = {"state": dict(parts_of(collect_state(sharded, optimizer)))}
     return results
 
 
@@ -199,8 +216,8 @@ def test_groups_average_what_they_moved_and_others_go_on_from_it(tmp_path: Path)
     for world_size in (2, 4):
         folder = tmp_path / str(world_size)
         results, size = on_ranks(world_size, train, folder), world_size // 2
-        for sparse in OPTIMIZERS:
-            of_ranks = [one[sparse] for one in results]
+        for case in CASES:
+            of_ranks = [one[case] for one in results]
             copies = [joined(of_ranks[:size]), joined(of_ranks[size:])]
             for name, value in copies[0].items():
                 assert torch.equal(value, copies[1][name]), name
@@ -211,15 +228,15 @@ def test_groups_average_what_they_moved_and_others_go_on_from_it(tmp_path: Path)
                 scale = 1.0
                 if ".state.tables." in name:
                     scale = 2.0 if name.endswith("exp_avg") else 4.0
-                expect = expected[sparse][name]
+                expect = expected[case][name]
                 torch.testing.assert_close(value * scale, expect, rtol=1e-9, atol=1e-10)
     for world_size, groups in ((1, 1), (4, 1), (2, 2), (4, 2)):
         loaded = on_ranks(world_size, load, tmp_path / "4", groups)
-        for sparse in OPTIMIZERS:
+        for case in CASES:
             size = world_size // groups
             for first in range(0, world_size, size):
-                found = joined([one[sparse] for one in loaded[first : first + size]])
-                written = joined([one[sparse] for one in results[:2]])
+                found = joined([one[case] for one in loaded[first : first + size]])
+                written = joined([one[case] for one in results[:2]])
                 if groups == 1:
                     written = {k: v for k, v in written.items() if "outer_momentum" not in k}
                 assert found.keys() == written.keys()
