@@ -1,4 +1,4 @@
-"""Servers behind a proxy that hashes X-Task-Key, as the Ingress has it: each keeps its own tasks."""
+"""Servers behind a proxy that hashes X-Task-Key, as the Ingress does: each keeps its own tasks."""
 
 import shutil
 import subprocess
