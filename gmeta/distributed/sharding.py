@@ -199,8 +199,14 @@ def _fill(
 
 def describe_sharding(sharded: DistributedLearner, ranks: Ranks) -> dict[str, Any]:
     """Return where the rows of every table live, see describe_plan."""
-    plan = merge_plans(sharded.plan.plan)
-    return describe_plan(plan, ranks.world_size)
+    size = sharded.local.levels.inside.world_size
+    description = describe_plan(merge_plans(sharded.plan.plan), size)
+    # The plan of each of the groups of ranks, counted from its first.
+    return (
+        description
+        if size == ranks.world_size
+        else {**description, "groups": ranks.world_size // size}
+    )
 
 
 def table_shards(sharded: DistributedLearner) -> dict[str, ShardedTensor]:

@@ -42,11 +42,16 @@ MAX_SHOWN = 6
 
 
 def make_plan(
-    tables: nn.Module, config: ShardingConfig, tasks_per_step: int, ranks: Ranks, levels: Levels
+    tables: nn.Module,
+    config: ShardingConfig,
+    tasks_per_step: int,
+    ranks: Ranks,
+    levels: Levels | None = None,
 ) -> dict[str, EmbeddingModuleShardingPlan]:
     """Return the sharding plan of each collection of tables in a ShardedLearner's `tables`, by the
     collection's name; equal on every rank of a group. Raises ConfigError: a kind does not fit
     here."""
+    levels = levels or Levels(ranks)
     size = levels.inside.world_size
     local_size = min(int(os.environ.get("LOCAL_WORLD_SIZE", "1")), size)
     cluster = Cluster(size, local_size, ranks.device.type)
@@ -162,7 +167,7 @@ def describe_plan(plan: EmbeddingModuleShardingPlan, world_size: int) -> dict[st
             "placement": PLACES.get(sharding.compute_kernel, "device"),
             "shards": [
                 {
-                    "rank": shard.placement.rank(),
+                    "rank": shard.placement.rank() % world_size,
                     "rows": [shard.shard_offsets[0], shard.shard_offsets[0] + shard.shard_sizes[0]],
                     "columns": [
                         shard.shard_offsets[1],
@@ -193,6 +198,8 @@ def describe_in_words(description: dict[str, Any]) -> list[str]:
         # Tables are trained in float32: 4 bytes a value.
         held = [f"rank {rank} {4 * n / 1e6:,.1f} MB" for rank, n in enumerate(values_of_rank)]
         lines.append(f"weights held: {_list_names(held)}")
+    if groups := description.get("groups"):
+        lines.append(f"a copy of the tables in each of {groups} groups of ranks")
     return lines
 
 

@@ -171,12 +171,7 @@ class CheckpointWriter:
         )
         try:
             run_on_first(lambda: _make_empty(temporary), self._ranks)
-            # Nothing is copied ahead: torch would take memory of the first GPU that it sees,
-            # another rank's, even where the run is on the CPU.
-            writer = FileSystemWriter(temporary, per_thread_copy_ahead=0)
-            if self._writes:
-                save_shards(state, storage_writer=writer, process_group=self._writers)
-            own_entries = _describe_files(temporary, self._ranks.rank)
+            own_entries = self._write_shards(state, temporary) if self._writes else {}
             file_entries = gather_values(own_entries, self._ranks) or []
             run_on_first(
                 lambda: self._commit(temporary, final, progress, files, file_entries), self._ranks
@@ -195,6 +190,20 @@ class CheckpointWriter:
             self._error = None
             if self._mirror is not None:
                 self._mirror.upload(final)
+
+    def _write_shards(
+        self, state: dict[str, Any], folder: Path
+    ) -> dict[str, FileChecksum] | OSError:
+        # Nothing is copied ahead: torch would take memory of the first GPU that it sees, another
+        # rank's, even where the run is on the CPU.
+        writer = FileSystemWriter(folder, per_thread_copy_ahead=0)
+        try:
+            save_shards(state, storage_writer=writer, process_group=self._writers)
+        except CheckpointException as error:
+            if self._writers is self._ranks.control:  # else those who do not write must hear of it
+                raise
+            return OSError(describe_failure(error))
+        return _describe_files(folder, self._ranks.rank)
 
     def _commit(
         self,
