@@ -78,7 +78,7 @@ def plan_capacity(
         tasks_per_step = data.tasks_per_step // chosen.groups
         plan = merge_plans(plan_on(tables, chosen, tasks_per_step, group))
         check_clipping(plan, config.outer.clip_norm)
-        description = describe_plan(plan, group.world_size)
+        description = describe_plan(plan, group.world_size, chosen)
         found = estimate(description, sizes, chosen, config.outer, step, group, speeds)
         if chosen.groups == 1:
             return found

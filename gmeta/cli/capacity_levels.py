@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from gmeta.config.sharding import ShardingConfig
+from gmeta.config.sharding import ShardingConfig, keeps_tables_beyond
 from gmeta.config.train_config import DataConfig
 from gmeta.data.reader import open_reader
 from gmeta.distributed.cluster_spec import Cluster
@@ -22,9 +22,9 @@ def other_levels(
     sharding: ShardingConfig, found: ShardingEstimate, cluster: Cluster, usable: float
 ) -> Iterator[ShardingConfig]:
     """Yield one group, then two and as many as the tables fit in, of whole hosts, averaged in every
-    step and more seldom; nothing for a single host, or for TorchRec's exchange."""
+    step and more seldom; nothing for a single host, where there are no groups."""
     num_hosts = cluster.world_size // cluster.ranks_per_host
-    if num_hosts == 1 or sharding.exchange != "host":
+    if num_hosts == 1 or sharding.exchange != "host" or keeps_tables_beyond(sharding):
         return
     yield replace(sharding, groups=1, sync_every=1, outer_momentum=0.0)
     groups = most_groups(num_hosts, sharding.groups, found, cluster, usable)
