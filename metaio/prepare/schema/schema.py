@@ -15,7 +15,7 @@ from metaio.format.features import (
     name_component,
     name_event_column,
 )
-from metaio.prepare.schema.conditions import parse_where
+from metaio.prepare.schema.conditions import parse_duration_s, parse_where
 from metaio.prepare.schema.rules import (
     EpisodeRule,
     EventsRule,
@@ -48,6 +48,13 @@ class LabelColumn:
     # Not known in rows where this column is 0.
     mask: str | None = None
     null: Literal["unknown"] | None = None  # absent: nulls are refused
+    # Of a stream: how old a row must be for the label to be final, as "24h"; until then it waits.
+    matures: str | None = None
+
+    @property
+    def matures_s(self) -> float:
+        """Return how old a row must be for the label to be final, in seconds."""
+        return 0.0 if self.matures is None else parse_duration_s("label.matures", self.matures)
 
     @property
     def is_always_known(self) -> bool:
