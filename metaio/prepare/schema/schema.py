@@ -50,6 +50,8 @@ class LabelColumn:
     null: Literal["unknown"] | None = None  # absent: nulls are refused
     # Of a stream: how old a row must be for the label to be final, as "24h"; until then it waits.
     matures: str | None = None
+    # weigh: a row is learnt from at once as one of label 0, and again once its label is above 0.
+    unripe: Literal["weigh"] | None = None  # absent: the row waits
 
     @property
     def matures_s(self) -> float:
@@ -58,8 +60,8 @@ class LabelColumn:
 
     @property
     def is_always_known(self) -> bool:
-        """Return whether every row must have it."""
-        return self.mask is None and self.null is None
+        """Return whether every row must have it, and shows it from the beginning."""
+        return self.mask is None and self.null is None and self.unripe is None
 
 
 @dataclass(frozen=True)
