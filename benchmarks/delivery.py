@@ -17,7 +17,10 @@ refuses; `aa_refused`: noisy copies of the champion that it refuses. `swap_p99_r
 predictions while a follower takes up another version, from the moment the pointer moved until it
 serves, over that of as long without, in turns: medians over the turns, and quartiles of their
 ratios; `beside_p99_ratio`: the same while another process loads that version instead, which is what
-the machine's cores make of it; `failed_requests` of all."""
+the machine's cores make of it; `failed_requests` of all. `late_label_gap_closed`: of clicks that
+are reported 12 hours late on average, the share of the logloss between a stream that knows labels
+as first seen and one that knows all at once which the better of `wait` (`[label] matures`) and
+`weigh` (fake-negative weights) wins back, on the next day; `late_labels` has all scores."""
 
 import multiprocessing as mp
 import shutil
@@ -37,6 +40,7 @@ import pyarrow.parquet as pq
 import torch
 from _common import REPOSITORY, environment, finish, make_parser, print_table
 from _delivery_history import grown, numbered
+from _late_labels import late_labels
 from safetensors.torch import load_file, save_file
 
 import gmeta
@@ -68,21 +72,28 @@ class Sizes:
     increments: int  # of the loop whose costs and scores are followed
     loop_users: int
     ids: int
+    late_days: int
+    late_users: int
 
 
 def main() -> None:
     """Measure and print; the last line is JSON."""
     parser = make_parser(__doc__)
+    parser.add_argument("--late-labels", action="store_true", help="late_label_gap_closed alone")
     parser.add_argument("--numbering", action="store_true", help="numbering_speedup alone")
     options = parser.parse_args()
-    sizes = Sizes(24, 2_500, 1_000_000, 20, 3, 9, 200, 1_000_000)
+    sizes = Sizes(24, 2_500, 1_000_000, 20, 3, 9, 200, 1_000_000, 4, 1_000)
     if not options.quick:
-        sizes = Sizes(100, 3_000, 10_000_000, 100, 40, 51, 500, 10_000_000)
+        sizes = Sizes(100, 3_000, 10_000_000, 100, 40, 51, 500, 10_000_000, 10, 4_000)
     if options.numbering:
         finish("delivery", {**numbered(sizes.ids), "environment": environment()})
         return
     with tempfile.TemporaryDirectory() as folder:
         root = Path(folder)
+        if options.late_labels:
+            found = late_labels(root / "late", sizes.late_days, sizes.late_users, stage)
+            finish("delivery", {**found, "environment": environment()})
+            return
         figures: dict[str, Any] = {"partitions": sizes.partitions}
         took_s = {}
         for part, measured in {
@@ -92,6 +103,7 @@ def main() -> None:
             "touched": lambda: touched(root, sizes),
             "grown": lambda: grown(root / "loop", sizes.increments, sizes.loop_users),
             "numbered": lambda: numbered(sizes.ids),
+            "late": lambda: late_labels(root / "late", sizes.late_days, sizes.late_users, stage),
         }.items():
             began_s = time.perf_counter()
             figures |= measured()

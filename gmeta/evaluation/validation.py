@@ -19,6 +19,7 @@ from gmeta.runs.checkpoints.lineage import Lineage
 from gmeta.runs.early_stop import make_early_stop, make_scoring
 from gmeta.runs.run_folder import PREQUENTIAL_FILE, write_json
 from metaio.format.dataset import Dataset
+from metaio.prepare.schema.schema_file import list_weighed_labels
 from metaio.quantities import format_count
 from metaio.stream.chain import count_waiting
 
@@ -106,6 +107,8 @@ def score_before_training(context: EvalContext, lineage: Lineage) -> list[str]:
     data = replace(data_config_for(config.data, dataset), valid_split=config.data.valid_split)
     context = replace(context, config=replace(config, data=data))
     splits = [name for name, split in dataset.splits.items() if split.num_episodes]
+    if list_weighed_labels(dataset.manifest):
+        splits.remove(config.data.train_split)  # whose labels are not final
     # Support rows of a returning task are older than the window and its query rows lie in it: a
     # forecast.
     found = {name: score_split(context, name) for name in splits}

@@ -140,10 +140,16 @@ class Job:
         return split_by_bucket(self.plan, rows)
 
     def write_shard(
-        self, folder: Path, bucket: int, parts: Sequence[EncodedRows], id_use: "Use"
+        self,
+        folder: Path,
+        bucket: int,
+        parts: Sequence[EncodedRows],
+        id_use: "Use",
+        hidden: tuple[int, ...] = (),
     ) -> WrittenShard:
         """Write all rows of a bucket as a shard, and count its ids. Of several parts, which may
-        have rows of one task, each is cut into episodes by itself."""
+        have rows of one task, each is cut into episodes by itself. Support rows of the query side
+        do not show the labels `hidden`."""
         # Called by several threads at once, each for another bucket.
         split = self.plan.find_split(bucket)
         cutting = self.fitted.splits.choose_cutting(self.schema, split)
@@ -158,6 +164,7 @@ class Job:
                 episodes, dropped = make_episodes(
                     self.schema, rows, self.cut_time, cutting, self.catalogue, is_train, self.clock
                 )
+                episodes.hidden = hidden
                 lengths_T, block_rows = episodes.row_lengths_T, self.options.block_rows
                 for first, stop in pairwise(find_block_bounds(lengths_T, block_rows, bundle_tasks)):
                     block = build_block(self.features, episodes.gather(first, stop))

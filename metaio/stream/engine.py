@@ -56,7 +56,7 @@ class WindowJob:
     freed: dict[str, Int64]
     state: Path | None  # of the increment before, where there is one
     num_rows: int
-    labels: LabelWindows
+    labels: dict[str, LabelWindows]  # of each split
 
     def open_old_rows(self, split: str) -> NewestRows:
         """Return the newest rows of the tasks of a split, from before the window."""
@@ -191,9 +191,10 @@ def write_bucket(
     window: WindowJob, folder: Path, bucket: int, rows: EncodedRows, old_rows: NewestRows, use: Use
 ) -> BucketResult:
     """Write the rows of a bucket below `folder` as a shard, and count its ids in `use`."""
-    job, schema, labels = window.job, window.job.schema, window.labels
-    kept = _find_kept_rows(window)
-    buckets = job.plan.list_buckets(job.plan.find_split(bucket))
+    job, schema = window.job, window.job.schema
+    split = job.plan.find_split(bucket)
+    labels = window.labels[job.fitted.splits.names[split]]
+    kept, buckets = _find_kept_rows(window, labels), job.plan.list_buckets(split)
     old = old_rows.read_bucket(bucket - buckets.start, len(buckets))
     clock = window.screen.clock
     if clock.start is not None and (is_past_N := old.time_N < clock.start).sum() < old.num_rows:
@@ -207,10 +208,8 @@ def write_bucket(
     merged = merge_rows(schema, labels, past, rows)
     newest = kept.select(schema, merged.rows)
     newest = merge_in_task_order(schema, old, waiting, newest)
-    cut = [_cut_window(schema, merged.rows, one, kept) for one in labels.windows]
-    shard = job.write_shard(
-        folder, bucket, [one.mask(own) for one, own in zip(labels.windows, cut, strict=True)], use
-    )
+    cut = [_cut_window(schema, one.mask(merged), one, kept) for one in labels.windows]
+    shard = job.write_shard(folder, bucket, cut, use, labels.hidden)
     episodes, side_N = cut[0], cut[0].side_NS[:, 0]
     present, task_N = np.unique(episodes.task_hash_N, return_inverse=True)
     # Tasks of the window that have earlier rows.
@@ -228,9 +227,9 @@ def write_bucket(
     )
 
 
-def _find_kept_rows(window: WindowJob) -> KeptRows:
+def _find_kept_rows(window: WindowJob, labels: LabelWindows) -> KeptRows:
     support, schema = find_stream_rule(window.job.schema).support, window.job.schema
-    kept = KeptRows(support, waits_from=window.labels.waits_from)
+    kept = KeptRows(support, waits_from=labels.waits_from)
     if schema.events is None:
         return kept
     assert window.job.clock is not None  # of every schema with [events]
@@ -243,9 +242,9 @@ def _cut_window(
 ) -> EncodedRows:
     """Return the rows of the tasks that a window has, with their sides: the window's own are query,
     the newest before it support, others, which are events alone, only where there are events."""
-    is_query_N = window.contains(rows)
-    present = np.unique(rows.task_hash_N[is_query_N])
-    is_past_N = (rows.time_N < window.start) & np.isin(rows.task_hash_N, present)
+    is_present_N = np.isin(rows.task_hash_N, window.find_tasks(rows))
+    is_query_N = window.contains(rows) & is_present_N
+    is_past_N = (rows.time_N < window.start) & is_present_N
     side_N = np.full(rows.num_rows, -1, np.int8)
     side_N[is_query_N] = QUERY
     if schema.events is not None:
@@ -283,7 +282,7 @@ def adopt_buckets(
                 report_progress("writing", done, window.num_rows)
         # The gate may be empty; without training episodes there is no increment.
         if index == 0:
-            window.labels.check_ripe(rows, window.job.schema)
+            window.labels[name].check_ripe(rows, window.job.schema)
             check_not_empty(num_episodes, dropped)
         tasks[name] = {"new": new, "returning": returning}
     return WrittenWindow(dropped, use, tasks, rows, labels)

@@ -15,6 +15,7 @@ from metaio.prepare.episodes.encode import FittedEncoding
 from metaio.prepare.episodes.ordered_map import Progress
 from metaio.prepare.episodes.survey import Survey
 from metaio.prepare.job import Job, PrepareOptions, make_job
+from metaio.prepare.schema.rules import GATE
 from metaio.prepare.source.bad_lines import write_bad_lines
 from metaio.prepare.source.source import DuckSource
 from metaio.prepare.source.transform import describe_transform
@@ -69,7 +70,10 @@ def write_increment(
     job = _make_job(found, options, types)
     freed = {table: change.freed for table, change in found.changes.items()}
     screen = found.context.screen
-    labels = LabelWindows.of(screen.clock, before.state.learnt, found.window[1])
+    labels = {
+        name: LabelWindows.of(schema, screen.clock, before.state, found.window[1], name != GATE)
+        for name in found.context.splits.names
+    }
     num_rows = found.summary.num_rows
     window = WindowJob(job, screen, freed, before.state.folder, num_rows, labels)
     # In this order: a state counts once its increment exists, a description once there is one.
@@ -86,7 +90,7 @@ def write_increment(
             num_late = written.rows.get("late", found.summary.num_late)
             report = _make_report(found, job, num_late)
             report |= {"tasks": written.tasks, "new_columns": new_columns}
-            if labels.matures:
+            if labels[GATE].matures:
                 report["labels"] = {name: nest(own) for name, own in written.labels.items()}
             account, num_bad = report["account"], len(source.bad_lines)
             account |= {**written.rows, "bad_lines": num_bad, "read": account["read"] + num_bad}
@@ -102,10 +106,9 @@ def write_increment(
             windows = [*before.state.windows, summarise_window(found.summary)]
             windows = windows[-find_stream_rule(schema).recent :]
             inputs = append_inputs(before.state.inputs, found.files.recorded, number)
-            learnt = labels.learnt_after if labels.matures else ()
-            commit_state(
-                partial, StreamState(found.tables, inputs, windows, found.window[1], learnt)
-            )
+            end, gate = found.window[1], labels[GATE]
+            ripe = (gate.ripe_after, gate.opened) if gate.matures else ((), ())
+            commit_state(partial, StreamState(found.tables, inputs, windows, end, *ripe))
         if number == FIRST_INCREMENT:
             write_checked_json(root / STREAM_FILE, STREAM_FORMAT, description)
 

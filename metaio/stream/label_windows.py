@@ -4,8 +4,8 @@ much older than the increment's, and the windows of all increments follow one an
 Shape suffixes: N rows, L labels"""
 
 from collections import Counter
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from typing import Self
 
 import numpy as np
@@ -15,6 +15,7 @@ from metaio.errors import TooFewRowsError
 from metaio.prepare.episodes.encoded_rows import EncodedRows, concatenate_rows, select_rows
 from metaio.prepare.schema.schema import Schema
 from metaio.ragged import find_run_starts
+from metaio.stream.stream_state import StreamState
 from metaio.stream.window import StreamClock
 
 LabelCounts = Counter[tuple[str, str]]  # of rows, by label and what became of it
@@ -23,13 +24,15 @@ _EVER, _NEVER = np.iinfo(np.int64).min, np.iinfo(np.int64).max
 
 @dataclass(frozen=True)
 class LabelWindow:
-    """The span of event time whose rows show some labels for the first time, as query rows."""
+    """A span of event time whose rows, as query rows, show some labels."""
 
     start: int
     stop: int
     labels: tuple[int, ...]
     # By label: from which time on rows before the window do not show it yet.
     unknown_from: tuple[int, ...]
+    weighed: tuple[int, ...] = ()  # labels that are shown as 0, whatever they are
+    risen: bool = False  # they are shown instead where they have come to be above 0
 
     @property
     def support_before(self) -> int:
@@ -40,18 +43,33 @@ class LabelWindow:
         """Return which rows are of the window."""
         return (rows.time_N >= self.start) & (rows.time_N < self.stop)
 
-    def mask(self, rows: EncodedRows) -> EncodedRows:
-        """Return the rows with NaN for the labels that they do not show."""
+    def mask(self, merged: "MergedRows") -> EncodedRows:
+        """Return the rows as the window shows them: with NaN for labels that are not known."""
+        rows, num_labels = merged.rows, len(self.unknown_from)
         # Where no label matures all are shown, and nothing is copied.
-        if len(self.labels) == len(self.unknown_from) and min(self.unknown_from) >= self.start:
+        shows_all = len(self.labels) == num_labels and not self.weighed
+        if shows_all and min(self.unknown_from) >= self.start:
             return rows
-        label_NL = rows.label_N.copy().reshape(rows.num_rows, len(self.unknown_from))
+        label_NL = rows.label_N.copy().reshape(rows.num_rows, num_labels)
         is_within_N = rows.time_N >= self.start
         for at, unknown_from in enumerate(self.unknown_from):
-            is_shown_N = is_within_N if at in self.labels else np.zeros_like(is_within_N)
-            is_shown_N = is_shown_N | (~is_within_N & (rows.time_N < unknown_from))
-            label_NL[~is_shown_N, at] = np.nan
+            is_hidden_N = ~is_within_N & (rows.time_N >= unknown_from)
+            if at not in self.labels:
+                is_hidden_N |= is_within_N
+            elif self.risen:
+                is_hidden_N |= is_within_N & ~merged.is_risen_NL[:, at]
+            elif at in self.weighed:
+                label_NL[is_within_N, at] = 0.0
+            label_NL[is_hidden_N, at] = np.nan
         return replace(rows, label_N=label_NL.reshape(rows.label_N.shape))
+
+    def find_tasks(self, rows: EncodedRows) -> npt.NDArray[np.uint64]:
+        """Return the tasks that have rows of the window; with `risen` those that show something,
+        of rows that `mask` returned."""
+        is_own_N = self.contains(rows)
+        if self.risen:
+            is_own_N &= ~np.isnan(rows.label_N.reshape(len(is_own_N), -1)).all(axis=1)
+        return np.unique(rows.task_hash_N[is_own_N])
 
 
 @dataclass(frozen=True)
@@ -59,35 +77,54 @@ class LabelWindows:
     """The windows of an increment's labels, those of labels that need not wait first."""
 
     windows: tuple[LabelWindow, ...]
-    # By label: the rows before were learnt, once the increment before this one stands, and once
-    # this one does.
-    learnt_before: tuple[int, ...]
-    learnt_after: tuple[int, ...]
-    matures: bool  # whether any label does
+    # By label: the rows before are final, once the increment before this one stands, and once this
+    # one does.
+    ripe_before: tuple[int, ...]
+    ripe_after: tuple[int, ...]
+    # Where rows are shown again when a label has risen: begins of windows, this one's last.
+    opened: tuple[int, ...] = ()
+    waits_from: int | None = None  # every row from then on is needed by later increments
 
     @classmethod
-    def of(cls, clock: StreamClock, learnt: Sequence[int], stop: int) -> Self:
-        """Return the windows of an increment whose own ends at `stop`."""
+    def of(
+        cls, schema: Schema, clock: StreamClock, before: StreamState, stop: int, is_train: bool
+    ) -> Self:
+        """Return the windows of an increment whose own ends at `stop`; the split that is trained
+        alone shows labels before they are final."""
+        delays = clock.delays
         start = _EVER if clock.start is None else clock.start
         # A person may have set the window back: rows that were learnt are not learnt again.
-        before = tuple(
-            min(start, known) if delay else start
-            for delay, known in zip(
-                clock.delays, learnt or [start] * len(clock.delays), strict=True
-            )
-        )
+        known = before.ripe or (start,) * len(delays)
+        ripe = tuple(min(start, own) for own in known)
         after = tuple(
-            max(known, stop - delay) if delay else _NEVER
-            for delay, known in zip(clock.delays, before, strict=True)
+            max(own, stop - delay) if delay else _NEVER
+            for own, delay in zip(ripe, delays, strict=True)
         )
-        unknown_from = tuple(
-            known if delay else _NEVER for delay, known in zip(clock.delays, before, strict=True)
+        weighed = tuple(at for at, label in enumerate(schema.labels) if label.is_weighed)
+        open_before = tuple(own for own in before.opened if own < start)
+        opened = _drop_closed(
+            (*open_before, start), stop, max((delays[at] for at in weighed), default=0)
         )
+        weighed = weighed if is_train else ()
+        shown_after = [0 if at in weighed else delay for at, delay in enumerate(delays)]
+
+        def unknown_from(begin: int) -> tuple[int, ...]:
+            return tuple(
+                _NEVER if not delay else max(begin - delay, _EVER) if at in weighed else ripe[at]
+                for at, delay in enumerate(delays)
+            )
+
         windows = []
-        for delay in sorted(set(clock.delays)):
-            labels = tuple(at for at, own in enumerate(clock.delays) if own == delay)
-            windows.append(LabelWindow(before[labels[0]], after[labels[0]], labels, unknown_from))
-        return cls(tuple(windows), before, after, max(clock.delays) > 0)
+        for delay in sorted(set(shown_after)):
+            labels = tuple(at for at, own in enumerate(shown_after) if own == delay)
+            begin = ripe[labels[0]] if delay else start
+            end = after[labels[0]] if delay else _NEVER
+            windows.append(LabelWindow(begin, end, labels, unknown_from(begin), weighed))
+        for begin, end in pairwise((*open_before, start, _NEVER)) if weighed else ():
+            windows.append(LabelWindow(begin, end, weighed, unknown_from(begin), weighed, True))
+        waits = [own for own, delay in zip(after, delays, strict=True) if delay]
+        waits += [max(opened[0] - delays[at], _EVER) for at in weighed]
+        return cls(tuple(windows), ripe, after, opened, min(waits, default=None))
 
     @property
     def first(self) -> LabelWindow:
@@ -95,15 +132,21 @@ class LabelWindows:
         return self.windows[0]
 
     @property
-    def waits_from(self) -> int | None:
-        """Return from which time on every row is needed by later increments."""
-        return min(self.learnt_after) if self.matures else None
+    def matures(self) -> bool:
+        """Return whether any label does."""
+        return self.waits_from is not None
+
+    @property
+    def hidden(self) -> tuple[int, ...]:
+        """Return the labels that rows of the window do not show as support."""
+        return self.first.weighed
 
     def find_ripe(self, rows: EncodedRows) -> npt.NDArray[np.bool_]:
         """Return which rows are of a window of labels that matured."""
         found_N = np.zeros(rows.num_rows, np.bool_)
-        for window in self.windows if self.matures else ():
-            found_N |= window.contains(rows)
+        for window in self.windows:
+            if window.stop != _NEVER and not window.risen:
+                found_N |= window.contains(rows)
         return found_N
 
     def check_ripe(self, rows: Counter[str], schema: Schema) -> None:
@@ -132,22 +175,24 @@ class LabelWindows:
     def count(self, schema: Schema, merged: "MergedRows", newest: EncodedRows) -> LabelCounts:
         """Return for each label that matures how many rows are ripe, wait for it, and were
         corrected, in time or too late to be learnt."""
-        found = LabelCounts()
-        time_N = merged.rows.time_N
-        label_NL = merged.rows.label_N.reshape(len(time_N), len(self.learnt_before))
-        for window in self.windows if self.matures else ():
-            for at in window.labels:
-                if window.stop == _NEVER:
-                    continue
-                name = schema.labels[at].name or schema.labels[at].column
-                is_ripe_N = window.contains(merged.rows) & ~np.isnan(label_NL[:, at])
-                is_late_N = time_N < window.start
-                changed_N = merged.is_changed_NL[:, at]
-                found[name, "ripe"] = int(is_ripe_N.sum())
-                found[name, "waiting"] = int((newest.time_N >= window.stop).sum())
+        found, time_N = LabelCounts(), merged.rows.time_N
+        label_NL = merged.rows.label_N.reshape(len(time_N), len(schema.labels))
+        for at, label in enumerate(schema.labels):
+            if label.matures is not None:
+                name = label.name or label.column
+                is_late_N, changed_N = time_N < self.ripe_before[at], merged.is_changed_NL[:, at]
+                is_ripe_N = ~is_late_N & (time_N < self.ripe_after[at])
+                found[name, "ripe"] = int((is_ripe_N & ~np.isnan(label_NL[:, at])).sum())
+                found[name, "waiting"] = int((newest.time_N >= self.ripe_after[at]).sum())
                 found[name, "corrected"] = int((changed_N & ~is_late_N).sum())
                 found[name, "too_late"] = int((changed_N & is_late_N).sum())
         return found
+
+
+def _drop_closed(begins: tuple[int, ...], stop: int, delay: int) -> tuple[int, ...]:
+    """Return the windows, of which the last ends at `stop`, that have rows younger than `delay`."""
+    ends = (*begins[1:], stop)
+    return tuple(begin for begin, end in zip(begins, ends, strict=True) if end > stop - delay)
 
 
 @dataclass(frozen=True)
@@ -157,6 +202,7 @@ class MergedRows:
     rows: EncodedRows
     is_new_N: npt.NDArray[np.bool_]
     is_changed_NL: npt.NDArray[np.bool_]  # labels of earlier rows
+    is_risen_NL: npt.NDArray[np.bool_]  # labels above 0 that were not so before, and are not final
     num_corrections: int  # rows that only correct another
 
 
@@ -169,7 +215,8 @@ def merge_rows(
     label_NL = both.label_N.reshape(both.num_rows, len(schema.labels))
     is_new_N = np.arange(both.num_rows) >= past.num_rows
     if not labels.matures:
-        return MergedRows(both, is_new_N, np.zeros(label_NL.shape, np.bool_), 0)
+        unchanged_NL = np.zeros(label_NL.shape, np.bool_)
+        return MergedRows(both, is_new_N, unchanged_NL, unchanged_NL, 0)
     row_id_N = both.row_id_NR[:, 0]
     # Whatever the order in which an engine reads them.
     order_N = np.lexsort((label_NL[:, 0], both.time_N, is_new_N, row_id_N, both.task_hash_N))
@@ -184,8 +231,13 @@ def merge_rows(
     is_new_N = is_new_N[kept]
     is_changed_NL = (found_NL != before_NL) & ~np.isnan(found_NL) & ~is_new_N[:, None]
     merged = select_rows(both, kept)
+    # A new row that is late was not shown as one of label 0.
+    is_open_NL = merged.time_N[:, None] >= np.array(labels.ripe_before)
+    is_open_NL &= ~is_new_N[:, None] | (merged.time_N >= labels.first.start)[:, None]
+    is_risen_NL = (found_NL > 0) & is_open_NL & (is_new_N[:, None] | ~(before_NL > 0))
     merged = replace(merged, label_N=found_NL.reshape(merged.label_N.shape).astype(np.float32))
-    return MergedRows(merged, is_new_N, is_changed_NL, both.num_rows - len(kept))
+    num_corrections = both.num_rows - len(kept)
+    return MergedRows(merged, is_new_N, is_changed_NL, is_risen_NL, num_corrections)
 
 
 def nest(counts: LabelCounts) -> dict[str, dict[str, int]]:

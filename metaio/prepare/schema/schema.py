@@ -59,9 +59,14 @@ class LabelColumn:
         return 0.0 if self.matures is None else parse_duration_s("label.matures", self.matures)
 
     @property
+    def is_weighed(self) -> bool:
+        """Return whether rows are learnt from before it is final."""
+        return self.unripe == "weigh"
+
+    @property
     def is_always_known(self) -> bool:
-        """Return whether every row must have it, and shows it from the beginning."""
-        return self.mask is None and self.null is None and self.unripe is None
+        """Return whether every row must have it."""
+        return self.mask is None and self.null is None
 
 
 @dataclass(frozen=True)
@@ -195,9 +200,10 @@ class Schema:
 
     @property
     def label_names(self) -> tuple[str, ...]:
-        """Return the names of the labels; () for a single one that every row has."""
+        """Return the names of the labels; () for a single one that every row shows."""
         # Such a label needs no name, and its datasets stay as they were before labels had names.
-        if len(self.labels) == 1 and self.labels[0].is_always_known:
+        first = self.labels[0]
+        if len(self.labels) == 1 and first.is_always_known and not first.is_weighed:
             return ()
         return tuple(label.name or label.column for label in self.labels)
 

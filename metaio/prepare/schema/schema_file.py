@@ -47,6 +47,16 @@ def read_item_rule(manifest: Manifest) -> ItemRule | None:
     return parse_schema(schema).item_rule if isinstance(schema, dict) else None
 
 
+def list_weighed_labels(manifest: Manifest) -> tuple[str, ...]:
+    """Return the labels of a dataset whose rows are learnt from before they are final."""
+    schema = manifest.recipe.get("schema")
+    if manifest.stream is None or not isinstance(schema, dict):
+        return ()
+    found = parse_schema(schema)
+    weighed = zip(found.label_names, found.labels, strict=False)
+    return tuple(name for name, label in weighed if label.is_weighed)
+
+
 def _wrong_type(key: str, hint: Any, value: object) -> str:
     options = get_args(hint) if get_origin(hint) is UnionType else (hint,)
     names = " or ".join(_kind_name(option) for option in options if option is not NoneType)
@@ -233,6 +243,12 @@ def _check_maturity(schema: Schema) -> None:
             raise SchemaError(
                 f"label {late[0].column} matures, and the schema has no {name}: a row waits in a "
                 "stream, and is corrected by its id. Add it, or leave matures out"
+            )
+    for label in schema.labels:
+        if label.is_weighed and label.matures is None:
+            raise SchemaError(
+                f'label {label.column} has unripe = "weigh" and no matures: it is final at once. '
+                "Give matures, or leave unripe out"
             )
     if late and schema.stream is not None and 0 < schema.stream.ttl <= longest_s:
         raise SchemaError(

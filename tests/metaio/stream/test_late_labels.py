@@ -63,9 +63,11 @@ def late_log() -> LateLog:
     return LateLog([pa.concat_tables(seen[:2]), *seen[2:]], last)
 
 
-def sided_episodes(dataset: Dataset) -> Iterator[Sided]:
-    """The episodes of all splits: task, support and query, rows with their labels."""
-    for split in ("train", "gate"):
+def sided_episodes(
+    dataset: Dataset, splits: tuple[str, ...] = ("train", "gate")
+) -> Iterator[Sided]:
+    """The episodes of some splits: task, support and query, rows with their labels."""
+    for split in splits:
         for block in (dataset.read_block(split, i) for i in range(dataset.split(split).num_blocks)):
             labels = [str(one) for one in block.label_N.tolist()]
             rows = list(zip(block.row_id_N.tolist(), labels, strict=True))
@@ -224,3 +226,41 @@ def test_files_wait_until_a_label_is_ripe(tmp_path: Path) -> None:
     )
     record = append(tmp_path / "s", log(1), schema=late_schema(), along=[first])
     assert record.report["rows"] == 800
+
+
+def test_a_weighed_label_is_shown_as_0_at_once_and_once_more_when_it_has_risen(
+    tmp_path: Path,
+) -> None:
+    """In the same episode, but for the labels: only they may tell the two from each other."""
+    seen = late_log()
+    weighed = {"column": "click", "matures": "30h", "unripe": "weigh"}
+    shown: Counter[int] = Counter()
+    risen: Counter[int] = Counter()
+    episode_of: dict[int, tuple[Any, ...]] = {}  # by query row: its rows, and what support shows
+    for number, day in enumerate(seen.days, start=1):
+        name = f"{number}.parquet"
+        append(tmp_path / "s", day, name, schema=late_schema(weighed))
+        append(tmp_path / "w", day, name, schema=late_schema())
+        both = [open_stream(str(tmp_path / one)).dataset(number) for one in ("s", "w")]
+        # What is judged waits.
+        assert set(sided_episodes(both[0], ("gate",))) == set(sided_episodes(both[1], ("gate",)))
+        for task, support, query in sided_episodes(both[0], ("train",)):
+            labels, rows = {label for _, label in query}, tuple(row for row, _ in query)
+            episode = (task, support, rows)
+            if labels == {"0.0"}:
+                shown.update(rows)
+                episode_of |= dict.fromkeys(rows, episode)
+            else:
+                assert labels <= {"1.0", "nan"}
+                own = [row for row, label in query if label == "1.0"]
+                risen.update(own)
+                assert all(seen.last[row] for row in own)
+                assert all(episode_of[row] == episode for row in rows)
+            # Support rows are those whose label was final, or those of a new task.
+            is_new = {label == "nan" for _, label in support}
+            assert len(is_new) == 1
+    assert max(shown.values()) == max(risen.values()) == 1
+    assert set(risen) <= set(shown)
+    assert len(shown) > 500
+    ones = {row for row in shown if seen.last[row]}
+    assert len(ones - set(risen)) < len(ones) / 4  # those that came after 30 hours
