@@ -3,10 +3,12 @@ much older than the increment's, and the windows of all increments follow one an
 
 Shape suffixes: N rows, L labels"""
 
+from __future__ import annotations
+
 from collections import Counter
 from dataclasses import dataclass, replace
 from itertools import pairwise
-from typing import Self
+from typing import TYPE_CHECKING, Self
 
 import numpy as np
 import numpy.typing as npt
@@ -15,8 +17,10 @@ from metaio.errors import TooFewRowsError
 from metaio.prepare.episodes.encoded_rows import EncodedRows, concatenate_rows, select_rows
 from metaio.prepare.schema.schema import Schema
 from metaio.ragged import find_run_starts
-from metaio.stream.stream_state import StreamState
-from metaio.stream.window import StreamClock
+
+if TYPE_CHECKING:
+    from metaio.stream.stream_state import StreamState
+    from metaio.stream.window import StreamClock
 
 LabelCounts = Counter[tuple[str, str]]  # of rows, by label and what became of it
 _EVER, _NEVER = np.iinfo(np.int64).min, np.iinfo(np.int64).max
@@ -43,7 +47,7 @@ class LabelWindow:
         """Return which rows are of the window."""
         return (rows.time_N >= self.start) & (rows.time_N < self.stop)
 
-    def mask(self, merged: "MergedRows") -> EncodedRows:
+    def mask(self, merged: MergedRows) -> EncodedRows:
         """Return the rows as the window shows them: with NaN for labels that are not known."""
         rows, num_labels = merged.rows, len(self.unknown_from)
         # Where no label matures all are shown, and nothing is copied.
@@ -159,7 +163,7 @@ class LabelWindows:
                 "is nothing to learn yet. Wait for newer files"
             )
 
-    def account(self, merged: "MergedRows", num_query: int) -> dict[str, int]:
+    def account(self, merged: MergedRows, num_query: int) -> dict[str, int]:
         """Return what became of new rows that are no query rows of the first window, of which there
         are `num_query`: they correct others, came too late to be learnt, or wait. Those that wait
         no more count negative."""
@@ -172,7 +176,7 @@ class LabelWindows:
             "waiting": num_in_time - num_query,
         }
 
-    def count(self, schema: Schema, merged: "MergedRows", newest: EncodedRows) -> LabelCounts:
+    def count(self, schema: Schema, merged: MergedRows, newest: EncodedRows) -> LabelCounts:
         """Return for each label that matures how many rows are ripe, wait for it, and were
         corrected, in time or too late to be learnt."""
         found, time_N = LabelCounts(), merged.rows.time_N
