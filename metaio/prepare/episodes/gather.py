@@ -1,7 +1,7 @@
 """Gathers the rows of episodes, and their negatives, from a bucket.
 
 Shape suffixes: T tasks, N rows, F single-id or pooled features, M multi-id features, V values, K
-dense columns"""
+dense columns, L labels"""
 
 from __future__ import annotations
 
