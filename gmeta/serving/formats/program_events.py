@@ -85,21 +85,22 @@ class EventInputs(nn.Module):
     ) -> Tensor:
         rows_UD = torch.cat([self.tables(key_HM).flatten(0, 1), self.tables(key_NM).flatten(0, 1)])
         place_U = torch.arange(rows_UD.shape[0], device=rows_UD.device)
-        place_HM, place_NM = place_U.split([key_HM.numel(), key_NM.numel()])
-        place_HM, place_NM = place_HM.view(key_HM.shape), place_NM.view(key_NM.shape)
+        place_HM = place_U[: key_HM.numel()].view(key_HM.shape)
+        place_NM = place_U[key_HM.numel() :].view(key_NM.shape)
         row_N = torch.arange(key_NM.shape[0], device=rows_UD.device)
         if self._columns.category >= 0:
             found_NH, before_N = self._search(key_HM, key_NM, before_N)
             # Each row is a task of its own, with the events that are found for it.
-            events = place_HM[found_NH], numbers_HK[found_NH]
-            rectangle = EventRectangle(*events, before_N, row_N.unsqueeze(1), before_N.unsqueeze(1))
-        else:
-            events = (
-                pad(each, (0, 0, 0, self._spare)).unsqueeze(0) for each in (place_HM, numbers_HK)
-            )
             rectangle = EventRectangle(
-                *events, before_N[-1:], row_N.unsqueeze(0), before_N.unsqueeze(0)
-            )
+                place_HM[found_NH], numbers_HK[found_NH], before_N, row_N.unsqueeze(1),
+                before_N.unsqueeze(1),
+            )  # fmt: skip
+        else:
+            spare = (0, 0, 0, self._spare)
+            rectangle = EventRectangle(
+                pad(place_HM, spare).unsqueeze(0), pad(numbers_HK, spare).unsqueeze(0),
+                before_N[-1:], row_N.unsqueeze(0), before_N.unsqueeze(0),
+            )  # fmt: skip
         none = row_N[:0], numbers_HK[:0, 0]
         vectors: EventVectors = self.encoder(
             EventLayout((rectangle,), row_N, place_NM, *none), rows_UD
@@ -117,7 +118,7 @@ class EventInputs(nn.Module):
         # Behind it stand as many of the found ones as are newer.
         is_newest_NH = number_N1 - is_found_NH.cumsum(dim=1) < self._columns.newest
         is_found_NH = is_found_NH * is_newest_NH
-        order_NH = (places_H - key_HM.shape[0] * is_found_NH).sort(dim=1).indices
+        order_NH = (places_H - (places_H[-1] + 1) * is_found_NH).sort(dim=1).indices
         return order_NH, is_found_NH.sum(dim=1)
 
 
@@ -125,7 +126,6 @@ def _order_stably(values_H: Tensor) -> Tensor:
     """Return the order of ascending values, equal ones as they stand."""
     # ONNX has no stable sort: the second one is of numbers that are all different.
     sorted_H, order_H = values_H.sort()
-    size = values_H.shape[0]
-    before_H = (torch.arange(size, device=values_H.device) - 1).clamp(min=0)
-    rank_H = (sorted_H != sorted_H[before_H]).long().cumsum(0)
-    return (rank_H * size + order_H).sort().values % size
+    places_H = torch.arange(values_H.shape[0], device=values_H.device)
+    rank_H = (sorted_H != sorted_H[(places_H - 1).clamp(min=0)]).long().cumsum(0)
+    return (rank_H * (places_H[-1] + 1) + order_H).sort().values % (places_H[-1] + 1)
