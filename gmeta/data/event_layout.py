@@ -6,7 +6,7 @@ features, V values, U unique ids, A items"""
 
 import sys
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -14,13 +14,15 @@ import torch
 from torch.nn.functional import pad
 
 from gmeta.data.buckets import EVENTS, TASKS, VALUES, choose_cuts
-from gmeta.data.item_draws import ItemDraws
 from gmeta_models.model_config import ModelConfig
 from gmeta_models.options import SimOptions, event_options
 from gmeta_models.sequence.encoder import EventLayout, EventRectangle
 from metaio.format.features import Features, name_event_column
 from metaio.ragged import Float32, Int64, offsets, owners, places, ragged_indices
 from metaio.read.batch import TaskBatch
+
+if TYPE_CHECKING:
+    from gmeta.data.item_draws import ItemDraws
 
 # Tasks of fewer events share a rectangle: one more costs more in calls than padding does.
 _SHORT = 16
@@ -38,7 +40,7 @@ class EventColumns:
     # Of each item; None: no loss asks.
     log_share_A: Float32 | None = field(default=None, compare=False)
     # Of items that rows compete with; None: no loss asks.
-    draws: ItemDraws | None = field(default=None, compare=False)
+    draws: "ItemDraws | None" = field(default=None, compare=False)
 
     @classmethod
     def of(cls, features: Features, model: ModelConfig) -> "EventColumns":

@@ -6,7 +6,7 @@ inputs side by side"""
 
 import math
 from collections.abc import Mapping
-from typing import Self
+from typing import TYPE_CHECKING, Self
 
 import torch
 from torch import Tensor, nn
@@ -14,10 +14,12 @@ from torch.nn.functional import pad
 
 from gmeta.data.event_layout import EventColumns
 from gmeta.serving.formats.program_rows import DENSE, IDS, SUPPORT, ColumnKeys, KeyedTables
-from gmeta.serving.served_model import ServedModel
 from gmeta_models.sequence.encoder import EventEncoder, EventLayout, EventRectangle, EventVectors
 from gmeta_models.sequence.sim import SIM
 from metaio.format.features import Features
+
+if TYPE_CHECKING:
+    from gmeta.serving.served_model import ServedModel
 
 TIMES = "event_times"
 
@@ -43,7 +45,7 @@ class EventInputs(nn.Module):
         self._spare = encoder.newest if isinstance(encoder, SIM) and encoder.by_hash else 0
 
     @classmethod
-    def of(cls, served: ServedModel, keys: ColumnKeys, tables: KeyedTables) -> Self | None:
+    def of(cls, served: "ServedModel", keys: ColumnKeys, tables: KeyedTables) -> Self | None:
         """Return those of a model; None where it reads no events."""
         encoder, columns = served.learner.events, served.learner.event_columns
         if encoder is None or columns is None:

@@ -5,7 +5,7 @@ K dense columns"""
 
 from collections.abc import Mapping
 from itertools import count, islice
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
@@ -14,10 +14,20 @@ from torch import Tensor
 
 from gmeta.serving.encoded_rows import EncodedColumns, labels_shape, no_events
 from gmeta.serving.formats.program_events import TIMES
-from gmeta.serving.formats.program_modules import LABEL, QUERY, WEIGHT
-from gmeta.serving.formats.program_rows import DENSE, IDS, LENGTHS, LISTS, SUPPORT
-from gmeta.serving.served_model import ServedModel
+from gmeta.serving.formats.program_rows import (
+    DENSE,
+    IDS,
+    LABEL,
+    LENGTHS,
+    LISTS,
+    QUERY,
+    SUPPORT,
+    WEIGHT,
+)
 from metaio.format.features import Features
+
+if TYPE_CHECKING:
+    from gmeta.serving.served_model import ServedModel
 
 _UNKNOWN = 0.2  # of the labels of datasets that may lack some
 _EVENTS, _SOME_TIME_S = 0.7, 1.7e9  # of the support rows
@@ -37,7 +47,7 @@ def adapting_sizes(features: Features) -> tuple[tuple[int, int], tuple[int, int]
 
 
 def draw_alone(
-    served: ServedModel, num_rows: int, longest: int, support_rows: int = 5, seed: int = 0
+    served: "ServedModel", num_rows: int, longest: int, support_rows: int = 5, seed: int = 0
 ) -> tuple[Example, Tensor]:
     """Return drawn rows of one task as the program without adaptation takes them, with support rows
     where these are the events, and what the model predicts of them."""
@@ -52,7 +62,7 @@ def draw_alone(
 
 
 def draw_both_sides(
-    served: ServedModel, support_size: tuple[int, int], query_size: tuple[int, int], seed: int = 0
+    served: "ServedModel", support_size: tuple[int, int], query_size: tuple[int, int], seed: int = 0
 ) -> tuple[Example, EncodedColumns, EncodedColumns]:
     """Return drawn rows of both sides, of these numbers and longest lists, as the program that
     adapts takes them, and as the model does."""
@@ -70,7 +80,7 @@ def _select_labels(support: EncodedColumns) -> Example:
 
 
 def draw_rows(
-    served: ServedModel, num_rows: int, longest: int, side: str = "", seed: int = 0
+    served: "ServedModel", num_rows: int, longest: int, side: str = "", seed: int = 0
 ) -> tuple[Example, EncodedColumns]:
     """Return drawn rows of one task as a program takes them, and as the model does."""
     features, rng = served.config.features, np.random.default_rng(seed + len(side))

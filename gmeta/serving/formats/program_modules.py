@@ -21,13 +21,20 @@ from gmeta.adaptation.layout.ragged import RowLayout
 from gmeta.adaptation.layout.sides import Side, WorkingRows
 from gmeta.losses.objectives import known_weights
 from gmeta.serving.formats.program_events import EventInputs
-from gmeta.serving.formats.program_rows import SUPPORT, ColumnKeys, KeyedTables, PaddedInputs
+from gmeta.serving.formats.program_rows import (
+    LABEL,
+    QUERY,
+    SUPPORT,
+    WEIGHT,
+    ColumnKeys,
+    KeyedTables,
+    PaddedInputs,
+)
 from gmeta.serving.served_model import EXPECTED_QUERY_ROWS, ServedModel
 from gmeta_models.gated import row_layers
 from gmeta_models.inputs import RowInputs
 
 OUTPUT = "prediction"
-QUERY, LABEL, WEIGHT = "query.", "label", "weight"
 
 
 class UnadaptedForward(nn.Module):

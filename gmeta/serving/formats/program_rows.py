@@ -5,18 +5,21 @@ V values, K dense columns, B tables, U unique ids, R rows of tables, D embedding
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
 
-from gmeta.serving.served_model import ServedModel
 from gmeta.serving.stored_tables import StoredTable
 from gmeta_models.inputs import History, RowInputs
 from gmeta_models.model_config import Pooling
 from gmeta_models.table_projections import pad_width_UD
 
+if TYPE_CHECKING:
+    from gmeta.serving.served_model import ServedModel
+
 IDS, DENSE, LISTS, LENGTHS = "ids", "dense", "lists", "list_lengths"
-SUPPORT = "support."
+SUPPORT, QUERY, LABEL, WEIGHT = "support.", "query.", "label", "weight"
 
 
 @dataclass(frozen=True)
@@ -66,7 +69,7 @@ class KeyedTables(nn.Module):
     scale_R: Tensor | None
     first_B: Tensor
 
-    def __init__(self, served: ServedModel) -> None:
+    def __init__(self, served: "ServedModel") -> None:
         """Join the tables in the format they are stored in."""
         super().__init__()
         tables, generated = served.tables, served.learner.generated_table
@@ -107,7 +110,7 @@ class ColumnKeys(nn.Module):
     size_F: Tensor
     size_M: Tensor
 
-    def __init__(self, served: ServedModel) -> None:
+    def __init__(self, served: "ServedModel") -> None:
         super().__init__()
         features = served.config.features
         sizes = torch.tensor([table.num_rows for table in features.tables])

@@ -21,8 +21,8 @@ from gmeta.errors import GMetaError, UserError
 from gmeta.losses import objectives
 from gmeta.serving.formats import torch_onnx_export as programs
 from gmeta.serving.formats.program_examples import Example, draw_both_sides, draw_rows
-from gmeta.serving.formats.program_modules import QUERY, AdaptAndPredict, UnadaptedForward
-from gmeta.serving.formats.program_rows import SUPPORT
+from gmeta.serving.formats.program_modules import AdaptAndPredict, UnadaptedForward
+from gmeta.serving.formats.program_rows import QUERY, SUPPORT
 from gmeta.serving.formats.torch_onnx_export import export_adapted, export_forward, write_onnx
 from gmeta.serving.served_model import ServedModel
 from gmeta_models import MODELS
