@@ -5,7 +5,7 @@ support -> adapt -> query loss, for all tasks of a rank's batch at once (meta-gr
 2401.04338, algorithm 1; the outer loss is the mean over all tasks of all ranks).
 
 Shape suffixes: T tasks, N rows, K dense columns, B tables, U unique ids, D embedding width, P
-task-row pairs, X all inputs side by side, A items, Q query rows"""
+task-row pairs, X all inputs side by side, A items, Q query rows, M multi-id features"""
 
 import sys
 from collections.abc import Iterable, Sequence

@@ -1,6 +1,7 @@
 """How often each item is a row's in a split, for losses that are corrected by popularity.
 
-Shape suffixes: N rows, M multi-id features, A items"""
+Shape suffixes: N rows, F single-id or pooled features, M multi-id features, U unique ids, A
+items"""
 
 from collections.abc import Sequence
 

@@ -1,6 +1,6 @@
 """Items drawn by their share of the training rows, a step's own for all ranks alike.
 
-Shape suffixes: A items, M multi-id features, B tables"""
+Shape suffixes: M multi-id features, B tables, U unique ids, A items"""
 
 from __future__ import annotations
 

@@ -4,8 +4,8 @@ AdaptAndPredict is the engine's own inner loop, recorded with its gradients: no 
 where it runs.
 
 Shape suffixes: T tasks, N rows, S support rows, Q query rows, H longest list or task, F single-id
-or pooled features, M multi-id features, V values, K dense columns, L labels, B tables, U unique
-ids, R rows of tables, D embedding width, P task-row pairs, O outputs, J parts of a gate"""
+or pooled features, M multi-id features, V values, K dense columns, B tables, D embedding width, P
+task-row pairs, O outputs, J parts of a gate, X all inputs side by side"""
 
 from collections.abc import Mapping
 from copy import deepcopy
