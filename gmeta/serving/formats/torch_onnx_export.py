@@ -1,7 +1,6 @@
 """Programs of torch.export and ONNX: made from an exported model, and compared with it.
 
-Shape suffixes: N rows, S support rows, H longest list or task, F single-id or pooled features, M
-multi-id features, K dense columns, D embedding width"""
+Shape suffix: N rows"""
 
 import logging
 import warnings
