@@ -124,10 +124,14 @@ class OuterConfig:
         "bce: labels 0 and 1 (clicks); mse, huber, mae: any number (ratings); softmax, "
         "pairwise: the order of a task's rows",
     )
-    negatives: Literal["task", "step"] = key(
+    negatives: Literal["task", "step", "popular"] = key(
         "task",
-        "softmax: what a positive row competes with: the rows of its task, or the items of all "
-        "rows of a rank's step, less their popularity (model.name = dot, algorithm.name = none)",
+        "softmax: what a positive row competes with: the rows of its task; or, less their "
+        "popularity, the items of all rows of a rank's step, or items drawn by it "
+        "(model.name = dot, algorithm.name = none)",
+    )
+    popular_negatives: int = key(
+        1024, "negatives = popular: items drawn for a step, the same on all ranks", min=1, max=2**20
     )
     huber_delta: float = key(1.0, "huber: the error up to which its loss is squared", min=1e-6)
     dense_optimizer: Literal["adam", "adamw", "adagrad", "sgd"] = key(
@@ -213,6 +217,12 @@ class RunConfig:
     checkpoint_every_steps: int = key(
         0, "steps between two checkpoints; 0: after every epoch", min=0
     )
+    memory_checkpoint_every_steps: int = key(
+        0,
+        "steps between two checkpoints in memory, of what changed since the last on disk, for "
+        "restarts; 0: none (docs/training.md)",
+        min=0,
+    )
     checkpoint_in_background: bool = key(
         True, "write while training goes on, from a copy in host memory"
     )
@@ -229,6 +239,13 @@ class RunConfig:
     )
     early_stop_metric: str = key(
         "", "metric that must improve, any of evaluation.metrics' names; empty: the headline"
+    )
+    hang_timeout_s: int = key(
+        240,
+        "no step for so long, and for 100 median steps, ends a run of several ranks with the "
+        "stacks of all; 0: never (docs/operations.md)",
+        min=0,
+        max=10**9,
     )
     # A larger one overflows what torch counts timeouts in.
     collective_timeout_s: int = key(
