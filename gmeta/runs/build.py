@@ -120,6 +120,12 @@ def build(config: TrainConfig) -> tuple[Dataset, MetaLearner]:
             'sharding.placement "auto" or "device", by no exception either. Set them so, or leave '
             "it 0"
         )
+    if config.run.memory_checkpoint_every_steps and config.sharding.groups > 1:
+        raise ConfigError(
+            f"run.memory_checkpoint_every_steps = {config.run.memory_checkpoint_every_steps} keeps "
+            f"one copy of the tables, and sharding.groups = {config.sharding.groups} has several. "
+            "Set one of them back: 0, or 1 group"
+        )
     # Right before the model is built: all ranks must begin with equal layers.
     torch.manual_seed(config.run.seed)
     try:
