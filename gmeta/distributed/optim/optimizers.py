@@ -88,14 +88,15 @@ class OuterOptimizer(CombinedOptimizer):
 
     def reading(self) -> dict[str, float | None]:
         """Return the last step's rates and its gradient's norm before clipping, of the layers and,
-        with outer.clip_norm, of all; None where it is not finite. Waits for the device."""
+        with outer.clip_norm, of all; None where it is not finite; and what the exchange tells of
+        the steps since the last reading. Waits for the device."""
         if self._clipping is not None:
             norms = self._clipping.norms()
         else:
             grads = [layer.grad for layer in self._layers if layer.grad is not None]
             norms = {"dense_grad_norm": float(torch.nn.utils.get_total_norm(grads))}
         finite = {name: norm if math.isfinite(norm) else None for name, norm in norms.items()}
-        return {**self._rates, **finite}
+        return {**self._rates, **finite, **self._sharded.local.exchange.reading()}
 
 
 def build_optimizer(sharded: DistributedLearner, outer: OuterConfig) -> OuterOptimizer:
