@@ -79,8 +79,8 @@ def shard_learner(
     # place of a gradient changes the order in which gloo adds those of three ranks or more: the
     # first step after a resume would not be that of an unbroken run.
     is_average_ours = is_ours and ranks.device.type == "cpu"
-    _choose_shapes(learner, config.run, ranks)
     spread_long_events(learner, config, ranks)
+    _choose_shapes(learner, config.run, ranks)
     with keep_tables_in(PlainTables) if is_ours else nullcontext():
         sharded = DistributedLearner(
             ShardedLearner(tables, learner.to(ranks.device), config.run.precision),
