@@ -16,11 +16,13 @@ from metaio.format.dataset_writer import DatasetWriter
 from metaio.prepare.episodes.cut_episodes import DroppedRows, check_not_empty
 from metaio.prepare.episodes.encode import Encoder
 from metaio.prepare.episodes.encoded_rows import EncodedRows, concatenate_rows, select_rows
+from metaio.prepare.episodes.event_rows import EventEncoder
 from metaio.prepare.episodes.ordered_map import Progress, count_parallel_buckets, map_in_order
 from metaio.prepare.episodes.spool import Spool, split_by_bucket
 from metaio.prepare.job import HashedTableUse, Job, PrepareOptions, Use, WrittenShard
 from metaio.prepare.schema.schema import Schema
 from metaio.prepare.schema.side_columns import EVENT_ONLY, QUERY, SUPPORT
+from metaio.prepare.source.event_log import EventBatches
 from metaio.prepare.source.source import DuckSource
 from metaio.ragged import Int64
 from metaio.stream.newest_rows import (
@@ -55,6 +57,7 @@ class WindowJob:
     freed: dict[str, Int64]
     state: Path | None  # of the increment before, where there is one
     num_rows: int
+    end: int  # of the window
 
     def open_old_rows(self, split: str) -> NewestRows:
         """Return the newest rows of the tasks of a split, from before the window."""
@@ -95,11 +98,13 @@ class Engine(Protocol):
         self,
         window: WindowJob,
         tables: dict[str, Numbering],
+        events: EventBatches,
         writer: DatasetWriter,
         state_folder: Path,
         report_progress: Progress,
     ) -> WrittenWindow:
-        """Encode all rows by `tables`; write shards, and to `state_folder` the newest rows."""
+        """Encode all rows, and events of another log, by `tables`; write shards, and to
+        `state_folder` the newest rows."""
 
 
 class LocalEngine:
@@ -132,6 +137,7 @@ class LocalEngine:
         self,
         window: WindowJob,
         tables: dict[str, Numbering],
+        events: EventBatches,
         writer: DatasetWriter,
         state_folder: Path,
         report_progress: Progress,
@@ -140,7 +146,7 @@ class LocalEngine:
         job, options = window.job, self._options
         # Inside the unfinished increment: on the same disk, and removed with it.
         spool = Spool(writer.folder / ".spool", job.schema)
-        self._encode(window, tables, spool, report_progress)
+        self._encode(window, tables, events, spool, report_progress)
         use = HashedTableUse(job)
 
         def buckets_of(split: str, buckets: range) -> Iterator[BucketResult]:
@@ -165,6 +171,7 @@ class LocalEngine:
         self,
         window: WindowJob,
         tables: dict[str, Numbering],
+        events: EventBatches,
         spool: Spool,
         report_progress: Progress,
     ) -> None:
@@ -180,6 +187,13 @@ class LocalEngine:
             spool.append(parts)
             done += num_rows
             report_progress("encoding", done, window.num_rows)
+        of_events = EventEncoder(encoder)
+        for parts in map_in_order(
+            self._options.threads,
+            lambda batch: split_by_bucket(job.plan, of_events.encode(batch)),
+            events(),
+        ):
+            spool.append(parts)
         spool.flush()
 
 
@@ -194,11 +208,13 @@ def write_bucket(
     touched = np.unique(rows.task_hash_N)
     old = old_rows.read_bucket(bucket - buckets.start, len(buckets))
     clock = window.screen.clock
-    if clock.start is not None and (is_past_N := old.time_N < clock.start).sum() < old.num_rows:
-        old = select_rows(old, np.flatnonzero(is_past_N))  # a person set the window back
-    old = clear_freed_ids(schema, drop_old_rows(old, clock.forget_before), window.freed)
     # Query rows of their own window are support in all later ones.
-    old = replace(old, side_NS=np.full_like(old.side_NS, SUPPORT))
+    old = kept.set_past_sides(old)
+    if clock.start is not None:
+        is_past_N = (old.time_N < clock.start) | (old.side_NS[:, 0] == EVENT_ONLY)
+        if not is_past_N.all():
+            old = select_rows(old, np.flatnonzero(is_past_N))  # a person set the window back
+    old = clear_freed_ids(schema, drop_old_rows(old, clock.forget_before), window.freed)
     past, waiting = split_by_tasks(old, touched)
     late_N = rows.side_NS[:, 0] == SUPPORT
     if late_N.any():  # they are from before the window, as all support is
@@ -208,24 +224,25 @@ def write_bucket(
     episodes = concatenate_rows(schema, [past, rows])
     # Before tasks that have late rows alone are left out: these rows count as their newest.
     newest = kept.select(schema, episodes)
-    present = np.unique(rows.task_hash_N)
-    if len(present) < len(touched):  # all rows of the others were late
+    in_window_N = rows.side_NS[:, 0] == QUERY  # others are events alone
+    num_rows, present = int(in_window_N.sum()), np.unique(rows.task_hash_N[in_window_N])
+    if len(present) < len(touched):  # all rows of the others were late, or events alone
         past, _ = split_by_tasks(past, present)
         episodes = concatenate_rows(schema, [past, rows])
     # Tasks of the window that have earlier rows.
-    returning = len(np.unique(past.task_hash_N))
+    returning = len(np.unique(past.task_hash_N[past.side_NS[:, 0] == SUPPORT]))
     newest = merge_in_task_order(schema, old, waiting, newest)
-    if schema.events is not None:
+    if schema.events is not None and not schema.event_files:
         episodes = _as_events(schema, episodes, kept)
     shard = job.write_shard(folder, bucket, episodes, use)
     lost = Counter[str]()
-    if shard.num_query_side < rows.num_rows:
+    if shard.num_query_side < num_rows:
         _, task_N = np.unique(episodes.task_hash_N, return_inverse=True)
         length_T = np.bincount(task_N, episodes.side_NS[:, 0] != EVENT_ONLY)
         is_short_N = (length_T < schema.episodes.min_rows)[task_N]
         lost["short_tasks"] = int((is_short_N & (episodes.side_NS[:, 0] == QUERY)).sum())
-        lost["left_out"] = rows.num_rows - shard.num_query_side - lost["short_tasks"]
-    return BucketResult(shard, newest, rows.num_rows, lost, len(present) - returning, returning)
+        lost["left_out"] = num_rows - shard.num_query_side - lost["short_tasks"]
+    return BucketResult(shard, newest, num_rows, lost, len(present) - returning, returning)
 
 
 def _find_kept_rows(window: WindowJob) -> KeptRows:
@@ -234,7 +251,8 @@ def _find_kept_rows(window: WindowJob) -> KeptRows:
         return KeptRows(support)
     assert window.job.clock is not None  # of every schema with [events]
     delay, late = window.job.clock.delay, window.screen.clock.late
-    return KeptRows(support, schema.events.longest, delay, late)
+    end = window.end if schema.event_files else None
+    return KeptRows(support, schema.events.longest, delay, late, end)
 
 
 def _as_events(schema: Schema, rows: EncodedRows, kept: KeptRows) -> EncodedRows:

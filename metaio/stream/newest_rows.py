@@ -6,7 +6,7 @@ range: read by mapping, written bucket by bucket."""
 # Ids keep the rows that they had when they were written: values that waited for admission then stay
 # unknown here.
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -26,7 +26,8 @@ from metaio.prepare.episodes.encoded_rows import (
 )
 from metaio.prepare.episodes.row_order import hash_row_identity, sort_rows
 from metaio.prepare.schema.schema import Schema
-from metaio.ragged import Int64, find_run_starts, offsets, ragged_indices, sum_rows
+from metaio.prepare.schema.side_columns import EVENT_ONLY, SUPPORT
+from metaio.ragged import Int64, find_run_starts, offsets, places, ragged_indices, sum_rows
 
 
 @dataclass(frozen=True)
@@ -37,11 +38,40 @@ class KeptRows:
     longest: int | None = None  # newest events before each row; 0: all; None: no row knows any
     delay: int = 0  # of events, in ticks
     late: int = 0  # ticks by which a row may come behind its window
+    # Where the events are of another log: the end of the window, from which on rows are to come.
+    end: int | None = None
 
     def select(self, schema: Schema, rows: EncodedRows) -> EncodedRows:
         """Return the rows that are kept, tasks in the order of their hash."""
+        if self.end is not None:
+            return self._select_with_events(schema, rows, self.end)
         order_N, is_support_N, is_needed_N = self._order(schema, rows)
         return select_rows(rows, order_N[is_support_N | is_needed_N])
+
+    def set_past_sides(self, rows: EncodedRows) -> EncodedRows:
+        """Return kept rows with their sides in later windows: support, or events alone."""
+        side_NS = np.full_like(rows.side_NS, SUPPORT)
+        if self.end is not None:
+            side_NS[rows.is_event[:, 0] > 0] = EVENT_ONLY
+        return replace(rows, side_NS=side_NS)
+
+    def _select_with_events(self, schema: Schema, rows: EncodedRows, end: int) -> EncodedRows:
+        """Return the newest rows of each task, and the events that these or rows to come know."""
+        is_apart_N = rows.side_NS[:, 0] == EVENT_ONLY
+        own, events = np.flatnonzero(~is_apart_N), np.flatnonzero(is_apart_N)
+        own = own[self.find_support(schema, select_rows(rows, own))]
+        tasks, task_N = np.unique(rows.task_hash_N, return_inverse=True)
+        asks_T = np.full(len(tasks), end - self.late)
+        np.minimum.at(asks_T, task_N[own], rows.time_N[own])
+        order = (rows.row_hash_N[events], rows.time_N[events], task_N[events])
+        events = events[np.lexsort(order)]
+        is_older_N = rows.time_N[events] < asks_T[task_N[events]] - self.delay
+        older, lengths_T = events[is_older_N], np.bincount(task_N[events[is_older_N]])
+        if self.longest:
+            newer_N = np.repeat(lengths_T, lengths_T) - places(lengths_T)
+            older = older[newer_N <= self.longest]
+        chosen = np.concatenate([own, older, events[~is_older_N]])
+        return select_rows(rows, chosen[np.argsort(rows.task_hash_N[chosen], kind="stable")])
 
     def find_support(self, schema: Schema, rows: EncodedRows) -> Int64:
         """Return the newest `support` rows of each task."""
@@ -99,11 +129,11 @@ def merge_in_task_order(
     places_N[~is_new_N] = waiting
     places_V[~is_new_V] = ragged_indices(old_offsets[waiting], lengths)
     for name, array in vars(found).items():
-        is_new, places = (is_new_V, places_V) if name == "values_V" else (is_new_N, places_N)
+        is_new, place = (is_new_V, places_V) if name == "values_V" else (is_new_N, places_N)
         kept = getattr(old, name)
         if len(waiting) and len(kept):  # lists may all be empty
             # Copied once, since most tasks wait; "clip" writes straight to `out`.
-            np.take(kept, places, axis=0, out=array, mode="clip")
+            np.take(kept, place, axis=0, out=array, mode="clip")
         array[is_new] = getattr(newest, name)
     return found
 

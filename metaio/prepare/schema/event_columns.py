@@ -98,7 +98,10 @@ _COMPARISONS = {
 
 
 def find_events(rule: EventsRule | None, batch: pa.RecordBatch) -> Any:
-    """Return which raw rows are events, as int8 [N, 1]; [N, 0] where all are, or none is asked."""
+    """Return which raw rows are events, as int8 [N, 1]; [N, 0] where all are, or none is asked. Of
+    a log beside that of the events no row is one."""
+    if rule is not None and rule.files:
+        return np.zeros((batch.num_rows, 1), np.int8)
     conditions = parse_where(rule.where) if rule is not None else ()
     if not conditions:
         return np.zeros((batch.num_rows, 0), np.int8)

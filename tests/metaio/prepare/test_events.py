@@ -77,7 +77,7 @@ def stored_rows(batch: TaskBatch) -> list[StoredRow]:
                 StoredRow(
                     round(float(batch.dense_NK[row, 0])),
                     batch.event_numbers[known, 1].round().int().tolist(),
-                    ids[known, 1].tolist(),
+                    ids[known, -1].tolist(),
                 )
             )
     return found
