@@ -22,8 +22,7 @@ from metaio.prepare.episodes.spool import Spool, split_by_bucket
 from metaio.prepare.job import HashedTableUse, Job, PrepareOptions, Use, WrittenShard
 from metaio.prepare.schema.schema import Schema
 from metaio.prepare.schema.side_columns import EVENT_ONLY, QUERY, SUPPORT
-from metaio.prepare.source.event_log import EventBatches
-from metaio.prepare.source.source import DuckSource
+from metaio.prepare.source.source import DuckSource, EventBatches
 from metaio.ragged import Int64
 from metaio.stream.newest_rows import (
     KeptRows,

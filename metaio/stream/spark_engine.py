@@ -34,8 +34,7 @@ from metaio.prepare.episodes.ordered_map import Progress
 from metaio.prepare.episodes.spool import split_by_bucket
 from metaio.prepare.job import HashedShardUse, HashedTableUse, PrepareOptions
 from metaio.prepare.schema.schema import Schema
-from metaio.prepare.source.event_log import EventBatches
-from metaio.prepare.source.source import DuckSource, check_counts
+from metaio.prepare.source.source import DuckSource, EventBatches, check_counts
 from metaio.stream.engine import BucketResult, WindowJob, WrittenWindow, adopt_buckets, write_bucket
 from metaio.stream.newest_rows import NewestRows, NewestRowsWriter
 from metaio.stream.numbering import Numbering, Occurrences, merge_occurrences

@@ -2,18 +2,19 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import pyarrow as pa
 
 from metaio.errors import DataError
-from metaio.prepare.job import PrepareOptions
 from metaio.prepare.schema.schema import TextRule
-from metaio.prepare.source.event_log import EventBatches, open_event_log
 from metaio.prepare.source.input_files import list_file_names
-from metaio.prepare.source.source import count_rows
-from metaio.stream.description import OpenedStream
+from metaio.prepare.source.source import EventBatches, count_rows, open_event_log
 from metaio.stream.taken_files import InputFile, OfferedFiles, find_duplicates, hash_file
+
+if TYPE_CHECKING:
+    from metaio.prepare.job import PrepareOptions
+    from metaio.stream.description import OpenedStream
 
 
 class WindowEvents(NamedTuple):
@@ -25,7 +26,7 @@ class WindowEvents(NamedTuple):
 
 @contextmanager
 def open_window_events(
-    before: OpenedStream, types: dict[str, pa.DataType], options: PrepareOptions
+    before: "OpenedStream", types: dict[str, pa.DataType], options: "PrepareOptions"
 ) -> Iterator[WindowEvents]:
     """Yield the event files that are new by their names. Raises DataError: one has the bytes of a
     file that was taken, or its columns are not those of the schema."""

@@ -44,7 +44,7 @@ class TritonPythonModel:
     def _predict(self, inputs: list[Tensor]) -> dict[str, Any]:
         # Triton has limits of its own.
         limits = RequestLimits(rows=1 << 31)
-        support, query = to_rows(self.columns, inputs, limits, shares_lists=False)
+        support, query, _ = to_rows(self.columns, inputs, limits, shares_lists=False)
         if query is None:
             raise bad_request(
                 "the request has no rows to predict. Send inputs named like the columns"

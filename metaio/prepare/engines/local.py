@@ -25,8 +25,7 @@ from metaio.prepare.episodes.survey import Survey, fit_encoding, list_survey_col
 from metaio.prepare.job import HashedTableUse, Job, PrepareOptions, WrittenShard, make_job
 from metaio.prepare.schema.schema import Schema
 from metaio.prepare.source.bad_lines import write_bad_lines
-from metaio.prepare.source.event_log import EventBatches, open_event_log
-from metaio.prepare.source.source import DuckSource
+from metaio.prepare.source.source import DuckSource, EventBatches, open_event_log
 from metaio.prepare.source.transform import describe_transform
 
 

@@ -58,9 +58,9 @@ from metaio.prepare.job import (
     WrittenShard,
     make_job,
 )
+from metaio.prepare.schema.event_columns import check_event_types
 from metaio.prepare.schema.schema import Schema, make_event_schema
 from metaio.prepare.schema.values import check_cases, warn_of_mixed_units
-from metaio.prepare.source.event_log import check_event_types
 from metaio.prepare.source.input_files import list_file_names
 from metaio.prepare.source.source import check_counts
 from metaio.ragged import Int64

@@ -1,6 +1,6 @@
 """Cuts the sorted rows of complete tasks into episodes of support and query rows.
 
-Shape suffixes: T tasks, N rows, E chosen episodes"""
+Shape suffixes: T tasks, N rows, M multi-id features, V values, E chosen episodes"""
 
 from __future__ import annotations
 

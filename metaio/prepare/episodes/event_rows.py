@@ -1,6 +1,6 @@
 """Rows of the log that [events] files names: events of tasks, and in no episode.
 
-Shape suffix: N rows"""
+Shape suffixes: N rows, F single-id or pooled features, V values, K dense columns"""
 
 from collections import Counter
 from dataclasses import replace
