@@ -30,7 +30,8 @@ from gmeta.data.event_layout import EventColumns
 from gmeta.data.features.item_statistics import ItemStatistics
 from gmeta.data.features.neighbours import Neighbours
 from gmeta.data.features.support_statistics import NO_STATISTICS, SupportStatistics
-from gmeta.data.item_counts import log_shares
+from gmeta.data.item_counts import count_items, log_shares
+from gmeta.data.item_draws import ItemDraws
 from gmeta.data.label_checks import check_first_labels, scored_labels
 from gmeta.data.opening import open_data
 from gmeta.data.reader import task_cost_of
@@ -134,7 +135,7 @@ def build(config: TrainConfig) -> tuple[Dataset, MetaLearner]:
             labels,
             config.neighbours,
         )
-        if config.outer.negatives == "step":
+        if config.outer.negatives != "task":
             _compete_in_steps(config, learner, dataset)
     except ValueError as error:
         raise ConfigError(str(error)) from error
@@ -142,17 +143,31 @@ def build(config: TrainConfig) -> tuple[Dataset, MetaLearner]:
 
 
 def _compete_in_steps(config: TrainConfig, learner: MetaLearner, dataset: Dataset) -> None:
-    """Have the learner's loss be the softmax over a step's items. Raises ValueError: config."""
+    """Have the learner's loss be the softmax over a step's items, or over drawn ones. Raises
+    ValueError: config."""
     columns = learner.event_columns
     wanted = config.outer.loss, config.model.name, config.algorithm.name
     if wanted != ("softmax", "dot", PLAIN) or columns is None:
         raise ValueError(
-            f'outer.negatives = "step" with outer.loss = {wanted[0]!r}, model.name = {wanted[1]!r} '
-            f"and algorithm.name = {wanted[2]!r}: softmax, dot and none are needed. Set them, or "
-            'outer.negatives = "task"'
+            f"outer.negatives = {config.outer.negatives!r} with outer.loss = {wanted[0]!r}, "
+            f"model.name = {wanted[1]!r} and algorithm.name = {wanted[2]!r}: softmax, dot and none "
+            'are needed. Set them, or outer.negatives = "task"'
         )
-    shares = log_shares(dataset, config.data.train_split, columns.target[0])
-    learner.event_columns = replace(columns, log_share_A=shares)
+    split = config.data.train_split
+    if config.outer.negatives == "step":
+        shares = log_shares(dataset, split, columns.target[0])
+        learner.event_columns = replace(columns, log_share_A=shares)
+        return
+    ids_AM, count_A = count_items(dataset, split, columns.target)
+    if not len(ids_AM):
+        raise ValueError(
+            f'outer.negatives = "popular", but no row of split {split!r} has a known item to draw. '
+            'Prepare with more of them, or set outer.negatives = "task"'
+        )
+    table_M = dataset.features.table_of_single[list(columns.target)]
+    number, seed = config.outer.popular_negatives, config.run.seed
+    draws = ItemDraws(ids_AM, count_A / count_A.sum(), table_M, number, seed)
+    learner.event_columns = replace(columns, draws=draws)
 
 
 def _check_plain_epochs(algorithm: AlgorithmConfig, epochs: int) -> None:
