@@ -6,7 +6,7 @@ range: read by mapping, written bucket by bucket."""
 # Ids keep the rows that they had when they were written: values that waited for admission then stay
 # unknown here.
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -26,7 +26,6 @@ from metaio.prepare.episodes.encoded_rows import (
 )
 from metaio.prepare.episodes.row_order import hash_row_identity, sort_rows
 from metaio.prepare.schema.schema import Schema
-from metaio.prepare.schema.side_columns import EVENT_ONLY, SUPPORT
 from metaio.ragged import Int64, find_run_starts, offsets, places, ragged_indices, sum_rows
 
 
@@ -38,56 +37,30 @@ class KeptRows:
     longest: int | None = None  # newest events before each row; 0: all; None: no row knows any
     delay: int = 0  # of events, in ticks
     late: int = 0  # ticks by which a row may come behind its window
-    # Where the events are of another log: the end of the window, from which on rows are to come.
-    end: int | None = None
+    waits_from: int | None = None  # rows from there on are kept: some labels are not ripe
 
     def select(self, schema: Schema, rows: EncodedRows) -> EncodedRows:
         """Return the rows that are kept, tasks in the order of their hash."""
-        if self.end is not None:
-            return self._select_with_events(schema, rows, self.end)
-        order_N, is_support_N, is_needed_N = self._order(schema, rows)
+        order_N, is_support_N, is_needed_N = self._order(schema, rows, self.waits_from)
         return select_rows(rows, order_N[is_support_N | is_needed_N])
-
-    def set_past_sides(self, rows: EncodedRows) -> EncodedRows:
-        """Return kept rows with their sides in later windows: support, or events alone."""
-        side_NS = np.full_like(rows.side_NS, SUPPORT)
-        if self.end is not None:
-            side_NS[rows.is_event[:, 0] > 0] = EVENT_ONLY
-        return replace(rows, side_NS=side_NS)
-
-    def _select_with_events(self, schema: Schema, rows: EncodedRows, end: int) -> EncodedRows:
-        """Return the newest rows of each task, and the events that these or rows to come know."""
-        is_apart_N = rows.side_NS[:, 0] == EVENT_ONLY
-        own, events = np.flatnonzero(~is_apart_N), np.flatnonzero(is_apart_N)
-        own = own[self.find_support(schema, select_rows(rows, own))]
-        tasks, task_N = np.unique(rows.task_hash_N, return_inverse=True)
-        asks_T = np.full(len(tasks), end - self.late)
-        np.minimum.at(asks_T, task_N[own], rows.time_N[own])
-        order = (rows.row_hash_N[events], rows.time_N[events], task_N[events])
-        events = events[np.lexsort(order)]
-        is_older_N = rows.time_N[events] < asks_T[task_N[events]] - self.delay
-        older, lengths_T = events[is_older_N], np.bincount(task_N[events[is_older_N]])
-        if self.longest:
-            newer_N = np.repeat(lengths_T, lengths_T) - places(lengths_T)
-            older = older[newer_N <= self.longest]
-        chosen = np.concatenate([own, older, events[~is_older_N]])
-        return select_rows(rows, chosen[np.argsort(rows.task_hash_N[chosen], kind="stable")])
 
     def find_support(self, schema: Schema, rows: EncodedRows) -> Int64:
         """Return the newest `support` rows of each task."""
-        order_N, is_support_N, _ = self._order(schema, rows)
+        order_N, is_support_N, _ = self._order(schema, rows, None)
         return order_N[is_support_N]
 
     def _order(
-        self, schema: Schema, rows: EncodedRows
+        self, schema: Schema, rows: EncodedRows, waits_from: int | None
     ) -> tuple[Int64, npt.NDArray[np.bool_], npt.NDArray[np.bool_]]:
-        """Return the order by task and time, which rows in it are support, and which are events
-        that support rows or rows to come know."""
+        """Return the order by task and time, which rows in it are support or wait, and which are
+        events that support rows or rows to come know."""
         order_N = sort_rows(schema, rows, hash_row_identity(schema, rows), True)
         time_N, task_N = rows.time_N[order_N], rows.task_hash_N[order_N]
         starts_T = np.flatnonzero(find_run_starts(task_N))
         lengths_T = np.diff(starts_T, append=len(task_N))
         stops_T = starts_T + lengths_T
+        if waits_from is not None and len(starts_T):
+            stops_T = stops_T - np.add.reduceat((time_N >= waits_from).astype(np.int64), starts_T)
         is_support_N = np.repeat(stops_T, lengths_T) - np.arange(len(task_N)) <= self.support
         if self.longest is None:
             return order_N, is_support_N, np.zeros_like(is_support_N)
@@ -104,6 +77,28 @@ class KeptRows:
         counts_N1 = offsets(is_older_N)
         newer_N = np.repeat(counts_N1[stops_T], lengths_T) - counts_N1[:-1]
         return order_N, is_support_N, is_event_N & (~is_older_N | (newer_N <= self.longest))
+
+
+def add_events(
+    schema: Schema, rows: EncodedRows, events: EncodedRows, next_time: int, delay: int
+) -> EncodedRows:
+    """Return kept rows with the events of another log that they know, or rows to come from
+    `next_time` on, tasks in the order of their hash; `delay` in ticks."""
+    both = concatenate_rows(schema, [rows, events])
+    first = rows.num_rows
+    tasks, task_N = np.unique(both.task_hash_N, return_inverse=True)
+    asks_T = np.full(len(tasks), next_time)
+    np.minimum.at(asks_T, task_N[:first], rows.time_N)
+    order_N = np.lexsort((events.row_hash_N, events.time_N, task_N[first:])) + first
+    is_older_N = both.time_N[order_N] < asks_T[task_N[order_N]] - delay
+    older = order_N[is_older_N]
+    longest = schema.events.longest if schema.events is not None else 0
+    if longest:
+        lengths_T = np.bincount(task_N[older])
+        newer_N = np.repeat(lengths_T, lengths_T) - places(lengths_T)
+        older = older[newer_N <= longest]
+    chosen = np.concatenate([np.arange(first), older, order_N[~is_older_N]])
+    return select_rows(both, chosen[np.argsort(both.task_hash_N[chosen], kind="stable")])
 
 
 def split_by_tasks(rows: EncodedRows, task_hashes: UInt64) -> tuple[EncodedRows, Int64]:
@@ -129,11 +124,11 @@ def merge_in_task_order(
     places_N[~is_new_N] = waiting
     places_V[~is_new_V] = ragged_indices(old_offsets[waiting], lengths)
     for name, array in vars(found).items():
-        is_new, place = (is_new_V, places_V) if name == "values_V" else (is_new_N, places_N)
+        is_new, places = (is_new_V, places_V) if name == "values_V" else (is_new_N, places_N)
         kept = getattr(old, name)
         if len(waiting) and len(kept):  # lists may all be empty
             # Copied once, since most tasks wait; "clip" writes straight to `out`.
-            np.take(kept, place, axis=0, out=array, mode="clip")
+            np.take(kept, places, axis=0, out=array, mode="clip")
         array[is_new] = getattr(newest, name)
     return found
 
