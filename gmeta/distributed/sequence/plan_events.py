@@ -4,7 +4,7 @@ kept for the gradient as torch's layers save them.
 Shape suffixes: T tasks, N rows, H longest list or task, D embedding width"""
 
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -55,7 +55,7 @@ def _estimate_rectangle(
         num_rows, places = tasks * rows, -(-longest // ranks)
         sent = 2 * target_bytes(num_rows, 1, encoder.width, ranks)
         return sent, tasks * places * _count_kept_by_pooling(encoder, rows)
-    heads, blocks = int(encoder.blocks[0].heads), len(encoder.blocks)
+    heads, blocks = cast(int, encoder.blocks[0].heads), len(encoder.blocks)
     sharing, line = split_ranks(kind, heads, ranks)
     size = SliceSize(tasks, heads, -(-(longest + 1) // ranks), encoder.width // heads)
     is_linear = getattr(encoder.blocks[0], "is_linear", False)

