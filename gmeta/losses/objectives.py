@@ -21,6 +21,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from gmeta.config.losses import find_custom_loss, kind_of_loss
+from gmeta.losses.custom_loss_check import check_custom_loss
 from gmeta.losses.ranking import list_grads, list_losses
 from gmeta.losses.row_losses import (
     ANY_NUMBER,
@@ -192,7 +194,7 @@ class Objectives(NamedTuple):
         cls, loss: str, huber_delta: float = 1.0, moments: tuple[tuple[float, float], ...] = ()
     ) -> Objectives:
         """Return the objectives of one label that has this loss."""
-        losses = LabelLosses((LossFunction(loss, huber_delta),), (1.0,), (-1,), moments)
+        losses = LabelLosses((make_loss(loss, huber_delta),), (1.0,), (-1,), moments)
         return cls(losses, losses)
 
     @property
@@ -266,7 +268,7 @@ def make_objectives(
         moments = tuple(pair if kind in ANY_NUMBER else (0.0, 1.0) for kind, pair in of_labels)
     if not names:
         return Objectives.of(loss, huber_delta, moments)
-    losses = tuple(LossFunction(config.loss.get(name, loss), huber_delta) for name in names)
+    losses = tuple(make_loss(one, huber_delta) for one in config.losses_of(loss, names))
     before = tuple(
         names.index(config.entire_space[name]) if name in config.entire_space else -1
         for name in names
@@ -284,6 +286,14 @@ def make_objectives(
         weight if name in adapts else 0.0 for name, weight in zip(names, weights, strict=True)
     )
     return Objectives(*(LabelLosses(losses, each, before, moments) for each in (inner, weights)))
+
+
+def make_loss(name: str, huber_delta: float) -> LossFunction:
+    """Return the loss of that name. Raises ConfigError: a package's own is not fit for use."""
+    own = find_custom_loss(name)
+    if own is not None:
+        check_custom_loss(name, own)
+    return LossFunction(kind_of_loss(name), huber_delta, own)
 
 
 def _softplus(values: Tensor) -> Tensor:

@@ -14,7 +14,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, final
 
-from gmeta.config.labels import RANGES
+from gmeta.config.losses import RANGES
 from gmeta.config.train_config import load_config
 from gmeta.errors import GMetaError, NotFiniteError, UserError
 from gmeta.pipeline.follow_config import FollowConfig
@@ -299,8 +299,7 @@ class Pipeline:
         # Rows with labels that a loss does not take would fail every training.
         train = load_config(self.config.follow.train, ["data.path=-", "run.dir=-"])
         for name in schema.label_columns:
-            loss = train.labels.loss.get(name, train.outer.loss)
-            if loss in RANGES:
+            if (loss := train.loss_of(name)) in RANGES:
                 least, most = RANGES[loss]
                 arguments += ["--label-range", f"{name}={least:g}:{most:g}"]
         arguments += ["--strict"] if self._is_strict else []
