@@ -91,6 +91,7 @@ class TrainingRun:
         plan = describe_sharding(self._sharded, ranks)
         self._start_messages = [*messages, *describe_in_words(plan)]
         self._optimizer = build_optimizer(self._sharded, config.outer)
+        self.hooks.show_trained(self._learner, self._optimizer)
         self.folder = RunFolder(Path(config.run.dir))
         # Before checkpoints are listed: no other process changes them from here on.
         run_on_first(lambda: resources.enter_context(lock_run_folder(self.folder.root)), ranks)
@@ -144,7 +145,8 @@ class TrainingRun:
 
     def work(self, stop: Stop) -> None:
         """Train epoch after epoch, to the end of the run. Raises StoppedError: SIGTERM ended it."""
-        self.hooks.begin(self._progress, self._total_steps, stop, self.feed.loggers)
+        resumed, also = self._beginning.resumed_from, self.feed.loggers
+        self.hooks.begin(self._progress, self._total_steps, stop, also, resumed)
         self.hooks.show_lines(self._start_messages)
         if self._forecasts:
             self._forecast()
@@ -212,6 +214,7 @@ class TrainingRun:
             loss: Tensor = self._sharded(episodes, weight=weight)
             loss.backward()
         self._guard.watch(self._progress, episodes, loss, learner.exchange.gradient_sum)
+        self.hooks.record_gradients(episodes, loss)
         self._optimizer.step()
         self.writer.poll()
         self.profiler.step()
@@ -273,8 +276,9 @@ class TrainingRun:
             # What a NaN led to must not become a checkpoint.
             self._guard.check()
             self.writer.finish()
-            files = self.feed.checkpoint_files(self._progress.step)
-            self.writer.save(self._progress, {**files, **self._agent.checkpoint_files()})
+            files = {**self.hooks.checkpoint_files(), **self._agent.checkpoint_files()}
+            files.update(self.feed.checkpoint_files(self._progress.step))
+            self.writer.save(self._progress, files)
         self._saved_step = self._progress.step
 
     def _confirm_checkpoint(self, checkpoint: Path) -> None:

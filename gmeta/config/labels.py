@@ -11,8 +11,7 @@ class LabelsConfig:
     """What is learnt of each label of a dataset that has several; docs/training.md."""
 
     loss: dict[str, str] = key(
-        dict,
-        "by label: its loss, as outer.loss has it, which is that of labels not named here",
+        dict, "by label: its loss, as outer.loss has it, which is that of labels not named here"
     )
     weight: dict[str, float] = key(dict, "by label: what its loss is multiplied by; else 1")
     adapt: tuple[str, ...] = key((), "labels that the inner loop adapts on; []: all")

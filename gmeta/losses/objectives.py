@@ -255,6 +255,14 @@ def known_labels(label: Tensor, weight: Tensor | None) -> Tensor:
     return label if weight is None else torch.where(weight > 0, label, 0.0)
 
 
+def weigh_rows_N(values_N: Tensor, weight: Tensor | None) -> Tensor:
+    """Return values that belong to a row, not to a label, as its loss counts them: times its
+    weight, 0 where no label is known; `weight` as `label_weights`."""
+    if weight is None:
+        return values_N
+    return values_N * (weight if weight.dim() == 1 else weight.amax(dim=1)).to(values_N.dtype)
+
+
 def make_objectives(
     loss: str, huber_delta: float, config: LabelsConfig, names: tuple[str, ...]
 ) -> Objectives:

@@ -119,7 +119,9 @@ def curvatures_N(loss: LossFunction, output_N: Tensor, label_N: Tensor) -> Tenso
         slope_N = _slopes_N(loss, seen_N, label_N)
         if not slope_N.requires_grad:  # a loss of straight lines
             return torch.zeros_like(output_N)
-        (curve_N,) = torch.autograd.grad(slope_N.sum(), seen_N, create_graph=True, materialize_grads=True)
+        (curve_N,) = torch.autograd.grad(
+            slope_N.sum(), seen_N, create_graph=True, materialize_grads=True
+        )
     # Below 0 a solved step would lead uphill.
     return curve_N.clamp(min=0.0)
 

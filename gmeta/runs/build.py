@@ -35,15 +35,15 @@ from gmeta.data.item_counts import log_shares
 from gmeta.data.label_checks import check_first_labels, scored_labels
 from gmeta.data.opening import open_data
 from gmeta.data.reader import task_cost_of
-from gmeta.errors import ConfigError, GMetaError
+from gmeta.errors import ConfigError
 from gmeta.learner import MetaLearner
 from gmeta.losses.objectives import Objectives, make_objectives
 from gmeta.losses.row_losses import defined_labels_N
 from gmeta.metrics.catalogue import custom_names, label_of
 from gmeta.metrics.custom_metrics import NAMED_METRICS, try_out
 from gmeta.runs.early_stop import make_early_stop
-from gmeta.runs.run_folder import check_trusted
 from gmeta.runs.logging.hook_registry import NAMED_CALLBACKS, NAMED_LOGGERS, find_hooks
+from gmeta.runs.run_folder import check_trusted
 from gmeta_keys.plugins import Registry
 from gmeta_models.gated import head_layers
 from gmeta_models.initial_sum import keep_sum_units, list_sum_layers

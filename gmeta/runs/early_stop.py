@@ -101,8 +101,8 @@ def describe_choices(
     kept = f"checkpoints by {early_stop.metric} of {', '.join(valid_splits)}, " * bool(valid_splits)
     units = " of standardised labels" * standardises
     return (
-        f"judged by: {scoring.names[0]}; trained with {loss_name or scoring.loss}{units}, {kept}inner rates by "
-        f"{scoring.measure}, trees fitted to {scoring.fitted_loss}"
+        f"judged by: {scoring.names[0]}; trained with {loss_name or scoring.loss}{units}, "
+        f"{kept}inner rates by {scoring.measure}, trees fitted to {scoring.fitted_loss}"
     )
 
 

@@ -75,9 +75,10 @@ class RunFolder:
         one is code of a package that this machine does not trust."""
         config = self.read_config()
         metrics = [*config.evaluation.metrics, label_of(config.run.early_stop_metric)[0]]
-        names: list[tuple[Registry[Any], str]] = [(NAMED_METRICS, name) for name in custom_names(metrics)]
-        names += [(NAMED_LOSSES, name) for name in config.loss_names]
-        named = {f"{registry.key}: {name}": (registry, name) for registry, name in names}
+        of_registries = (NAMED_METRICS, custom_names(metrics)), (NAMED_LOSSES, config.loss_names)
+        named = {
+            f"{one.key}: {name}": (one, name) for one, names in of_registries for name in names
+        }
         check_trusted(self.root, named, self.read_environment())
         return config
 

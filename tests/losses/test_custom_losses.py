@@ -142,7 +142,9 @@ def test_a_curvature_below_0_counts_as_none() -> None:
     loss, label_N = LossFunction("bce", own=FOCAL), torch.tensor([1.0, 1.0], dtype=torch.float64)
     output_N = torch.tensor([-6.0, 0.5], dtype=torch.float64, requires_grad=True)
     slope_N, curve_N = grad_and_hessian_N(loss, output_N, label_N)
-    (own_slope_N,) = torch.autograd.grad(focal(output_N, label_N).sum(), output_N, create_graph=True)
+    (own_slope_N,) = torch.autograd.grad(
+        focal(output_N, label_N).sum(), output_N, create_graph=True
+    )
     (own_curve_N,) = torch.autograd.grad(own_slope_N.sum(), output_N)
     torch.testing.assert_close(slope_N, own_slope_N)
     assert own_curve_N[0] < 0 < own_curve_N[1]

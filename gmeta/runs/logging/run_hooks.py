@@ -1,10 +1,13 @@
 """Screen, metrics.jsonl, loggers and callbacks of a run."""
 
+from __future__ import annotations
+
+import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import MappingProxyType, TracebackType
-from typing import Any, TypeVar, final
+from typing import TYPE_CHECKING, Any, TypeVar, final
 
 from torch import Tensor
 
@@ -16,6 +19,7 @@ from gmeta.errors import GMetaError
 from gmeta.runs.early_stop import make_early_stop
 from gmeta.runs.logging.async_logger import AsyncLogger
 from gmeta.runs.logging.callback import Callback, Run
+from gmeta.runs.logging.callback_state import format_callbacks, gather_logged, read_callbacks
 from gmeta.runs.logging.file_loggers import JsonLines, TensorBoard
 from gmeta.runs.logging.hook_registry import find_hooks
 from gmeta.runs.logging.logger import Logger, Reading, RunInfo, Status
@@ -23,6 +27,12 @@ from gmeta.runs.logging.progress_screen import ProgressScreen
 from gmeta.runs.run_folder import METRICS_FILE
 from gmeta.runs.run_progress import RunProgress
 from gmeta_keys.translate_errors import format_foreign_error, translate_errors
+
+if TYPE_CHECKING:  # for annotations: loggers start without what trains
+    from gmeta.data.accumulate import MicroBatches
+    from gmeta.data.episodes import Episodes
+    from gmeta.distributed.optim.optimizers import OuterOptimizer
+    from gmeta.learner import MetaLearner
 
 SCREEN_NAME = "the screen"
 Made = TypeVar("Made")
@@ -48,8 +58,9 @@ class RunHooks:
         self._callbacks: dict[str, Callback] = {}
         self._stop = Stop()
         self._run = Run(self._info, ranks, self._stop)
+        self._trained: tuple[MetaLearner, OuterOptimizer] | None = None
 
-    def __enter__(self) -> "RunHooks":
+    def __enter__(self) -> RunHooks:
         return self
 
     def __exit__(
@@ -68,25 +79,39 @@ class RunHooks:
             for name in list(self._loggers):
                 self._call_logger(name, lambda logger: logger.end(ended))
 
+    def show_trained(self, learner: MetaLearner, optimizer: OuterOptimizer) -> None:
+        """Let callbacks see what the run trains, and change it."""
+        self._trained = learner, optimizer
+
     def begin(
         self,
         progress: RunProgress,
         total_steps: int,
         stop: Stop,
         also: Mapping[str, Logger] = MappingProxyType({}),
+        resumed: Path | None = None,
     ) -> None:
-        """Open the loggers, and those in `also`, and begin the callbacks, which may set `stop` from
-        here on. Collective. Raises GMetaError: one failed."""
+        """Open the loggers, and those in `also`, and begin the callbacks, with what the checkpoint
+        `resumed` keeps of them; they may set `stop` from here on. Collective. Raises GMetaError:
+        one failed."""
         self._info = replace(self._info, done_steps=progress.step, total_steps=total_steps)
         self._stop, self._run = stop, Run(self._info, self._ranks, stop)
         self._run.epoch = progress.epoch
+        if self._trained is not None:
+            self._run.learner, self._run.optimizer = self._trained
         run_on_first(lambda: self._open_loggers(also), self._ranks)
-        run_on_all(self._begin_callbacks, self._ranks)
+        run_on_all(lambda: self._begin_callbacks(resumed), self._ranks)
 
     def show_lines(self, lines: Sequence[str]) -> None:
         """Print lines that belong to the run, not to a step."""
         if self._screen is not None:
             self._screen.show_lines(lines)
+
+    def record_gradients(self, batch: Episodes | MicroBatches, loss: Tensor) -> None:
+        """Record that a step's gradients are there."""
+        if self._callbacks:
+            own = loss.detach()
+            self._call_callbacks_or_stop(lambda each: each.on_backward(self._run, batch, own))
 
     def record_step(self, progress: RunProgress, loss: Tensor) -> None:
         """Record a step, with this rank's part of its loss."""
@@ -96,7 +121,9 @@ class RunHooks:
             self._call_callbacks_or_stop(lambda each: each.on_step_end(self._run, own))
 
     def log(self, step: int, epoch: int, values: Mapping[str, Any]) -> None:
-        """Write a reading to all loggers."""
+        """Write a reading, and what callbacks logged since the last, to all loggers. Collective."""
+        if self._callbacks:
+            values = {**values, **gather_logged(self._run, values, self._ranks)}
         reading = self._write_reading(Reading(step, epoch, values))
         self._call_callbacks_or_stop(lambda each: each.on_log(self._run, reading))
 
@@ -136,9 +163,26 @@ class RunHooks:
             # Those that did not begin are not ended.
             self._loggers[name] = logger
 
-    def _begin_callbacks(self) -> None:
+    def checkpoint_files(self) -> dict[str, str]:
+        """Return what a checkpoint keeps of callbacks, as texts by file names. Collective."""
+        if not self._callbacks:
+            return {}
+        states: dict[str, Any] = {}
+
+        def ask(each: Callback) -> Any:
+            return json.loads(json.dumps(each.state_dict(), allow_nan=False))
+
+        run_on_all(lambda: states.update(self._call_callbacks(ask)), self._ranks)
+        return format_callbacks(self._run, states, self._ranks)
+
+    def _begin_callbacks(self, resumed: Path | None) -> None:
         named = self._named_callbacks.items()
         self._callbacks = {name: _make_hook("callback", name, kind) for name, kind in named}
+        if self._callbacks and resumed is not None:
+            states = read_callbacks(resumed, self._run)
+            for name in states.keys() & self._callbacks.keys():
+                with self._translate_errors_of(name):
+                    self._callbacks[name].load_state_dict(states[name])
         self._call_callbacks(lambda each: each.on_train_begin(self._run))
 
     def _call_logger(self, name: str, work: Callable[[Logger], None]) -> None:
@@ -154,12 +198,17 @@ class RunHooks:
             del self._loggers[name]
             self.show_lines([f"the logger {name!r} failed and is left out from here on: {error}"])
 
-    def _call_callbacks(self, work: Callable[[Callback], None]) -> None:
+    def _call_callbacks(self, work: Callable[[Callback], Made]) -> dict[str, Made]:
+        found = {}
         for name, callback in self._callbacks.items():
-            what = f"the callback {name!r} of run.callbacks failed behind step {self._run.step}"
-            remedy = "Mend it, or take it out; --resume goes on from the newest checkpoint"
-            with translate_errors(_make_error_translator(what, remedy)):
-                work(callback)
+            with self._translate_errors_of(name):
+                found[name] = work(callback)
+        return found
+
+    def _translate_errors_of(self, name: str) -> translate_errors:
+        what = f"the callback {name!r} of run.callbacks failed behind step {self._run.step}"
+        remedy = "Mend it, or take it out; --resume goes on from the newest checkpoint"
+        return translate_errors(_make_error_translator(what, remedy))
 
     def _call_callbacks_or_stop(self, work: Callable[[Callback], None]) -> None:
         try:

@@ -25,6 +25,7 @@ from gmeta.serving.stored_tables import StoredTable
 from gmeta_models.gated import row_layers
 from gmeta_models.inputs import History, RowInputs
 from gmeta_models.model_config import Pooling
+from gmeta_models.model_outputs import split_output
 from gmeta_models.table_projections import pad_width_UD
 
 IDS, DENSE, LISTS, LENGTHS = "ids", "dense", "lists", "list_lengths"
@@ -190,7 +191,7 @@ class UnadaptedForward(nn.Module):
         )
         if self.generator is not None:
             rows = self.generator(rows)
-        return self._losses.predictions(self._losses.logits(self.model(rows)))
+        return self._losses.predictions(self._losses.logits(split_output(self.model(rows))[0]))
 
 
 @torch.no_grad()
