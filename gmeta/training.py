@@ -146,7 +146,8 @@ class TrainingRun:
     def work(self, stop: Stop) -> None:
         """Train epoch after epoch, to the end of the run. Raises StoppedError: SIGTERM ended it."""
         resumed, also = self._beginning.resumed_from, self.feed.loggers
-        self.hooks.begin(self._progress, self._total_steps, stop, also, resumed)
+        where = self._progress, self._total_steps, stop
+        self.hooks.begin(*where, also, resumed, wait_s=lambda: self.feed.wait_s)
         self.hooks.show_lines(self._start_messages)
         if self._forecasts:
             self._forecast()
@@ -220,7 +221,7 @@ class TrainingRun:
         self.profiler.step()
         step, epoch_step = self._progress.step + 1, self._progress.epoch_step + 1
         self._progress = replace(self._progress, step=step, epoch_step=epoch_step)
-        self.hooks.record_step(self._progress, loss)
+        self.hooks.record_step(self._progress, loss, episodes.num_rows)
         return loss
 
     def _after_step(self) -> None:

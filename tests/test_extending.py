@@ -206,7 +206,9 @@ def test_an_import_path_needs_no_entry_point_but_trust_where_it_comes_from_elsew
     forked("gmeta", "train", config, *SMALL_MODEL, *chosen, at=own)
     ran_on = json.loads((folder / "environment.json").read_text())
     mine = {"package": "myrec", "version": "not installed"}
-    assert ran_on["plugins"] == dict.fromkeys(("model.name", "outer.loss: myrec.losses:FOCAL"), mine)
+    assert ran_on["plugins"] == dict.fromkeys(
+        ("model.name", "outer.loss: myrec.losses:FOCAL"), mine
+    )
     export = ["export", folder, model]
     told = forked("gmeta", *export, at=own, code=1)
     assert "set GMETA_PLUGINS=myrec if you trust it" in told

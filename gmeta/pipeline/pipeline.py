@@ -65,6 +65,7 @@ class Pipeline:
         self._stream = config.follow.stream
         self._run_stage, self._last_line = run_stage, last_line
         self.under_way: RunningStage | None = None
+        self.failed_stage = ""  # the last that failed, until that is counted
         # Fingerprints of increments whose run was trained on them.
         self._run_on: set[str] = set()
         self._files, self._quarantine_checks = TakenFiles(self._stream), QuarantineChecks()
@@ -451,6 +452,7 @@ class Pipeline:
         finally:
             self.under_way = None
         if code not in allowed:
+            self.failed_stage = stage
             # The exit code says whether the user can correct it.
             kind = UserError if code == UserError.exit_code else GMetaError
             why = self._last_line(log).removeprefix("error: ")

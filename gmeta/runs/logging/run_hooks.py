@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -24,6 +25,7 @@ from gmeta.runs.logging.file_loggers import JsonLines, TensorBoard
 from gmeta.runs.logging.hook_registry import find_hooks
 from gmeta.runs.logging.logger import Logger, Reading, RunInfo, Status
 from gmeta.runs.logging.progress_screen import ProgressScreen
+from gmeta.runs.logging.rank_metrics import LISTEN_VARIABLE, RankMetrics
 from gmeta.runs.run_folder import METRICS_FILE
 from gmeta.runs.run_progress import RunProgress
 from gmeta_keys.translate_errors import format_foreign_error, translate_errors
@@ -59,6 +61,7 @@ class RunHooks:
         self._stop = Stop()
         self._run = Run(self._info, ranks, self._stop)
         self._trained: tuple[MetaLearner, OuterOptimizer] | None = None
+        self._metrics: RankMetrics | None = None
 
     def __enter__(self) -> RunHooks:
         return self
@@ -76,6 +79,8 @@ class RunHooks:
                 self._end_callbacks(status)
             ended = status
         finally:
+            if self._metrics is not None:
+                self._metrics.stop()
             for name in list(self._loggers):
                 self._call_logger(name, lambda logger: logger.end(ended))
 
@@ -90,15 +95,17 @@ class RunHooks:
         stop: Stop,
         also: Mapping[str, Logger] = MappingProxyType({}),
         resumed: Path | None = None,
+        wait_s: Callable[[], float] = lambda: 0.0,
     ) -> None:
         """Open the loggers, and those in `also`, and begin the callbacks, with what the checkpoint
-        `resumed` keeps of them; they may set `stop` from here on. Collective. Raises GMetaError:
-        one failed."""
+        `resumed` keeps of them; they may set `stop` from here on. `wait_s` returns for how long
+        this rank has waited for data. Collective. Raises GMetaError: one failed."""
         self._info = replace(self._info, done_steps=progress.step, total_steps=total_steps)
         self._stop, self._run = stop, Run(self._info, self._ranks, stop)
         self._run.epoch = progress.epoch
         if self._trained is not None:
             self._run.learner, self._run.optimizer = self._trained
+        run_on_all(lambda: self._serve_metrics(wait_s), self._ranks)
         run_on_first(lambda: self._open_loggers(also), self._ranks)
         run_on_all(lambda: self._begin_callbacks(resumed), self._ranks)
 
@@ -113,9 +120,11 @@ class RunHooks:
             own = loss.detach()
             self._call_callbacks_or_stop(lambda each: each.on_backward(self._run, batch, own))
 
-    def record_step(self, progress: RunProgress, loss: Tensor) -> None:
-        """Record a step, with this rank's part of its loss."""
+    def record_step(self, progress: RunProgress, loss: Tensor, num_rows: int = 0) -> None:
+        """Record a step, with this rank's part of its loss and its rows."""
         self._run.step, self._run.epoch = progress.step, progress.epoch
+        if self._metrics is not None:
+            self._metrics.count_step(progress.step, num_rows)
         if self._callbacks:
             own = loss.detach()
             self._call_callbacks_or_stop(lambda each: each.on_step_end(self._run, own))
@@ -124,22 +133,33 @@ class RunHooks:
         """Write a reading, and what callbacks logged since the last, to all loggers. Collective."""
         if self._callbacks:
             values = {**values, **gather_logged(self._run, values, self._ranks)}
+        if self._metrics is not None:
+            self._metrics.show(values)
         reading = self._write_reading(Reading(step, epoch, values))
         self._call_callbacks_or_stop(lambda each: each.on_log(self._run, reading))
 
     def record_validation(self, step: int, epoch: int, scores: Mapping[str, float | None]) -> None:
         """Write the metrics of the validation split; all ranks know them."""
+        if self._metrics is not None:
+            self._metrics.show_scores(scores)
         self._write_reading(Reading(step, epoch, {"valid": scores}))
         self._call_callbacks_or_stop(lambda each: each.on_validation_end(self._run, scores))
 
     def record_checkpoint(self, checkpoint: Path) -> None:
         """Record that a checkpoint is whole."""
+        if self._metrics is not None:
+            self._metrics.note_checkpoint()
         self._call_callbacks_or_stop(lambda each: each.on_checkpoint(self._run, checkpoint))
 
     def _write_reading(self, reading: Reading) -> Reading:
         for name in list(self._loggers):
             self._call_logger(name, lambda logger: logger.log(reading))
         return reading
+
+    def _serve_metrics(self, wait_s: Callable[[], float]) -> None:
+        if os.environ.get(LISTEN_VARIABLE):
+            self._metrics = RankMetrics(self._info, self._ranks, wait_s)
+            self._metrics.listen()
 
     def _open_loggers(self, also: Mapping[str, Logger]) -> None:
         assert self._screen is not None  # rank 0 has one
