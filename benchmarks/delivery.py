@@ -17,7 +17,8 @@ refuses; `aa_refused`: noisy copies of the champion that it refuses. `swap_p99_r
 predictions while a follower takes up another version, from the moment the pointer moved until it
 serves, over that of as long without, in turns: medians over the turns, and quartiles of their
 ratios; `beside_p99_ratio`: the same while another process loads that version instead, which is what
-the machine's cores make of it; `failed_requests` of all."""
+the machine's cores make of it; `failed_requests` of all. `minute_cost_ratio`: seconds from a minute's
+messages in a topic of Kafka to the version that knows them, over 60: below 1 the loop keeps up."""
 
 import multiprocessing as mp
 import shutil
@@ -37,6 +38,7 @@ import pyarrow.parquet as pq
 import torch
 from _common import REPOSITORY, environment, finish, make_parser, print_table
 from _delivery_history import grown, numbered
+from _delivery_minutes import followed_minutes
 from safetensors.torch import load_file, save_file
 
 import gmeta
@@ -68,21 +70,27 @@ class Sizes:
     increments: int  # of the loop whose costs and scores are followed
     loop_users: int
     ids: int
+    minutes: int  # of a topic that is followed
 
 
 def main() -> None:
     """Measure and print; the last line is JSON."""
     parser = make_parser(__doc__)
+    parser.add_argument("--minutes", action="store_true", help="minute_cost_ratio alone")
     parser.add_argument("--numbering", action="store_true", help="numbering_speedup alone")
     options = parser.parse_args()
-    sizes = Sizes(24, 2_500, 1_000_000, 20, 3, 9, 200, 1_000_000)
+    sizes = Sizes(24, 2_500, 1_000_000, 20, 3, 9, 200, 1_000_000, 3)
     if not options.quick:
-        sizes = Sizes(100, 3_000, 10_000_000, 100, 40, 51, 500, 10_000_000)
+        sizes = Sizes(100, 3_000, 10_000_000, 100, 40, 51, 500, 10_000_000, 30)
     if options.numbering:
         finish("delivery", {**numbered(sizes.ids), "environment": environment()})
         return
     with tempfile.TemporaryDirectory() as folder:
         root = Path(folder)
+        if options.minutes:
+            found = followed_minutes(root / "minutes", sizes.minutes, 200)
+            finish("delivery", {**found, "environment": environment()})
+            return
         figures: dict[str, Any] = {"partitions": sizes.partitions}
         took_s = {}
         for part, measured in {
@@ -92,6 +100,7 @@ def main() -> None:
             "touched": lambda: touched(root, sizes),
             "grown": lambda: grown(root / "loop", sizes.increments, sizes.loop_users),
             "numbered": lambda: numbered(sizes.ids),
+            "minutes": lambda: followed_minutes(root / "minutes", sizes.minutes, 200),
         }.items():
             began_s = time.perf_counter()
             figures |= measured()

@@ -2,7 +2,6 @@
 
 import sys
 from contextlib import ExitStack
-from dataclasses import replace
 from pathlib import Path
 from typing import Any, final
 
@@ -91,7 +90,6 @@ class TrainingRun:
         plan = describe_sharding(self._sharded, ranks)
         self._start_messages = [*messages, *describe_in_words(plan)]
         self._optimizer = build_optimizer(self._sharded, config.outer)
-        self.hooks.show_trained(self._learner, self._optimizer)
         self.folder = RunFolder(Path(config.run.dir))
         # Before checkpoints are listed: no other process changes them from here on.
         run_on_first(lambda: resources.enter_context(lock_run_folder(self.folder.root)), ranks)
@@ -100,6 +98,7 @@ class TrainingRun:
         self._beginning = beginning_of(self.folder, newest, config, self._dataset)
         self.feed = open_batch_source(batches, self._dataset, ranks, newest)
         self._progress = self._beginning.load(config.outer, self._sharded, self._optimizer, ranks)
+        self.hooks.show_trained(self._learner, self._optimizer, self._beginning.resumed_from)
         self._start_messages += self._beginning.messages
         self._forecasts = self._beginning.how == "continued" and config.run.prequential
         # Of this dataset, whatever weights the run begins with; a forecast may not know its labels.
@@ -145,9 +144,7 @@ class TrainingRun:
 
     def work(self, stop: Stop) -> None:
         """Train epoch after epoch, to the end of the run. Raises StoppedError: SIGTERM ended it."""
-        resumed, also = self._beginning.resumed_from, self.feed.loggers
-        where = self._progress, self._total_steps, stop
-        self.hooks.begin(*where, also, resumed, wait_s=lambda: self.feed.wait_s)
+        self.hooks.begin(self._progress, self._total_steps, stop, self.feed)
         self.hooks.show_lines(self._start_messages)
         if self._forecasts:
             self._forecast()
@@ -219,8 +216,7 @@ class TrainingRun:
         self._optimizer.step()
         self.writer.poll()
         self.profiler.step()
-        step, epoch_step = self._progress.step + 1, self._progress.epoch_step + 1
-        self._progress = replace(self._progress, step=step, epoch_step=epoch_step)
+        self._progress = self._progress.after_step()
         self.hooks.record_step(self._progress, loss, episodes.num_rows)
         return loss
 
@@ -242,7 +238,7 @@ class TrainingRun:
             self._write_reading(epoch)
         # First: a checkpoint of this step says that training goes on with the next epoch.
         if epoch_over:
-            self._progress = replace(self._progress, epoch=epoch + 1, epoch_step=0)
+            self._progress = self._progress.after_epoch()
         if (
             config.data.valid_splits
             and self._progress.scored_step != self._progress.step
@@ -277,9 +273,8 @@ class TrainingRun:
             # What a NaN led to must not become a checkpoint.
             self._guard.check()
             self.writer.finish()
-            files = {**self.hooks.checkpoint_files(), **self._agent.checkpoint_files()}
-            files.update(self.feed.checkpoint_files(self._progress.step))
-            self.writer.save(self._progress, files)
+            files = self.hooks.with_callbacks(self.feed.checkpoint_files(self._progress.step))
+            self.writer.save(self._progress, {**files, **self._agent.checkpoint_files()})
         self._saved_step = self._progress.step
 
     def _confirm_checkpoint(self, checkpoint: Path) -> None:

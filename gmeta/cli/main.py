@@ -27,6 +27,7 @@ PANELS = {
         "init": (
             "Write a first schema and config, with comments, from looking at a log's first rows."
         ),
+        "fetch": "Copy what is new in a Kafka topic into the next partition of a log.",
         "prepare": "Turn raw tables into a dataset of tasks, each with a support and a query set.",
         "inspect": "Show what a dataset, stream, run, checkpoint, exported model or channel holds.",
     },

@@ -6,6 +6,7 @@ from typing import Literal
 
 from gmeta.config.settings import settings_from_dict
 from gmeta.errors import ConfigError
+from gmeta.pipeline.kafka_topic import check_pattern
 from gmeta.platform.files.local_paths import check_local
 from gmeta_keys import key, read_toml
 from metaio.format.storage import find_file_system
@@ -54,6 +55,16 @@ class FollowSection:
 
 
 @dataclass(frozen=True)
+class KafkaSection:
+    """A topic whose new messages become the log's next partition."""
+
+    servers: str = key("", "HOST:PORT of brokers, separated by commas; empty: no topic is copied")
+    topic: str = key("", "topic of JSON messages, a row each")
+    properties: str = key("", "file of lines key=value for librdkafka, such as credentials")
+    every_s: float = key(60.0, "seconds between two copies", min=1)
+
+
+@dataclass(frozen=True)
 class JudgeSection:
     """When a candidate is promoted; `gmeta channel judge --help` explains each."""
 
@@ -80,6 +91,7 @@ class FollowConfig:
     """Everything in stream.toml."""
 
     follow: FollowSection = field(default_factory=FollowSection)
+    kafka: KafkaSection = field(default_factory=KafkaSection)
     judge: JudgeSection = field(default_factory=JudgeSection)
     export: ExportSection = field(default_factory=ExportSection)
 
@@ -92,6 +104,10 @@ def load_follow_config(path: Path) -> FollowConfig:
             raise ConfigError(f"follow.{name} is empty: it is required. Set it in {path}")
     for name in ("stream", "runs", "channel", "best"):
         check_local(f"follow.{name}", getattr(config.follow, name))
+    if config.kafka.servers:
+        if not config.kafka.topic:
+            raise ConfigError(f"kafka.topic is empty: it is required. Set it in {path}")
+        check_pattern(config.follow.inputs)
     # Raises UrlError before anything is trained.
     if config.follow.mirror:
         find_file_system(config.follow.mirror)

@@ -6,6 +6,7 @@ files it has, and in RUNS/000007/ `trained.json`, `model/`, `verdict.json`, the 
 
 import json
 import logging
+import math
 import shutil
 import signal
 import time
@@ -18,6 +19,7 @@ from gmeta.config.losses import RANGES
 from gmeta.config.train_config import load_config
 from gmeta.errors import GMetaError, NotFiniteError, UserError
 from gmeta.pipeline.follow_config import FollowConfig
+from gmeta.pipeline.kafka_topic import NOTHING_NEW
 from gmeta.pipeline.log_partitions import (
     SUCCESS,
     LogPartition,
@@ -81,6 +83,8 @@ class Pipeline:
         self.unpublished = ""
         # Whether publishing waits for another stage: the mirror may be away for hours.
         self._is_put_off = False
+        # When the topic of Kafka was last copied, of time.monotonic; never yet.
+        self._fetched_s = -math.inf
 
     def step(self) -> StageOutcome | None:
         """Run the next stage and return its outcome; None if no stage is due. Raises GMetaError."""
@@ -132,6 +136,10 @@ class Pipeline:
             log = self.log_state()
             if log.waiting:
                 return self._prepare(log.waiting[0], log.held)
+            kafka = self.config.kafka
+            is_due = time.monotonic() - self._fetched_s >= kafka.every_s
+            if kafka.servers and is_due and (fetched := self._fetch()):
+                return fetched
             # With nothing else to do the first promoted version is scored on later increments: it
             # shows what a model that does not go on is worth.
             unscored = self._next_unscored()
@@ -284,6 +292,16 @@ class Pipeline:
                 if number > frozen[0] and not (self.folder(number) / FROZEN_FILE).exists():
                     return number, frozen[1]
         return None
+
+    def _fetch(self) -> StageOutcome | None:
+        follow, kafka = self.config.follow, self.config.kafka
+        arguments = ["fetch", kafka.servers, kafka.topic, follow.inputs, "--stream", self._stream]
+        arguments += ["--properties", kafka.properties] if kafka.properties else []
+        log = self._runs / "logs" / "fetch.log"
+        _, took_s = self._run(0, arguments, f"topic {kafka.topic}", log)
+        self._fetched_s = time.monotonic()
+        summary = self._last_line(log)
+        return None if summary == NOTHING_NEW else StageOutcome("fetch", 0, took_s, summary)
 
     def _prepare(self, partition: LogPartition, held: Sequence[str]) -> StageOutcome:
         arguments = ["prepare", "--extend", self._stream, *partition.files]

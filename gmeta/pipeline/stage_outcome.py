@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-STAGES = ("prepare", "train", "export", "judge", "promote", "publish", "score")
+STAGES = ("fetch", "prepare", "train", "export", "judge", "promote", "publish", "score")
 # Those that are commands of `gmeta channel`.
 CHANNEL_STAGES = ("judge", "promote", "publish")
 FROZEN_FILE, ENDED_FILE = "frozen.json", "stages.jsonl"

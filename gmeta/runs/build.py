@@ -43,7 +43,7 @@ from gmeta.metrics.catalogue import custom_names, label_of
 from gmeta.metrics.custom_metrics import NAMED_METRICS, try_out
 from gmeta.runs.early_stop import make_early_stop
 from gmeta.runs.logging.hook_registry import NAMED_CALLBACKS, NAMED_LOGGERS, find_hooks
-from gmeta.runs.run_folder import check_trusted
+from gmeta.runs.trusted_names import check_trusted
 from gmeta_keys.plugins import Registry
 from gmeta_models.gated import head_layers
 from gmeta_models.initial_sum import keep_sum_units, list_sum_layers

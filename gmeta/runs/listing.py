@@ -10,6 +10,7 @@ from gmeta.config.train_config import TrainConfig
 from gmeta.errors import UserError
 from gmeta.runs.early_stop import make_early_stop
 from gmeta.runs.run_folder import CONFIG_FILE, ENVIRONMENT_FILE, RunFolder
+from gmeta.runs.trusted_names import read_trusted_config
 
 MAX_DEPTH = 3  # folders below the given one: runs/DATA/NAME, and one more
 NOT_COMPARED = ("run.dir",)  # never the same
@@ -54,7 +55,7 @@ def _iterate_below(root: Path, depth: int) -> Iterator[RunFolder]:
 def summarise_run(folder: RunFolder) -> RunSummary:
     """Return a run's line."""
     # The first metric, or that of early stopping, decides; its code says what is better.
-    config, history = folder.read_trusted_config(), folder.read_metrics()
+    config, history = read_trusted_config(folder), folder.read_metrics()
     early_stop = make_early_stop(config)
     metric = early_stop.metric
     scored = [

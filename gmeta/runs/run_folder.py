@@ -3,22 +3,17 @@
 import json
 import re
 import sys
-from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from gmeta.config.former_keys import describe_gone_keys
-from gmeta.config.losses import NAMED_LOSSES
 from gmeta.config.train_config import TrainConfig, config_from_dict, digest_of
 from gmeta.errors import ConfigError, GMetaError, UserError
-from gmeta.metrics.catalogue import custom_names, label_of
-from gmeta.metrics.custom_metrics import NAMED_METRICS
 from gmeta.platform.files.atomic_write import write_atomically
 from gmeta.platform.files.checked_json import json_object, read_json
 from gmeta_keys.path_kinds import RUN_MARK, describe_folder, suggest_path
-from gmeta_keys.plugins import Registry, describe_package
 
 CONFIG_FILE = RUN_MARK
 COST_FILE = "task_cost.json"  # of a checkpoint: what a step, a task and a row took
@@ -69,18 +64,6 @@ class RunFolder:
     def read_config(self) -> TrainConfig:
         """Return the resolved config of the run. Raises UserError: this is no run folder."""
         return self.read_config_and_digest()[0]
-
-    def read_trusted_config(self) -> TrainConfig:
-        """Return the same; what it says of metrics and losses may be asked for. Raises GMetaError:
-        one is code of a package that this machine does not trust."""
-        config = self.read_config()
-        metrics = [*config.evaluation.metrics, label_of(config.run.early_stop_metric)[0]]
-        of_registries = (NAMED_METRICS, custom_names(metrics)), (NAMED_LOSSES, config.loss_names)
-        named = {
-            f"{one.key}: {name}": (one, name) for one, names in of_registries for name in names
-        }
-        check_trusted(self.root, named, self.read_environment())
-        return config
 
     def read_config_and_digest(self) -> tuple[TrainConfig, str]:
         """Return the config and its digest in checkpoints. Raises UserError: no run folder."""
@@ -163,19 +146,6 @@ def _parse_reading(line: str) -> dict[str, Any]:
         ):
             raise ValueError("it holds something other than numbers")
     return reading
-
-
-def check_trusted(
-    path: Path, named: Mapping[str, tuple[Registry[Any], str]], made_on: Mapping[str, Any]
-) -> None:
-    """Raise GMetaError unless this machine has, and trusts, what a run or an export at `path`
-    names; `made_on` is its environment, which has their packages by the keys of `named`."""
-    for key, (registry, name) in named.items():
-        try:
-            registry.check_trusted(name)
-        except ValueError as error:
-            needed = describe_package(made_on, key)
-            raise GMetaError(f"{path} was made with {error}: docs/extending.md.{needed}") from error
 
 
 def create_run_folder(config: TrainConfig, environment: dict[str, Any]) -> RunFolder:

@@ -15,7 +15,7 @@ from gmeta.metrics.custom_metrics import NUM_GROUPS, Metric
 from gmeta.metrics.scores import evaluate_split, split_terms
 from gmeta.metrics.terms import Floats, Ints
 from gmeta.runs.build import check_hooks
-from gmeta.runs.run_folder import check_trusted
+from gmeta.runs.trusted_names import check_trusted
 from gmeta_keys.plugins import NOT_INSTALLED
 from tests.support.refusals import catch_message
 

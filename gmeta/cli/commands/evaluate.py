@@ -18,6 +18,7 @@ from gmeta.errors import UserError
 from gmeta.metrics.catalogue import Scoring, predicts_alike
 from gmeta.platform.files.local_paths import check_local
 from gmeta.runs.run_folder import RunFolder
+from gmeta.runs.trusted_names import read_trusted_config
 
 # Each is one more pass over the split, and as many more predictions in memory.
 MOST_DRAWS = 1_000
@@ -99,7 +100,7 @@ def evaluate(
     sizes = _support_sizes(support_sizes)
     roots = [run, *(against or [])]
     # A run's config may name a metric or a loss of its own, which is code: it is not run untrusted.
-    configs = [RunFolder(root).read_trusted_config() for root in roots]
+    configs = [read_trusted_config(RunFolder(root)) for root in roots]
     _check_comparable(roots, configs, label)
     _check_writable(out)
     config, overrides = configs[0], overrides or []

@@ -7,8 +7,8 @@ import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from types import MappingProxyType, TracebackType
-from typing import TYPE_CHECKING, Any, TypeVar, final
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar, final
 
 from torch import Tensor
 
@@ -40,6 +40,16 @@ SCREEN_NAME = "the screen"
 Made = TypeVar("Made")
 
 
+class Feed(Protocol):
+    """Where a rank's batches come from: its loggers, and for how long it was waited for."""
+
+    loggers: Mapping[str, Logger]
+
+    @property
+    def wait_s(self) -> float:
+        """Return the seconds."""
+
+
 class _LoggerError(GMetaError):
     """A logger of a network, or of another package, failed."""
 
@@ -61,6 +71,7 @@ class RunHooks:
         self._stop = Stop()
         self._run = Run(self._info, ranks, self._stop)
         self._trained: tuple[MetaLearner, OuterOptimizer] | None = None
+        self._resumed: Path | None = None
         self._metrics: RankMetrics | None = None
 
     def __enter__(self) -> RunHooks:
@@ -84,30 +95,26 @@ class RunHooks:
             for name in list(self._loggers):
                 self._call_logger(name, lambda logger: logger.end(ended))
 
-    def show_trained(self, learner: MetaLearner, optimizer: OuterOptimizer) -> None:
-        """Let callbacks see what the run trains, and change it."""
-        self._trained = learner, optimizer
+    def show_trained(
+        self, learner: MetaLearner, optimizer: OuterOptimizer, resumed: Path | None
+    ) -> None:
+        """Let callbacks see what the run trains, and change it; if `resumed`, with what that
+        checkpoint keeps of them."""
+        self._trained, self._resumed = (learner, optimizer), resumed
 
     def begin(
-        self,
-        progress: RunProgress,
-        total_steps: int,
-        stop: Stop,
-        also: Mapping[str, Logger] = MappingProxyType({}),
-        resumed: Path | None = None,
-        wait_s: Callable[[], float] = lambda: 0.0,
+        self, progress: RunProgress, total_steps: int, stop: Stop, feed: Feed | None = None
     ) -> None:
-        """Open the loggers, and those in `also`, and begin the callbacks, with what the checkpoint
-        `resumed` keeps of them; they may set `stop` from here on. `wait_s` returns for how long
-        this rank has waited for data. Collective. Raises GMetaError: one failed."""
+        """Open the loggers, the feed's own too, and begin the callbacks, which may set `stop` from
+        here on. Collective. Raises GMetaError: one failed."""
         self._info = replace(self._info, done_steps=progress.step, total_steps=total_steps)
         self._stop, self._run = stop, Run(self._info, self._ranks, stop)
         self._run.epoch = progress.epoch
         if self._trained is not None:
             self._run.learner, self._run.optimizer = self._trained
-        run_on_all(lambda: self._serve_metrics(wait_s), self._ranks)
-        run_on_first(lambda: self._open_loggers(also), self._ranks)
-        run_on_all(lambda: self._begin_callbacks(resumed), self._ranks)
+        run_on_all(lambda: self._serve_metrics(feed), self._ranks)
+        run_on_first(lambda: self._open_loggers(feed.loggers if feed else {}), self._ranks)
+        run_on_all(self._begin_callbacks, self._ranks)
 
     def show_lines(self, lines: Sequence[str]) -> None:
         """Print lines that belong to the run, not to a step."""
@@ -156,8 +163,9 @@ class RunHooks:
             self._call_logger(name, lambda logger: logger.log(reading))
         return reading
 
-    def _serve_metrics(self, wait_s: Callable[[], float]) -> None:
+    def _serve_metrics(self, feed: Feed | None) -> None:
         if os.environ.get(LISTEN_VARIABLE):
+            wait_s = (lambda: 0.0) if feed is None else (lambda: feed.wait_s)
             self._metrics = RankMetrics(self._info, self._ranks, wait_s)
             self._metrics.listen()
 
@@ -183,23 +191,23 @@ class RunHooks:
             # Those that did not begin are not ended.
             self._loggers[name] = logger
 
-    def checkpoint_files(self) -> dict[str, str]:
-        """Return what a checkpoint keeps of callbacks, as texts by file names. Collective."""
+    def with_callbacks(self, files: Mapping[str, str]) -> Mapping[str, str]:
+        """Return the files of a checkpoint with what it keeps of callbacks. Collective."""
         if not self._callbacks:
-            return {}
+            return files
         states: dict[str, Any] = {}
 
         def ask(each: Callback) -> Any:
             return json.loads(json.dumps(each.state_dict(), allow_nan=False))
 
         run_on_all(lambda: states.update(self._call_callbacks(ask)), self._ranks)
-        return format_callbacks(self._run, states, self._ranks)
+        return {**files, **format_callbacks(self._run, states, self._ranks)}
 
-    def _begin_callbacks(self, resumed: Path | None) -> None:
+    def _begin_callbacks(self) -> None:
         named = self._named_callbacks.items()
         self._callbacks = {name: _make_hook("callback", name, kind) for name, kind in named}
-        if self._callbacks and resumed is not None:
-            states = read_callbacks(resumed, self._run)
+        if self._callbacks and self._resumed is not None:
+            states = read_callbacks(self._resumed, self._run)
             for name in states.keys() & self._callbacks.keys():
                 with self._translate_errors_of(name):
                     self._callbacks[name].load_state_dict(states[name])
