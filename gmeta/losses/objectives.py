@@ -21,20 +21,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from gmeta.config.losses import find_custom_loss, kind_of_loss
-from gmeta.losses.custom_loss_check import check_custom_loss
 from gmeta.losses.ranking import list_grads, list_losses
-from gmeta.losses.row_losses import (
-    ANY_NUMBER,
-    LossFunction,
-    errors_N,
-    in_float32,
-    row_grads_N,
-    row_losses_N,
-)
+from gmeta.losses.row_losses import LossFunction, errors_N, in_float32, row_grads_N, row_losses_N
 
 if TYPE_CHECKING:
-    from gmeta.config.labels import LabelsConfig
     from gmeta.losses.ranking import TaskLists
 
 
@@ -193,8 +183,8 @@ class Objectives(NamedTuple):
     def of(
         cls, loss: str, huber_delta: float = 1.0, moments: tuple[tuple[float, float], ...] = ()
     ) -> Objectives:
-        """Return the objectives of one label that has this loss."""
-        losses = LabelLosses((make_loss(loss, huber_delta),), (1.0,), (-1,), moments)
+        """Return the objectives of one label that has this loss of ours."""
+        losses = LabelLosses((LossFunction(loss, huber_delta),), (1.0,), (-1,), moments)
         return cls(losses, losses)
 
     @property
@@ -261,47 +251,6 @@ def weigh_rows_N(values_N: Tensor, weight: Tensor | None) -> Tensor:
     if weight is None:
         return values_N
     return values_N * (weight if weight.dim() == 1 else weight.amax(dim=1)).to(values_N.dtype)
-
-
-def make_objectives(
-    loss: str, huber_delta: float, config: LabelsConfig, names: tuple[str, ...]
-) -> Objectives:
-    """Return the objectives of a dataset's labels, `names`; of one without a name by `loss`."""
-    config.check(names)
-    moments: tuple[tuple[float, float], ...] = ()
-    if config.standardise and config.moments:
-        # Probabilities and scores have no units.
-        kinds, pairs = config.loss_kinds(loss, names), zip(*[iter(config.moments)] * 2, strict=True)
-        of_labels = zip(kinds, pairs, strict=True)
-        moments = tuple(pair if kind in ANY_NUMBER else (0.0, 1.0) for kind, pair in of_labels)
-    if not names:
-        return Objectives.of(loss, huber_delta, moments)
-    losses = tuple(make_loss(one, huber_delta) for one in config.losses_of(loss, names))
-    before = tuple(
-        names.index(config.entire_space[name]) if name in config.entire_space else -1
-        for name in names
-    )
-    for name, own, at in zip(names, losses, before, strict=True):
-        if at >= 0 and {own.kind, losses[at].kind} != {"bce"}:
-            raise ValueError(
-                f"labels.entire_space has {name} among {names[at]}, of losses {own.kind} and "
-                f"{losses[at].kind}: a product is of probabilities. Give both the loss bce"
-            )
-    weights = tuple(config.weight.get(name, 1.0) for name in names)
-    adapts = config.adapt or names
-    # The inner loop leaves a label out by the weight 0: the outputs stay the same.
-    inner = tuple(
-        weight if name in adapts else 0.0 for name, weight in zip(names, weights, strict=True)
-    )
-    return Objectives(*(LabelLosses(losses, each, before, moments) for each in (inner, weights)))
-
-
-def make_loss(name: str, huber_delta: float) -> LossFunction:
-    """Return the loss of that name. Raises ConfigError: a package's own is not fit for use."""
-    own = find_custom_loss(name)
-    if own is not None:
-        check_custom_loss(name, own)
-    return LossFunction(kind_of_loss(name), huber_delta, own)
 
 
 def _softplus(values: Tensor) -> Tensor:

@@ -37,7 +37,8 @@ from gmeta.data.opening import open_data
 from gmeta.data.reader import task_cost_of
 from gmeta.errors import ConfigError
 from gmeta.learner import MetaLearner
-from gmeta.losses.objectives import Objectives, make_objectives
+from gmeta.losses.named_losses import make_objectives
+from gmeta.losses.objectives import Objectives
 from gmeta.losses.row_losses import defined_labels_N
 from gmeta.metrics.catalogue import custom_names, label_of
 from gmeta.metrics.custom_metrics import NAMED_METRICS, try_out

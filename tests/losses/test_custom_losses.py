@@ -16,7 +16,7 @@ from gmeta.config.losses import CustomLoss, kind_of_loss
 from gmeta.config.train_config import TrainConfig, config_from_dict
 from gmeta.errors import ConfigError
 from gmeta.losses.custom_loss_check import check_custom_loss
-from gmeta.losses.objectives import make_objectives
+from gmeta.losses.named_losses import make_objectives
 from gmeta.losses.row_losses import LossFunction, row_grads_N, row_losses_N
 from gmeta.runs.build import build_learner
 from gmeta.runs.early_stop import make_early_stop

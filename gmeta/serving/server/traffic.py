@@ -1,7 +1,8 @@
 """What is asked and answered, in figures: predictions, and what they are against labels that come
 back; ids that the model does not know; tasks without support; inputs against training.
 
-Shape suffixes: N rows, F single-id or pooled features, V values, K dense columns, L labels"""
+Shape suffixes: N rows, F single-id or pooled features, M multi-id features, V values, K dense
+columns, L labels"""
 
 from collections.abc import Sequence
 from functools import partial
