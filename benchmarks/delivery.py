@@ -17,8 +17,9 @@ refuses; `aa_refused`: noisy copies of the champion that it refuses. `swap_p99_r
 predictions while a follower takes up another version, from the moment the pointer moved until it
 serves, over that of as long without, in turns: medians over the turns, and quartiles of their
 ratios; `beside_p99_ratio`: the same while another process loads that version instead, which is what
-the machine's cores make of it; `failed_requests` of all. `minute_cost_ratio`: seconds from a minute's
-messages in a topic of Kafka to the version that knows them, over 60: below 1 the loop keeps up."""
+the machine's cores make of it; `failed_requests` of all. `minute_cost_ratio`: seconds from a
+minute's messages in a topic of Kafka to the version that knows them, over 60: below 1 the loop
+keeps up."""
 
 import multiprocessing as mp
 import shutil

@@ -11,7 +11,7 @@ COPY deploy/requirements deploy/requirements
 COPY deploy/docker/dependencies.py pyproject.toml README.md ./
 # torch, torchrec and fbgemm-gpu are one triple (docs/install.md).
 RUN python -m venv /opt/gmeta \
- && python dependencies.py cuda s3 serve > needed.txt \
+ && python dependencies.py cuda kafka s3 serve > needed.txt \
  && /opt/gmeta/bin/pip install \
     -c deploy/requirements/constraints.txt \
     torch==2.13.0 torchrec==1.8.0 dumb-init -r needed.txt

@@ -311,7 +311,7 @@ def test_both_trainer_images_serve() -> None:
     for name, hardware in (("trainer-cpu", "cpu"), ("trainer-cuda", "cuda")):
         text = (ROOT / f"deploy/docker/{name}.Dockerfile").read_text()
         # The extra of CUDA has its kernels; on a CPU fbgemm is named beside torch.
-        extras = "cuda s3 serve" if hardware == "cuda" else "s3 serve"
+        extras = "cuda kafka s3 serve" if hardware == "cuda" else "kafka s3 serve"
         assert f"dependencies.py {extras} >" in text
 
 
@@ -360,7 +360,7 @@ def normal(name: str) -> str:
 def test_every_package_of_the_images_has_one_version() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     needed = [*project["dependencies"], *project["optional-dependencies"]["s3"]]
-    needed += project["optional-dependencies"]["serve"]
+    needed += project["optional-dependencies"]["serve"] + project["optional-dependencies"]["kafka"]
     # torch, torchrec and fbgemm are one triple, of the Dockerfiles; the project asks for torch.
     assert {normal(Requirement(line).name) for line in needed} - pinned() == {"torch"}
 

@@ -13,7 +13,8 @@ from tests.deploy.teams import TEAM_JOB, copy_of_team_job
 from tests.deploy.test_deploy_check import needs_kubectl
 
 KINDS_OF_START = ("ServiceAccount", "Role", "RoleBinding", "Job", "NetworkPolicy")
-KINDS = ["", "../../components/gpu-multi-node, ../../components/serve"]
+_PARTS = ("gpu-multi-node", "gpu-nodes", "serve", "serve-channel", "serve-scale-by-queue")
+KINDS = ["", ", ".join(f"../../components/{part}" for part in _PARTS)]
 
 
 @needs_kubectl
