@@ -377,6 +377,7 @@ class Pipeline:
         arguments = ["judge", str(candidate), "--champion", str(self.channel.root)]
         arguments += ["--on", dataset, "--split", judge.split, "--pool", str(judge.pool)]
         arguments += ["--margin", str(judge.margin)] if judge.margin else []
+        arguments += ["--calibration", ":".join(map(str, judge.calibration))]
         arguments += ["--out", str(root / "verdict.json")]
         _, took_s = self._run(number, arguments, allowed=(0, SET_ASIDE))
         # This candidate may have been judged before, against another champion.

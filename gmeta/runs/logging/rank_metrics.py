@@ -19,9 +19,13 @@ from gmeta.distributed.ranks import Ranks
 from gmeta.errors import UserError
 from gmeta.runs.logging.logger import RunInfo
 
-# HOST:PORT; the machine's rank r listens at PORT + r. With it the files that protect a server:
-# ..._TLS_CERT, ..._TLS_KEY, ..._TLS_CLIENT_CA, ..._TOKENS.
-LISTEN_VARIABLE = "GMETA_METRICS"
+LISTEN_VARIABLE = "GMETA_METRICS"  # HOST:PORT; the machine's rank r listens at PORT + r
+_FILE_VARIABLES = {
+    "tls_cert": "GMETA_METRICS_TLS_CERT",
+    "tls_key": "GMETA_METRICS_TLS_KEY",
+    "tls_client_ca": "GMETA_METRICS_TLS_CLIENT_CA",
+    "tokens": "GMETA_METRICS_TOKENS",
+}
 
 
 @final
@@ -58,8 +62,7 @@ class RankMetrics:
         """Serve where the environment says. Raises UserError: the address is wrong or taken, or can
         be reached from elsewhere without protection."""
         address = os.environ[LISTEN_VARIABLE]
-        files = ("tls_cert", "tls_key", "tls_client_ca", "tokens")
-        given = {name: os.environ.get(f"{LISTEN_VARIABLE}_{name.upper()}") for name in files}
+        given = {name: os.environ.get(variable) for name, variable in _FILE_VARIABLES.items()}
         protection = Protection(**{name: Path(path) for name, path in given.items() if path})
         host, port = split_address(LISTEN_VARIABLE, address)
         port += int(os.environ.get("LOCAL_RANK", "0")) if port else 0
