@@ -150,8 +150,8 @@ DAMAGE: dict[str, tuple[Callable[[Path], object], str]] = {
     ),
     "a loss of a package that predicts nothing": (
         lambda model: edit_config(model, loss="evil.losses:LOSS", label_kinds=["worst"]),
-        '{model}/config.json is not what an export writes (ValueError('its label_kinds are not '
-        f'those of its losses')). {COPY}',
+        "{model}/config.json is not what an export writes (ValueError('its label_kinds are not "
+        f"those of its losses')). {COPY}",
     ),
     "a table of another type": (
         narrower_table,

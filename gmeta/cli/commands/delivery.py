@@ -133,8 +133,8 @@ def judge(
     gmeta channel judge runs/day-2 --champion channels/clicks
 
     Promotes (exit code 0) where all predictions are finite, their mean is within --calibration of
-    the labels', and the loss, paired task by task, is at most a margin worse at 95 %. Refuses with exit
-    code 3, and keeps the verdict in the channel. Nothing is promoted: that is `gmeta channel
+    the labels', and the loss, paired task by task, is at most a margin worse at 95 %. Refuses with
+    exit code 3, and keeps the verdict in the channel. Nothing is promoted: that is `gmeta channel
     promote`."""
     _check_places(candidate, champion)
     if out is not None:
@@ -154,8 +154,8 @@ def _parse_band(text: str) -> tuple[float, float]:
     except ValueError:
         pass
     raise UserError(
-        f"--calibration = {text!r} is no band around 1: LEAST:MOST is allowed, from 0 to 1 and from "
-        "1 on. Write e.g. 0.9:1.1"
+        f"--calibration = {text!r} is no band around 1: LEAST:MOST is allowed, the one from 0 to 1, "
+        "the other from 1 on. Write e.g. 0.9:1.1"
     )
 
 

@@ -157,10 +157,11 @@ class _Comparison:
             "rating": ["mae", "rmse"],
             "score": ["ndcg@10", "gauc", self.metric],
         }[predicted_by(self.scoring.loss)]
-        *columns, weight_N = _join_windows(predicted)
-        terms = split_terms(*columns, self.scoring, names)
+        label_N, prediction_N, task_N, weight_N = _join_windows(predicted)
+        terms = split_terms(label_N, prediction_N, task_N, self.scoring, names)
         if self.metric in _ROW_LOSSES and np.ptp(weight_N):
-            terms[self.metric] = _weighted_terms(_ROW_LOSSES[self.metric], *columns, weight_N)
+            losses_N = _ROW_LOSSES[self.metric](label_N.astype(np.float64), prediction_N)
+            terms[self.metric] = _weighted_terms(losses_N, task_N, weight_N)
         return terms
 
     def decide(self, ours: list[GatePredictions], theirs: list[GatePredictions]) -> Verdict:
@@ -218,12 +219,10 @@ _ROW_LOSSES: dict[str, Callable[[Any, Any], Any]] = {
 }
 
 
-def _weighted_terms(
-    loss: Callable[[Any, Any], Any], label_N: Any, prediction_N: Any, task_N: Any, weight_N: Any
-) -> Terms:
+def _weighted_terms(losses_N: Any, task_N: Any, weight_N: Any) -> Terms:
     _, code_N = np.unique(task_N, return_inverse=True)
-    num_tasks, values_N = int(code_N.max()) + 1, loss(label_N.astype(np.float64), prediction_N)
-    num_T, den_T = (sum_T(one, code_N, num_tasks) for one in (weight_N * values_N, weight_N))
+    rows = weight_N * losses_N, weight_N
+    num_T, den_T = (sum_T(one, code_N, int(code_N.max()) + 1) for one in rows)
     return Terms(float(num_T.sum() / den_T.sum()), num_T, den_T)
 
 
