@@ -154,8 +154,8 @@ def _parse_band(text: str) -> tuple[float, float]:
     except ValueError:
         pass
     raise UserError(
-        f"--calibration = {text!r} is no band around 1: LEAST:MOST is allowed, the one from 0 to 1, "
-        "the other from 1 on. Write e.g. 0.9:1.1"
+        f"--calibration = {text!r} is no band around 1: LEAST:MOST is allowed, from 0 to 1 "
+        "and from 1 on. Write e.g. 0.9:1.1"
     )
 
 
