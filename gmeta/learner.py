@@ -5,7 +5,7 @@ support -> adapt -> query loss, for all tasks of a rank's batch at once (meta-gr
 2401.04338, algorithm 1; the outer loss is the mean over all tasks of all ranks).
 
 Shape suffixes: T tasks, N rows, K dense columns, B tables, U unique ids, D embedding width, P
-task-row pairs, X all inputs side by side, A items, Q query rows"""
+task-row pairs, X all inputs side by side, A items, Q query rows, M multi-id features"""
 
 import sys
 from collections.abc import Iterable, Sequence
@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.functional import embedding
 
 from gmeta.adaptation.adaptation_plan import AdaptationPlan
 from gmeta.adaptation.algorithms.algorithm import TableSizes
@@ -41,7 +42,7 @@ from gmeta.data.features.support_statistics import NO_STATISTICS, SupportStatist
 from gmeta.data.task_groups import GROUP_WORK, least_gain
 from gmeta.errors import ConfigError, GMetaError
 from gmeta.losses.objectives import Objectives
-from gmeta.losses.step_softmax import sampled_softmax_Q
+from gmeta.losses.step_softmax import drawn_softmax_Q, sampled_softmax_Q
 from gmeta_keys.plugins import is_ours
 from gmeta_keys.translate_errors import format_foreign_error, translate_errors
 from gmeta_models.decision_model import DecisionModel
@@ -159,7 +160,8 @@ class MetaLearner(nn.Module):
 
     @property
     def _competes_in_steps(self) -> bool:
-        return self.event_columns is not None and self.event_columns.log_share_A is not None
+        columns = self.event_columns
+        return columns is not None and not (columns.log_share_A is None and columns.draws is None)
 
     def fit_regression(self, batches: Iterable[TaskBatch]) -> Regression:
         """Return the regression of labels on the inputs that training gives query rows."""
@@ -194,13 +196,16 @@ class MetaLearner(nn.Module):
         own = [part for part in parts if not is_ours(part)]
         if self.route != "fused":
             return f"{self._config.name} adapts this model in the general loop"
-        if self.events is not None:
-            return "the events of a batch have shapes of their own"
+        if self.shares_events:
+            return "tasks of many events are encoded together with other ranks"
         if own:
             name = getattr(own[0], "__qualname__", type(own[0]).__name__)
             return f"{name} is no part of gmeta, and may read values or draw them"
         if any(isinstance(part, DropoutReLU) for part in self.model.modules()):
             return "model.dropout draws anew in each step"
+        encoder = () if self.events is None else self.events.modules()
+        if any(isinstance(part, nn.Dropout) and part.p for part in encoder):
+            return "model.event_options.dropout draws anew in each step"
         if not self.in_buckets:
             return "batches are not arranged in few shapes (run.shape_buckets)"
         self._graphs = LossGraphs(self, self._loss_sum, capture)
@@ -286,7 +291,7 @@ class MetaLearner(nn.Module):
         rows, general = self._working_rows(started_UD, episodes), self.general_loop
         match sides:
             case Side() as query if vectors is not None and self._competes_in_steps:
-                return self._step_softmax_sum(vectors, episodes, query)
+                return self._step_softmax_sum(started_UD, vectors, episodes, query)
             case Side() as query:
                 loss_sum = general.losses_N(general.unadapted(rows, query), query).sum()
                 # What only an algorithm uses must still join every collective.
@@ -303,16 +308,22 @@ class MetaLearner(nn.Module):
                 query_loss, loop = self._fused
                 return query_loss(loop, rows, tasks)
 
-    def _step_softmax_sum(self, vectors: EventVectors, episodes: Episodes, side: Side) -> Tensor:
-        """Return the sum of the positive rows' losses among the items of all rows."""
+    def _step_softmax_sum(
+        self, started_UD: Tensor, vectors: EventVectors, episodes: Episodes, side: Side
+    ) -> Tensor:
+        """Return the sum of the positive rows' losses among the items of all rows, or those that
+        were drawn for the step."""
         events = episodes.inputs.events
         assert isinstance(self.model, Dot)
         assert events is not None
         own_Q = (side.label_N > 0).nonzero().squeeze(1)
         user_QD = self.model.user_vectors_ND(vectors.interest_ND[own_Q])
-        losses_Q = sampled_softmax_Q(
-            user_QD, vectors.target_ND, own_Q, events.item_N, events.log_share_N
-        )
+        items = vectors.target_ND, own_Q, events.item_N
+        if events.drawn is None:
+            losses_Q = sampled_softmax_Q(user_QD, *items, events.log_share_N)
+        else:
+            drawn_AD = embedding(events.drawn.target_AM, started_UD).sum(dim=1)
+            losses_Q = drawn_softmax_Q(user_QD, *items, drawn_AD, events.drawn)
         if side.weight is not None:
             losses_Q = losses_Q * side.weight[own_Q].to(losses_Q.dtype)
         # The head's bias changes no softmax, but joins the collectives.

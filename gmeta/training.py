@@ -87,7 +87,7 @@ class TrainingRun:
         run_on_first(lambda: check_first_labels(batches.split, batches.kinds, self._dataset), ranks)
         self._sharded = shard_learner(self._learner, self._dataset.features, config, ranks)
         self._scored = EvalContext(config, self._dataset, self._sharded, ranks)
-        plan = describe_sharding(self._sharded, ranks)
+        plan = describe_sharding(self._sharded, config.sharding, ranks)
         self._start_messages = [*messages, *describe_in_words(plan)]
         self._optimizer = build_optimizer(self._sharded, config.outer)
         self.folder = RunFolder(Path(config.run.dir))

@@ -70,7 +70,7 @@ def plan_capacity(
         sharded_tables = plan_on(tables, chosen, data.tasks_per_step, cluster)
         plan = merge_plans(sharded_tables)
         check_clipping(plan, config.outer.clip_norm)
-        description = describe_plan(plan, cluster.world_size)
+        description = describe_plan(plan, cluster.world_size, chosen)
         return estimate(description, sizes, chosen, config.outer, step, cluster, speeds)
 
     misfit = ""

@@ -14,9 +14,10 @@ Kind = Literal["row_wise", "table_wise", "column_wise", "data_parallel"]
 DefaultKind = Literal["row_wise", "table_wise", "column_wise", "data_parallel", "planner"]
 WireDtype = Literal["float32", "bfloat16", "float16"]
 ExchangeKind = Literal["host", "torchrec"]
-Placement = Literal["auto", "device", "uvm", "uvm_cached"]
+Placement = Literal["auto", "device", "host", "file", "uvm", "uvm_cached"]
 SequenceKind = Literal["none", "ulysses", "ring", "both"]
-IN_HOST_MEMORY = ("uvm", "uvm_cached")
+IN_HOST_MEMORY = ("uvm", "uvm_cached")  # by fbgemm's kernels
+BEYOND_DEVICE = ("host", "file")  # by our own exchange
 # Optimizers that keep one number a row, made from all of its values.
 ROW_OPTIMIZERS = ("rowwise_adagrad", "partial_rowwise_adam")
 
@@ -38,11 +39,15 @@ class ShardingConfig:
     tables: tuple[str, ...] = key((), 'exceptions, e.g. ["city=table_wise", "item=column_wise"]')
     placement: Placement = key(
         "auto",
-        "memory that holds the tables with TorchRec's exchange on CUDA: device, uvm, "
-        "uvm_cached or auto (docs/scaling.md)",
+        "memory that holds the tables: device, host or file with our exchange, uvm or uvm_cached "
+        "with TorchRec's; auto: device (docs/scaling.md)",
     )
-    placements: tuple[str, ...] = key(
-        (), 'exceptions to placement by table, e.g. ["item=uvm_cached"]'
+    placements: tuple[str, ...] = key((), 'exceptions to placement by table, e.g. ["item=file"]')
+    cache_share: float = key(
+        0.1, "share of the rows of a table in host or file that the cache holds", min=0, max=1
+    )
+    file_dir: str = key(
+        "", "folder on a local disk for the scratch of tables in a file; empty: run.dir"
     )
     wire_dtype: WireDtype = key(
         "float32", "precision of embedding rows and their gradients between ranks"
@@ -53,6 +58,33 @@ class ShardingConfig:
         "(docs/scaling.md)",
     )
     sequence_from: int = key(2048, "events from which a task is long", min=1)
+
+
+def keeps_tables_beyond(config: ShardingConfig) -> bool:
+    """Return whether any table may be kept beyond the devices' memory by our exchange."""
+    exceptions = (entry.rpartition("=")[2] for entry in config.placements)
+    return any(placement in BEYOND_DEVICE for placement in (config.placement, *exceptions))
+
+
+def sharding_to_evaluate(config: ShardingConfig, on_cuda: bool) -> ShardingConfig:
+    """Return how a run that was sharded so is spread over ranks that only predict, which may be on
+    another kind of device: by rows, but tables beyond memory stay there."""
+
+    def kept(placement: str) -> Placement:
+        if placement == "host" and on_cuda:
+            return "host"
+        return "file" if placement == "file" else "auto"
+
+    entries = (one.rpartition("=") for one in config.placements)
+    return ShardingConfig(
+        placement=kept(config.placement),
+        placements=tuple(f"{table}={kept(placement)}" for table, _, placement in entries),
+        cache_share=config.cache_share,
+        file_dir=config.file_dir,
+        # Events that were too long for one rank still are; by both kinds any number of ranks can.
+        sequence="none" if config.sequence == "none" else "both",
+        sequence_from=config.sequence_from,
+    )
 
 
 def check_sequences(config: ShardingConfig, encoder: str, accumulate_steps: int) -> None:
@@ -130,16 +162,32 @@ def check_sharding(config: ShardingConfig, tables: list[str], sparse_optimizer: 
             'Set outer.sparse_optimizer = "adagrad", or another kind of sharding'
         )
     for name, placement in placements_of_tables(config, tables).items():
+        if placement in BEYOND_DEVICE:
+            _check_beyond_device(config, name, placement)
         if placement not in IN_HOST_MEMORY:
             continue
         if config.exchange == "host":
             raise ConfigError(
                 f'table {name!r} is to be placed in "{placement}", which needs fbgemm\'s kernels, '
                 'and sharding.exchange = "host" has tables of its own. Set sharding.exchange = '
-                '"torchrec", or placement "device"'
+                '"torchrec", or placement "host"'
             )
         if kinds[name] == "data_parallel":
             raise ConfigError(
                 f'table {name!r} is to be data_parallel and placed in "{placement}": every GPU '
                 'holds its own copy of such a table. Choose another kind, or placement "device"'
             )
+
+
+def _check_beyond_device(config: ShardingConfig, name: str, placement: Placement) -> None:
+    wanted = f'table {name!r} is to be placed in "{placement}"'
+    if config.exchange == "torchrec":
+        raise ConfigError(
+            f'{wanted}, as only our own exchange can. Set sharding.exchange = "host", or '
+            'placement "uvm_cached"'
+        )
+    if config.default == "planner":
+        raise ConfigError(
+            f"{wanted}, of which TorchRec's planner knows nothing. Set sharding.default = "
+            '"row_wise", or placement "auto"'
+        )

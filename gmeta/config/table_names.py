@@ -6,6 +6,8 @@ from torch import nn
 
 from gmeta.config.table_widths import collections_of_tables
 
+# Prefix of the tables' weights in the state dict of a ShardedLearner.
+TABLES_PREFIX = "tables."
 _OF_EVERY_DICT = nn.ModuleDict()
 
 

@@ -126,10 +126,14 @@ class OuterConfig:
         "pairwise: the order of a task's rows; or your own as package.module:Name "
         "(docs/extending.md)",
     )
-    negatives: Literal["task", "step"] = key(
+    negatives: Literal["task", "step", "popular"] = key(
         "task",
-        "softmax: what a positive row competes with: the rows of its task, or the items of all "
-        "rows of a rank's step, less their popularity (model.name = dot, algorithm.name = none)",
+        "softmax: what a positive row competes with: the rows of its task; or, less their "
+        "popularity, the items of all rows of a rank's step, or items drawn by it "
+        "(model.name = dot, algorithm.name = none)",
+    )
+    popular_negatives: int = key(
+        1024, "negatives = popular: items drawn for a step, the same on all ranks", min=1, max=2**20
     )
     huber_delta: float = key(1.0, "huber: the error up to which its loss is squared", min=1e-6)
     dense_optimizer: Literal["adam", "adamw", "adagrad", "sgd"] = key(

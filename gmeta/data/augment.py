@@ -5,7 +5,6 @@ Shape suffixes: T tasks, N rows, F single-id or pooled features, V values, B tab
 ids"""
 
 from collections.abc import Iterable, Iterator
-from dataclasses import replace
 
 import numpy as np
 import numpy.typing as npt
@@ -117,11 +116,4 @@ def drop_ids(
     )
     # All dropped ids of a table share its unknown id's position: no episode sees an id at two.
     kept_U, kept_B, position_U = merge_unknown_ids(ids_U, is_oov_U, table_U, len(dropped_B))
-    return replace(
-        batch,
-        unique_ids_U=torch.from_numpy(kept_U),
-        unique_lengths_B=torch.from_numpy(kept_B),
-        positions_NF=torch.from_numpy(position_U[batch.positions_NF.numpy()]),
-        multi_positions_V=torch.from_numpy(position_U[batch.multi_positions_V.numpy()]),
-        event_positions=torch.from_numpy(position_U[batch.event_positions.numpy()]),
-    )
+    return batch.with_ids(*map(torch.from_numpy, (kept_U, kept_B, position_U)))

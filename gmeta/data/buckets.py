@@ -58,3 +58,5 @@ TASKS = SizeSeries(8, 4)
 ROWS, ROWS_OF_LONG = SizeSeries(8, 4, fine=32), SizeSeries(8, 4, fine=16)
 # Unique rows, and values of multi-id features: padding rows cost memory alone.
 FETCHED, VALUES = SizeSeries(4096, 1), SizeSeries(1024, 1)
+# Events of a task, and its rows where these are read.
+EVENTS = SizeSeries(16, 1)

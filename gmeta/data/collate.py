@@ -3,7 +3,7 @@
 Shape suffixes: T tasks, N rows, H longest list or task, F single-id or pooled features, M multi-id
 features, C jagged lists, V values, K dense columns, U unique ids, P task-row pairs"""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 
@@ -67,6 +67,14 @@ class CollateOptions:
         """Return `collate` for the batches of one epoch."""
         return lambda batch: self.collate(batch, epoch)
 
+    def with_drawn_items(
+        self, batches: Iterator[TaskBatch], epoch: int, step: int
+    ) -> Iterator[TaskBatch]:
+        """Return the batches of an epoch's steps, from this one on, with the items that the loss
+        draws for each."""
+        draws = None if self.events is None else self.events.draws
+        return batches if draws is None else draws.add_to(batches, epoch, step)
+
     def with_features(self, batch: TaskBatch) -> TaskBatch:
         """Return a training batch with all statistics of each row behind its dense columns."""
         if self.items is not None:
@@ -77,7 +85,10 @@ class CollateOptions:
         """Return the input of the learner's `forward` in this epoch of a run, counted from 0."""
         batch = self.with_features(batch)
         episodes = self._collate_rows(batch, epoch)
-        return episodes if self.events is None else episodes.with_events(self.events.lay_out(batch))
+        if self.events is None:
+            return episodes
+        in_buckets = episodes.num_fetched > 0
+        return episodes.with_events(self.events.lay_out(batch, in_buckets))
 
     def _collate_rows(self, batch: TaskBatch, epoch: int) -> Episodes:
         if self.route == "plain" or epoch < self.plain_epochs:

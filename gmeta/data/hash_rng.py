@@ -14,7 +14,7 @@ from metaio.ragged import Int64, offsets, owners, places, ragged_indices, sum_ro
 from metaio.read.batch import TaskBatch
 
 # What keeps the random streams of different purposes apart.
-SHARE_STREAM, ROW_STREAM, ID_STREAM = 1, 2, 3
+SHARE_STREAM, ROW_STREAM, ID_STREAM, ITEM_STREAM = 1, 2, 3, 4
 
 
 def mix_key(*parts: int) -> int:

@@ -25,9 +25,6 @@ from gmeta_models.eval_mode import in_eval_mode
 if TYPE_CHECKING:  # which learner is spread over the ranks is its builder's business
     from gmeta.learner import MetaLearner, QueryPrediction
 
-# Prefix of the tables' weights in a state dict.
-TABLES_PREFIX = "tables."
-
 
 class ComputeClock(Protocol):
     """Measures the time that a rank computes by itself."""

@@ -17,8 +17,8 @@ from torchrec.distributed.fbgemm_qcomm_codec import (
 from torchrec.distributed.model_parallel import DataParallelWrapper
 from torchrec.distributed.types import ShardingEnv, ShardingPlan
 
-from gmeta.config.sharding import WireDtype
-from gmeta.config.table_names import module_name
+from gmeta.config.sharding import ShardingConfig, WireDtype
+from gmeta.config.table_names import TABLES_PREFIX, module_name
 from gmeta.config.train_config import RunConfig, TrainConfig
 from gmeta.data.cuda_graphs import CudaCapture
 from gmeta.distributed.averaging import LayerAverage
@@ -26,7 +26,7 @@ from gmeta.distributed.exchange.torchrec import TorchRecExchange
 from gmeta.distributed.exchange.wire import WireExchange
 from gmeta.distributed.ranks import Ranks
 from gmeta.distributed.sequence.long_events import spread_long_events
-from gmeta.distributed.sharded_learner import TABLES_PREFIX, DistributedLearner, ShardedLearner
+from gmeta.distributed.sharded_learner import DistributedLearner, ShardedLearner
 from gmeta.distributed.sharding_plan import (
     check_clipping,
     check_lookups,
@@ -35,7 +35,7 @@ from gmeta.distributed.sharding_plan import (
     merge_plans,
 )
 from gmeta.distributed.tables.plain_tables import PlainTables
-from gmeta.distributed.unsharded import SPARSE_OPTIMIZERS, make_unsharded_tables
+from gmeta.distributed.unsharded import SPARSE_OPTIMIZERS, make_unsharded_tables, storages_of_tables
 from gmeta.errors import ConfigError
 from gmeta.platform.internals import ShardedTensor, keep_tables_in
 from metaio.format.features import Features
@@ -65,9 +65,11 @@ def shard_learner(
     is_ours = config.sharding.exchange == "host"
     if not is_ours:
         check_sparse_optimizer(outer.sparse_optimizer, ranks.device)
-    tables = make_unsharded_tables(features, config.model, outer)
+    names = [table.name for table in features.tables]
+    storages = storages_of_tables(config.sharding, names, config.run.dir)
+    tables = make_unsharded_tables(features, config.model, outer, storages)
     # In the order of the features: the exchange knows a table by its number.
-    modules = [module_name(table.name) for table in features.tables]
+    modules = list(map(module_name, names))
     plans = make_plan(tables, config.sharding, config.data.tasks_per_step, ranks)
     plan = merge_plans(plans, modules)
     check_clipping(plan, outer.clip_norm)
@@ -77,8 +79,8 @@ def shard_learner(
     # place of a gradient changes the order in which gloo adds those of three ranks or more: the
     # first step after a resume would not be that of an unbroken run.
     is_average_ours = is_ours and ranks.device.type == "cpu"
-    _choose_shapes(learner, config.run, ranks)
     spread_long_events(learner, config, ranks)
+    _choose_shapes(learner, config.run, ranks)
     with keep_tables_in(PlainTables) if is_ours else nullcontext():
         sharded = DistributedLearner(
             ShardedLearner(tables, learner.to(ranks.device), config.run.precision),
@@ -178,10 +180,12 @@ def _fill(
         part[begin - first_row : end - first_row] = values[begin - start : end - start, columns]
 
 
-def describe_sharding(sharded: DistributedLearner, ranks: Ranks) -> dict[str, Any]:
+def describe_sharding(
+    sharded: DistributedLearner, config: ShardingConfig, ranks: Ranks
+) -> dict[str, Any]:
     """Return where the rows of every table live, see describe_plan."""
     plan = merge_plans(sharded.plan.plan)
-    return describe_plan(plan, ranks.world_size)
+    return describe_plan(plan, ranks.world_size, config)
 
 
 def table_shards(sharded: DistributedLearner) -> dict[str, ShardedTensor]:

@@ -5,13 +5,13 @@ Shape suffix: W ranks or workers"""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 from torchrec.distributed.utils import optimizer_type_to_emb_opt_type
 
-from gmeta.config.sharding import IN_HOST_MEMORY, ShardingConfig
+from gmeta.config.sharding import BEYOND_DEVICE, IN_HOST_MEMORY, ShardingConfig
 from gmeta.config.train_config import OuterConfig
 from gmeta.distributed.cluster_spec import Cluster, Speeds
 from gmeta.distributed.tables.plain_tables import STATES
@@ -25,6 +25,8 @@ RESERVED = 0.15
 # Of a table in uvm_cached, the share of its rows in the cache, and what the cache keeps of each row
 # and of each of its own: fbgemm's and TorchRec's defaults.
 CACHED_SHARE, CACHE_ROW_BYTES, CACHE_SLOT_BYTES = 0.2, 4, 16
+# What our own cache keeps on the host of each row and of each slot, see RowSlots.
+OWN_ROW_BYTES, OWN_SLOT_BYTES = 5, 15
 DENSE_STATES = {"adam": 2, "adamw": 2, "adagrad": 1, "sgd": 0}
 # How often a row's values pass the memory of the GPU that holds them (read and written to give them
 # out, their gradient written and read, the row read and written), and of the one that asked.
@@ -50,6 +52,7 @@ class ShardingEstimate:
     tables: dict[str, dict[str, Any]]
     device_bytes_W: Values
     host_bytes_W: Values
+    file_bytes_W: Values  # of the host's disk
     copied_bytes_W: Values  # that a checkpoint in the background takes of the host's beside them
     fixed_bytes: float  # of the device's memory, for what is not a table
     parts: dict[str, tuple[float, float]]
@@ -73,7 +76,7 @@ def estimate(
     """Return what a plan of `describe_plan` takes of each rank; `sizes`: tables' rows and width."""
     num_ranks = cluster.world_size
     wire_bytes = 4 if sharding.wire_dtype == "float32" else 2
-    device_W, host_W, copied_W, requested_W, sent_W, from_host_W = np.zeros((6, num_ranks))
+    device_W, host_W, file_W, copied_W, requested_W, sent_W, from_host_W = np.zeros((7, num_ranks))
     tables = {}
     copied_values = 0
     held = {
@@ -84,9 +87,10 @@ def estimate(
     for name, table in plan["tables"].items():
         num_rows, width = sizes[name]
         rows_W, columns_W = held[name]
-        on_device_W, on_host_W = table_bytes(table["placement"], rows_W, columns_W, outer)
-        device_W += on_device_W
-        host_W += on_host_W
+        placed_W = table_bytes(table["placement"], rows_W, columns_W, outer, sharding.cache_share)
+        device_W += placed_W.device
+        host_W += placed_W.host
+        file_W += placed_W.file
         of_values, of_rows = _count_states(outer)
         copied_W += (1 + of_values) * _pinned_bytes(FLOAT_BYTES * rows_W * columns_W)
         copied_W += of_rows * _pinned_bytes(FLOAT_BYTES * rows_W)
@@ -101,7 +105,7 @@ def estimate(
             requested_W += given_out_W
             sent_W += given_out_W
             ids_sent = ids * float((rows_W / num_rows).sum()) * (num_ranks - 1) / num_ranks
-        if table["placement"] in IN_HOST_MEMORY:
+        if table["placement"] in (*IN_HOST_MEMORY, *BEYOND_DEVICE):
             from_host_W += given_out_W * (2 + 2 * _count_states(outer)[0])
         rows_sent = 2 * float(given_out_W.mean()) * (num_ranks - 1) * wire_bytes
         tables[name] = {
@@ -111,7 +115,7 @@ def estimate(
             "placement": table["placement"],
             # Of a table with fewer rows than ranks, some shards are empty.
             "ranks": np.flatnonzero(rows_W * columns_W).tolist(),
-            "bytes": round(float((on_device_W + on_host_W).sum())),
+            "bytes": round(float(sum(map(np.sum, placed_W)))),
             "ids_per_step": ids,
             "id_bytes_per_step": ids_sent * id_bytes,
             "row_bytes_per_step": rows_sent,
@@ -131,6 +135,7 @@ def estimate(
         tables,
         device_W + layers + in_flight,
         host_W,
+        file_W,
         copied_W + layers,
         layers + in_flight,
         {
@@ -144,18 +149,34 @@ def estimate(
     )
 
 
-def table_bytes(placement: str, rows: Any, columns: Any, outer: OuterConfig) -> tuple[Any, Any]:
-    """Return the bytes of a table, or of each rank's part, with its state, on GPU and host."""
-    # fbgemm keeps states of one number a row on the GPU in any case.
+class PlacedBytes(NamedTuple):
+    """Bytes of a GPU's memory, of its host's and of its host's disk; of each rank or of one."""
+
+    device: Any
+    host: Any
+    file: Any
+
+
+def table_bytes(
+    placement: str, rows: Any, columns: Any, outer: OuterConfig, cache_share: float
+) -> PlacedBytes:
+    """Return the bytes of a table, or of each rank's part, with its state."""
     of_values, of_rows = _count_states(outer)
     weights, row_states = FLOAT_BYTES * rows * columns, FLOAT_BYTES * of_rows * rows
-    table_size = weights * (1 + of_values)
+    table_size, nothing = weights * (1 + of_values), 0.0 * rows
+    if placement in BEYOND_DEVICE:
+        whole = table_size + row_states
+        slots = rows * (OWN_ROW_BYTES + cache_share * OWN_SLOT_BYTES)
+        if placement == "host":
+            return PlacedBytes(cache_share * whole, slots + whole, nothing)
+        return PlacedBytes(cache_share * whole, slots, whole)
     if placement not in IN_HOST_MEMORY:
-        return table_size + row_states, 0.0 * rows
-    cache = 0.0 * rows
+        return PlacedBytes(table_size + row_states, nothing, nothing)
+    cache = nothing
     if placement == "uvm_cached":
         cache = CACHED_SHARE * weights + rows * (CACHE_ROW_BYTES + CACHED_SHARE * CACHE_SLOT_BYTES)
-    return row_states + cache, table_size
+    # fbgemm keeps states of one number a row on the GPU in any case.
+    return PlacedBytes(row_states + cache, table_size, nothing)
 
 
 def _count_states(outer: OuterConfig) -> tuple[int, int]:
@@ -206,10 +227,16 @@ def suggest_fits(
 
     def on_each(placement: str, widest: int) -> tuple[float, float]:
         parts = [
-            table_bytes(placement, rows / cluster.world_size, min(width, widest), outer)
+            table_bytes(
+                placement,
+                rows / cluster.world_size,
+                min(width, widest),
+                outer,
+                sharding.cache_share,
+            )
             for rows, width in sizes
         ]
-        return sum(device for device, _ in parts), sum(host for _, host in parts)
+        return sum(one.device for one in parts), sum(one.host for one in parts)
 
     widest = max(width for _, width in sizes)
     needed, _ = on_each("device", widest)
@@ -222,12 +249,10 @@ def suggest_fits(
     narrower = [width for width in widths if on_each("device", width)[0] <= usable]
     if narrower:
         ways.append(f"model.embedding_dim = {max(narrower)}")
-    for placement in IN_HOST_MEMORY[::-1]:
+    beyond = IN_HOST_MEMORY[::-1] if sharding.exchange == "torchrec" else BEYOND_DEVICE
+    for placement in beyond:
         device, host = on_each(placement, widest)
         if device <= usable and host <= cluster.host_bytes:
-            other = (
-                "" if sharding.exchange == "torchrec" else ' with sharding.exchange = "torchrec"'
-            )
-            ways.append(f'sharding.placement = "{placement}"{other}')
+            ways.append(f'sharding.placement = "{placement}"')
             break
     return ways

@@ -19,6 +19,7 @@ from torchrec.distributed.sharding_plan import (
 from torchrec.distributed.types import EmbeddingModuleShardingPlan
 
 from gmeta.config.sharding import (
+    BEYOND_DEVICE,
     IN_HOST_MEMORY,
     Kind,
     Placement,
@@ -32,6 +33,7 @@ from gmeta.distributed.collective_errors import run_on_first
 from gmeta.distributed.ranks import Ranks, broadcast_value
 from gmeta.distributed.torchrec_planner import KERNELS, PLACES, collections_in, plan_by_torchrec
 from gmeta.errors import ConfigError
+from gmeta.platform.internals import place_on_host
 
 # fbgemm's kernels read a row in vectors of four values, and TorchRec cuts no thinner columns.
 WIDTH_MULTIPLE = 4
@@ -76,7 +78,7 @@ def plan_on(
         {table.name: table.num_embeddings * table.embedding_dim for table in configs},
         cluster.world_size,
     )
-    return {
+    plans = {
         path: construct_module_sharding_plan(
             one,
             {table.name: placed[table.name] for table in one.embedding_configs()},
@@ -86,6 +88,11 @@ def plan_on(
         )
         for path, one in collections.items()
     }
+    for plan in plans.values():
+        for name, table in plan.items():
+            if placements[name] in BEYOND_DEVICE:
+                place_on_host(table)
+    return plans
 
 
 def merge_plans(
@@ -128,16 +135,21 @@ def check_lookups(plan: EmbeddingModuleShardingPlan) -> None:
             )
 
 
-def describe_plan(plan: EmbeddingModuleShardingPlan, world_size: int) -> dict[str, Any]:
+def describe_plan(
+    plan: EmbeddingModuleShardingPlan, world_size: int, config: ShardingConfig
+) -> dict[str, Any]:
     """Return the content of plan.json: the kind of each table and its shards."""
     tables = {}
+    placements = placements_of_tables(config, [table_of(name) for name in plan])
     for name, sharding in plan.items():
         spec = sharding.sharding_spec
         # A data-parallel table has no shards: every rank holds all of it.
         shards = [] if spec is None else spec.shards
         tables[table_of(name)] = {
             "kind": sharding.sharding_type,
-            "placement": PLACES.get(sharding.compute_kernel, "device"),
+            "placement": PLACES.get(sharding.compute_kernel, "device")
+            if (place := placements[table_of(name)]) not in BEYOND_DEVICE
+            else place,
             "shards": [
                 {
                     "rank": shard.placement.rank(),
@@ -204,10 +216,11 @@ def _check_tables(
     kinds, placements = kinds_of_tables(config, names), placements_of_tables(config, names)
     for table, kind in kinds.items():
         _check_kind(table, kind, configs[module_name(table)].embedding_dim, config, cluster)
-        if placements[table] in IN_HOST_MEMORY and cluster.device == "cpu":
+        if placements[table] in (*IN_HOST_MEMORY, "host") and cluster.device == "cpu":
             raise ConfigError(
                 f'table {table!r} is to be placed in "{placements[table]}" on the CPU, where all '
-                'tables are in the host\'s memory. Set placement "auto", or run on CUDA'
+                'tables are in the host\'s memory. Set placement "auto", or "file" for tables '
+                "beyond it, or run on CUDA"
             )
     return (
         {module_name(table): kind for table, kind in kinds.items()},

@@ -1,13 +1,18 @@
 """The tables before sharding: TorchRec's collections with their optimizer."""
 
+from collections.abc import Mapping
+from types import MappingProxyType
+
 import torch
 import torchrec.optim
 from torch import nn
 from torchrec import EmbeddingCollection, EmbeddingConfig
 
-from gmeta.config.table_names import module_name
+from gmeta.config.sharding import BEYOND_DEVICE, ShardingConfig, placements_of_tables
+from gmeta.config.table_names import module_name, table_of
 from gmeta.config.table_widths import collections_of_tables, widths_of_tables
 from gmeta.config.train_config import OuterConfig
+from gmeta.distributed.tables.table_storage import TableStorage
 from gmeta.platform.internals import update_in_backward
 from gmeta_models.model_config import ModelConfig
 from metaio.format.features import Features
@@ -23,13 +28,38 @@ SPARSE_OPTIMIZERS: dict[str, type[torch.optim.Optimizer]] = {
 ADAGRAD_EPSILON = 1e-8
 
 
-def make_unsharded_tables(features: Features, model: ModelConfig, outer: OuterConfig) -> nn.Module:
+def storages_of_tables(
+    config: ShardingConfig, tables: list[str], run_dir: str
+) -> dict[str, TableStorage]:
+    """Return the storage of each table that the device does not hold."""
+    folder = config.file_dir or run_dir
+    return {
+        name: TableStorage(placement, folder, config.cache_share)
+        for name, placement in placements_of_tables(config, tables).items()
+        if placement in BEYOND_DEVICE
+    }
+
+
+def make_unsharded_tables(
+    features: Features,
+    model: ModelConfig,
+    outer: OuterConfig,
+    storages: Mapping[str, TableStorage] = MappingProxyType({}),
+) -> nn.Module:
     """Return the tables in a collection, or in one for each width, with `outer.sparse_optimizer`
-    fused into their backward; without values: see initialise_tables."""
+    fused into their backward; without values: see initialise_tables. Tables in `storages`, by name,
+    are kept beyond the device."""
     tables = _collections(features, model)
     epsilon = {} if outer.sparse_optimizer == "sgd" else {"eps": ADAGRAD_EPSILON}
     settings = {"lr": outer.sparse_lr, **epsilon}
     update_in_backward(tables, SPARSE_OPTIMIZERS[outer.sparse_optimizer], settings)
+    for collection in tables.modules():
+        for name, table in getattr(collection, "embeddings", nn.ModuleDict()).items():
+            # With the optimizer's settings TorchRec hands it to PlainTables, and keeps tables of
+            # other settings apart.
+            if storage := storages.get(table_of(name)):
+                own = {**settings, "storage": storage}
+                update_in_backward(table, SPARSE_OPTIMIZERS[outer.sparse_optimizer], own)
     return tables
 
 

@@ -12,7 +12,7 @@ import pyarrow as pa
 from gmeta.config.algorithm import PLAIN, AlgorithmConfig
 from gmeta.config.evaluation import EvaluationConfig
 from gmeta.config.labels import LabelsConfig
-from gmeta.config.sharding import SequenceKind, ShardingConfig
+from gmeta.config.sharding import sharding_to_evaluate
 from gmeta.config.train_config import DataConfig
 from gmeta.data.label_checks import scored_labels
 from gmeta.data.opening import data_config_for, open_by_name
@@ -86,10 +86,9 @@ def evaluate_run(
     # Nothing is trained: the tables need neither the state of an optimizer nor the plan of the
     # ranks that trained, which may have had GPUs.
     outer = replace(config.outer, sparse_optimizer="sgd")
-    # Events that were too long for one rank still are; by both kinds any number of ranks can.
-    kind: SequenceKind = "none" if config.sharding.sequence == "none" else "both"
-    sharding = ShardingConfig(sequence=kind, sequence_from=config.sharding.sequence_from)
-    sharding_config = replace(config, outer=outer, sharding=sharding)
+    sharding = sharding_to_evaluate(config.sharding, ranks.device.type == "cuda")
+    own_folder = replace(config.run, dir=str(root))  # it may have been moved
+    sharding_config = replace(config, outer=outer, sharding=sharding, run=own_folder)
     sharded = shard_learner(learner, dataset.features, sharding_config, ranks)
     progress = load_checkpoint(checkpoint, sharded, None, ranks)
     trained_on = dataset

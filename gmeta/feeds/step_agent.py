@@ -139,7 +139,8 @@ def iterate_batches(
     """Yield this rank's batches from where `progress` stands in its epoch: checked, augmented and
     collated. After an error all ranks stop before its step."""
     epoch, step, features = progress.epoch, progress.epoch_step, dataset.features
-    collate = local.learner.collate_options().collator_of(epoch)
+    options = local.learner.collate_options()
+    collate = options.collator_of(epoch)
     worker_batches = feed.episodes(local, epoch, step)
     # Processes check and augment by themselves.
     if worker_batches is not None:
@@ -148,6 +149,7 @@ def iterate_batches(
     batches = check_labels(feed.batches(epoch, step), settings.kinds, dataset, split)
     if settings.augment.resplit_support or settings.augment.oov_dropout:
         batches = augment_batches(batches, settings.augment, features, seed, epoch, step)
+    batches = options.with_drawn_items(batches, epoch, step)
     return agent.collate_batches(stop_on_error(batches, features, stop), collate)
 
 

@@ -66,7 +66,9 @@ class TrainingSplit:
             group = [EpisodeRange(split, *part) for part in request.ranges.tolist()]
             stored = self._range_reader.begin(group)
         checked = check_labels(stored, settings.kinds, dataset, split)
-        return augment_batches(checked, settings.augment, dataset.features, seed, *request.place)
+        place, features = request.place, dataset.features
+        augmented = augment_batches(checked, settings.augment, features, seed, *place)
+        return self._work.collate_options.with_drawn_items(augmented, *place)
 
     def _share_of(self, place: Place) -> TaskBatch:
         found = next(self._share, None)

@@ -6,7 +6,7 @@ from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed._shard.metadata import ShardMetadata
 from torch.distributed._shard.sharded_tensor.api import ShardedTensor as ShardedTensor
 from torch.distributed._shard.sharded_tensor.metadata import ShardedTensorMetadata
@@ -14,6 +14,7 @@ from torch.distributed._shard.sharded_tensor.shard import Shard
 from torch.distributed.distributed_c10d import Store, _get_default_store
 from torchrec.distributed import batched_embedding_kernel as kernels
 from torchrec.distributed.embedding import ShardedEmbeddingCollection
+from torchrec.distributed.types import ParameterSharding
 from torchrec.optim.keyed import KeyedOptimizer
 
 
@@ -71,14 +72,25 @@ def job_store() -> Store:
     return _get_default_store()
 
 
-def empty_like_sharded(value: ShardedTensor) -> ShardedTensor:
-    """Return a ShardedTensor of the same layout, its shards here uninitialised."""
+def map_sharded(value: ShardedTensor, function: Callable[[Tensor], Tensor]) -> ShardedTensor:
+    """Return a ShardedTensor of the same layout, its shards here what the function makes of each,
+    of its shape."""
     # If it moves: DTensor replaces ShardedTensor where TorchRec's state dict does.
     return ShardedTensor._init_from_local_shards_and_global_metadata(
-        [Shard(torch.empty_like(shard.tensor), shard.metadata) for shard in value.local_shards()],
+        [Shard(function(shard.tensor), shard.metadata) for shard in value.local_shards()],
         value.metadata(),
         process_group=value._process_group,
     )
+
+
+def place_on_host(table: ParameterSharding) -> None:
+    """Have TorchRec take the shards of a table for tensors on the hosts of its ranks."""
+    # If it moves: torch's ShardedTensor compares the device of each shard with its placement.
+    spec: Any = table.sharding_spec
+    spec.shards = [
+        ShardMetadata(one.shard_offsets, one.shard_sizes, f"rank:{one.placement.rank()}/cpu")
+        for one in spec.shards
+    ]
 
 
 def place_row_states(optimizer: KeyedOptimizer) -> None:

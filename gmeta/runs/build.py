@@ -31,7 +31,8 @@ from gmeta.data.event_layout import EventColumns
 from gmeta.data.features.item_statistics import ItemStatistics
 from gmeta.data.features.neighbours import Neighbours
 from gmeta.data.features.support_statistics import NO_STATISTICS, SupportStatistics
-from gmeta.data.item_counts import log_shares
+from gmeta.data.item_counts import count_items, log_shares
+from gmeta.data.item_draws import ItemDraws
 from gmeta.data.label_checks import check_first_labels, scored_labels
 from gmeta.data.opening import open_data
 from gmeta.data.reader import task_cost_of
@@ -54,6 +55,7 @@ from gmeta_models.sequence.registry import build_encoder
 from gmeta_models.table_projections import TableProjections
 from metaio.format.dataset import Dataset
 from metaio.format.features import Features
+from metaio.prepare.schema.schema_file import list_weighed_labels
 from metaio.quantities import format_count
 
 
@@ -136,8 +138,9 @@ def build(config: TrainConfig) -> tuple[Dataset, MetaLearner]:
             items,
             labels,
             config.neighbours,
+            list_weighed_labels(dataset.manifest),
         )
-        if config.outer.negatives == "step":
+        if config.outer.negatives != "task":
             _compete_in_steps(config, learner, dataset)
     except ValueError as error:
         raise ConfigError(str(error)) from error
@@ -145,17 +148,31 @@ def build(config: TrainConfig) -> tuple[Dataset, MetaLearner]:
 
 
 def _compete_in_steps(config: TrainConfig, learner: MetaLearner, dataset: Dataset) -> None:
-    """Have the learner's loss be the softmax over a step's items. Raises ValueError: config."""
+    """Have the learner's loss be the softmax over a step's items, or over drawn ones. Raises
+    ValueError: config."""
     columns = learner.event_columns
     wanted = config.outer.loss, config.model.name, config.algorithm.name
     if wanted != ("softmax", "dot", PLAIN) or columns is None:
         raise ValueError(
-            f'outer.negatives = "step" with outer.loss = {wanted[0]!r}, model.name = {wanted[1]!r} '
-            f"and algorithm.name = {wanted[2]!r}: softmax, dot and none are needed. Set them, or "
-            'outer.negatives = "task"'
+            f"outer.negatives = {config.outer.negatives!r} with outer.loss = {wanted[0]!r}, "
+            f"model.name = {wanted[1]!r} and algorithm.name = {wanted[2]!r}: softmax, dot and none "
+            'are needed. Set them, or outer.negatives = "task"'
         )
-    shares = log_shares(dataset, config.data.train_split, columns.target[0])
-    learner.event_columns = replace(columns, log_share_A=shares)
+    split = config.data.train_split
+    if config.outer.negatives == "step":
+        shares = log_shares(dataset, split, columns.target[0])
+        learner.event_columns = replace(columns, log_share_A=shares)
+        return
+    ids_AM, count_A = count_items(dataset, split, columns.target)
+    if not len(ids_AM):
+        raise ValueError(
+            f'outer.negatives = "popular", but no row of split {split!r} has a known item to draw. '
+            'Prepare with more of them, or set outer.negatives = "task"'
+        )
+    table_M = dataset.features.table_of_single[list(columns.target)]
+    number, seed = config.outer.popular_negatives, config.run.seed
+    draws = ItemDraws(ids_AM, count_A / count_A.sum(), table_M, number, seed)
+    learner.event_columns = replace(columns, draws=draws)
 
 
 def _check_plain_epochs(algorithm: AlgorithmConfig, epochs: int) -> None:
@@ -316,11 +333,13 @@ def build_learner(
     item_features: ItemFeaturesConfig | None = None,
     labels: LabelsConfig = LabelsConfig(),  # noqa: B008 - frozen
     neighbours: NeighboursConfig = NeighboursConfig(),  # noqa: B008 - frozen
+    weighed: tuple[str, ...] = (),
 ) -> MetaLearner:
-    """Return a freshly initialised model and the way it adapts. Raises ValueError: one is unknown,
-    or they do not fit each other or the columns."""
+    """Return a freshly initialised model and the way it adapts; labels in `weighed` are learnt
+    before they are final. Raises ValueError: one is unknown, or they do not fit each other or the
+    columns."""
     sizes = measure_inputs(features)
-    objectives = make_objectives(loss, huber_delta, labels, features.labels)
+    objectives = make_objectives(loss, huber_delta, labels, features.labels, weighed)
     if model.output_bias and objectives.outer.moments[:1] not in ((), ((0.0, 1.0),)):
         raise ValueError(
             f"model.output_bias = {model.output_bias} with labels.standardise: outputs are "

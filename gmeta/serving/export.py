@@ -14,9 +14,11 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict_loader import load as load_shards
 
 from gmeta.config.algorithm import AlgorithmConfig
+from gmeta.config.sharding import BEYOND_DEVICE, placements_of_tables
 from gmeta.config.table_names import weight_name
 from gmeta.config.table_widths import widths_of_tables
 from gmeta.config.train_config import TrainConfig
+from gmeta.distributed.tables.table_storage import MappedRows
 from gmeta.errors import GMetaError, UserError
 from gmeta.platform.files.checksums import describe_file
 from gmeta.platform.files.tensor_files import translate_write_errors
@@ -41,7 +43,7 @@ from gmeta.serving.exported_folder import (
 )
 from gmeta.serving.finite_values import check_layers
 from gmeta.serving.item_vectors import write_item_vectors
-from gmeta.serving.stored_tables import store_table
+from gmeta.serving.stored_tables import write_table
 from gmeta.serving.table_format import TableFormat
 from metaio.errors import NoDatasetError
 from metaio.format.dataset import Dataset, read_verified_file
@@ -75,17 +77,18 @@ class CheckpointReader:
         with translate_damage(path, _REMEDY):
             self._reader = IndexedReader(path)
 
-    def read(self, names: list[str]) -> dict[str, Tensor]:
-        """Return these tensors by name, in the type that they were trained in."""
+    def read(self, names: list[str], scratch: Path | None = None) -> dict[str, Tensor]:
+        """Return these tensors by name, in the type that they were trained in; with `scratch` in
+        files there that are mapped."""
         with translate_damage(self._path, _REMEDY):
-            found = {name: self._empty(name) for name in names}
+            found = {name: self._empty(name, scratch) for name in names}
         with translate_damage(self._path, _REMEDY), warnings.catch_warnings():
             # An export is one process by design, which torch warns of.
             warnings.filterwarnings("ignore", message="torch.distributed is disabled")
             load_shards(found, storage_reader=self._reader, no_dist=True)
         return found
 
-    def _empty(self, name: str) -> Tensor:
+    def _empty(self, name: str, scratch: Path | None) -> Tensor:
         entry = self._reader.index.state_dict_metadata.get(name)
         if not isinstance(entry, TensorStorageMetadata):
             raise GMetaError(
@@ -93,6 +96,8 @@ class CheckpointReader:
                 "the run's config. Export a step of the same run"
             )
         # Of the full size: the reader fills in what each rank wrote.
+        if scratch is not None:
+            return MappedRows(str(scratch), entry.size, entry.properties.dtype).values_RD
         return torch.empty(entry.size, dtype=entry.properties.dtype)
 
 
@@ -136,12 +141,15 @@ def export_run(
     layers = {key: read[name] for key, name in names.items()}
     remedy = "Export an earlier checkpoint with --step, or train with lower rates"
     check_layers(layers, untrained, remedy)
-    # Read one by one: the largest table, not the model, must fit into memory.
+    # Read one by one: the largest table, not the model, must fit into memory, unless it did not
+    # in training either.
     widths = widths_of_tables(dataset.features, config.model)
+    placements = placements_of_tables(config.sharding, list(widths))
 
     def table(name: str) -> Tensor:
         key = _TABLE_KEY.format(weight_name(widths, name))
-        return reader.read([key])[key]
+        scratch = out.parent if placements[name] in BEYOND_DEVICE else None
+        return reader.read([key], scratch)[key]
 
     with new_folder(out, overwrite) as partial:
         _copy_vocabularies(dataset, partial)
@@ -178,8 +186,8 @@ def write_model(
         # As a table: it is mapped, and a delta holds the rows that changed.
         _save_tensors(near, folder / NEIGHBOURS_FILE, {"table": NEIGHBOURS_FILE})
     for index, spec in enumerate(description.features.tables):
-        stored = store_table(spec.name, table(spec.name), description.table_format)
-        _save_tensors(stored.to_tensors(), folder / table_file(index), {"table": spec.name})
+        own_file = folder / table_file(index)
+        write_table(own_file, spec.name, table(spec.name), description.table_format)
     # Last, so that it lists every file: vocabularies, which the caller has copied, are files of the
     # model too.
     paths = sorted(path for path in folder.rglob("*") if path.is_file())

@@ -2,17 +2,23 @@
 
 Shape suffixes: B tables, U unique ids, R rows of tables, D embedding width"""
 
+import json
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from gmeta.errors import GMetaError, NotFiniteError
+from gmeta.platform.files.tensor_files import translate_write_errors
 from gmeta.serving.table_format import TableFormat
 from gmeta_models.table_projections import pad_width_UD
 
 _DTYPES = {"float32": torch.float32, "float16": torch.float16, "int8": torch.int8}
+_SAFETENSORS_DTYPES = {torch.float32: "F32", torch.float16: "F16", torch.int8: "I8"}
+_BLOCK_BYTES = 8 << 20  # of a table that is written
 _Description = Mapping[str, tuple[tuple[int, ...], torch.dtype]]
 _INT8_LEVELS = 127  # -128 stays unused: the codes of w and -w are then each other's negative
 
@@ -39,7 +45,36 @@ class StoredTable:
         return {"values": self.values_RD, **scale}
 
 
-def store_table(name: str, weight_RD: Tensor, table_format: TableFormat) -> StoredTable:
+def write_table(file: Path, name: str, weight_RD: Tensor, table_format: TableFormat) -> None:
+    """Write a trained table as a safetensors file with its name, some rows at a time: it may be
+    mapped, and larger than memory. Raises as store_table does."""
+    num_rows, width = weight_RD.shape
+    row_bytes, places, end = {}, {}, 0
+    # The wider type first, as safetensors has them.
+    no_rows = store_table(name, weight_RD[:0], table_format).to_tensors()
+    for key, tensor in sorted(no_rows.items(), key=lambda one: -one[1].itemsize):
+        shape = [num_rows, *tensor.shape[1:]]
+        row_bytes[key] = math.prod(shape[1:]) * tensor.itemsize
+        begin, end = end, end + num_rows * row_bytes[key]
+        dtype = _SAFETENSORS_DTYPES[tensor.dtype]
+        places[key] = {"dtype": dtype, "shape": shape, "data_offsets": [begin, end]}
+    header = json.dumps({"__metadata__": {"table": name}, **places}, separators=(",", ":")).encode()
+    header += b" " * (-len(header) % 8)
+    with translate_write_errors(file), file.open("wb") as out:
+        out.write(len(header).to_bytes(8, "little") + header)
+        out.truncate(out.tell() + end)
+        begins = {key: out.tell() + place["data_offsets"][0] for key, place in places.items()}
+        for first in range(0, num_rows, max(1, _BLOCK_BYTES // (4 * width))):
+            block_RD = weight_RD[first : first + max(1, _BLOCK_BYTES // (4 * width))]
+            stored = store_table(name, block_RD, table_format, first)
+            for key, tensor in stored.to_tensors().items():
+                out.seek(begins[key] + first * row_bytes[key])
+                out.write(tensor.contiguous().numpy().data)
+
+
+def store_table(
+    name: str, weight_RD: Tensor, table_format: TableFormat, first_row: int = 0
+) -> StoredTable:
     """Return a trained float32 table in the format that it is to be served from.
 
     int8: q = round(w / s) with s = max |w| / 127 over the row, so |q s - w| <= s / 2 = max |w| /
@@ -50,7 +85,7 @@ def store_table(name: str, weight_RD: Tensor, table_format: TableFormat) -> Stor
     # One number a row is enough to look at: NaN and infinity survive both abs and amax.
     largest_R = weight_RD.abs().amax(dim=1)
     if not bool(torch.isfinite(largest_R).all()):
-        row = int((~torch.isfinite(largest_R)).nonzero()[0])
+        row = first_row + int((~torch.isfinite(largest_R)).nonzero()[0])
         raise NotFiniteError(
             f"table {name} holds a value that is not finite in row {row}: the run diverged. "
             "Export an earlier checkpoint with --step, or train with lower rates"

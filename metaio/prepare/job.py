@@ -1,7 +1,7 @@
 """What every engine of prepare shares once the rows are surveyed: buckets, blocks, report."""
 
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
@@ -69,7 +69,7 @@ class WrittenShard(NamedTuple):
     block_table: pa.Table
     dropped: DroppedRows
     num_rows: int  # of the bucket, dropped ones included
-    num_query_side: int  # in episodes; of a stream, those of its window
+    num_query_side: int  # in episodes of the first part; of a stream, those of its window
 
 
 @dataclass(frozen=True)
@@ -140,30 +140,42 @@ class Job:
         return split_by_bucket(self.plan, rows)
 
     def write_shard(
-        self, folder: Path, bucket: int, rows: EncodedRows, id_use: "Use"
+        self,
+        folder: Path,
+        bucket: int,
+        parts: Sequence[EncodedRows],
+        id_use: "Use",
+        hidden: tuple[int, ...] = (),
     ) -> WrittenShard:
-        """Write all rows of a bucket as a shard, and count its ids."""
+        """Write all rows of a bucket as a shard, and count its ids. Of several parts, which may
+        have rows of one task, each is cut into episodes by itself. Support rows of the query side
+        do not show the labels `hidden`."""
         # Called by several threads at once, each for another bucket.
         split = self.plan.find_split(bucket)
         cutting = self.fitted.splits.choose_cutting(self.schema, split)
         # Blocks are cut within a bucket: workers need not know each other's episodes.
         name = self.fitted.splits.names[split]
         is_train = name == self.schema.splits.train
-        episodes, dropped = make_episodes(
-            self.schema, rows, self.cut_time, cutting, self.catalogue, is_train, self.clock
-        )
         bundle_tasks = self.bundle_tasks if is_train else 0
         index = bucket - self.plan.list_buckets(split).start
+        total, query_side = DroppedRows(), []
         with ShardWriter(folder, name, index, self.features, self.options.compact) as shard:
-            lengths_T, block_rows = episodes.row_lengths_T, self.options.block_rows
-            for first, stop in pairwise(find_block_bounds(lengths_T, block_rows, bundle_tasks)):
-                block = build_block(self.features, episodes.gather(first, stop))
-                # Bundles serve shuffled training: other splits have none.
-                block = bundle_ids(block, bundle_tasks)
-                shard.write(block)
-                id_use.add(block)
-            query_side = episodes.count_side(QUERY)
-            return WrittenShard(bucket, *shard.close(), dropped, rows.num_rows, query_side)
+            for rows in parts:
+                episodes, dropped = make_episodes(
+                    self.schema, rows, self.cut_time, cutting, self.catalogue, is_train, self.clock
+                )
+                episodes.hidden = hidden
+                lengths_T, block_rows = episodes.row_lengths_T, self.options.block_rows
+                for first, stop in pairwise(find_block_bounds(lengths_T, block_rows, bundle_tasks)):
+                    block = build_block(self.features, episodes.gather(first, stop))
+                    # Bundles serve shuffled training: other splits have none.
+                    block = bundle_ids(block, bundle_tasks)
+                    shard.write(block)
+                    id_use.add(block)
+                total += dropped
+                query_side.append(episodes.count_side(QUERY))
+            num_rows = sum(rows.num_rows for rows in parts)
+            return WrittenShard(bucket, *shard.close(), total, num_rows, query_side[0])
 
     def write_vocabularies(self, folder: Path) -> None:
         """Write the values behind the ids, by which new rows are encoded."""

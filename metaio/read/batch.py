@@ -4,7 +4,7 @@ Shape suffixes: T tasks, N rows, F single-id or pooled features, M multi-id feat
 tables, U unique ids, K dense columns, P task-row pairs"""
 
 from collections.abc import Callable
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from typing import NamedTuple
 
 import numpy as np
@@ -45,6 +45,9 @@ class TaskBatch:
     )
     event_numbers: Tensor = field(default_factory=lambda: torch.zeros(0, 0))
     events_before_N: Tensor = field(default_factory=lambda: torch.zeros(0, dtype=torch.int32))
+    # int32, into unique_ids_U: the ids of items that are no row's, a column each; empty unless some
+    # were drawn for a loss
+    drawn_positions: Tensor = field(default_factory=lambda: torch.zeros(0, 0, dtype=torch.int32))
 
     @property
     def num_tasks(self) -> int:
@@ -88,7 +91,14 @@ class TaskBatch:
             event_positions=self.event_positions[events],
             event_numbers=self.event_numbers[events],
             events_before_N=self.events_before_N[first:last],
+            drawn_positions=self.drawn_positions,
         )
+
+    def with_ids(self, ids_U: Tensor, lengths_B: Tensor, place_U: Tensor) -> "TaskBatch":
+        """Return the batch with these unique ids; `place_U` is each earlier one's place there."""
+        positions = "positions_NF", "multi_positions_V", "event_positions", "drawn_positions"
+        moved = {name: place_U[getattr(self, name).to(torch.int64)] for name in positions}
+        return replace(self, unique_ids_U=ids_U, unique_lengths_B=lengths_B, **moved)
 
     def map(self, move: Callable[[Tensor], Tensor]) -> "TaskBatch":
         """Return the batch with every tensor replaced by `move(tensor)`."""

@@ -15,7 +15,7 @@ import pyarrow as pa
 from metaio.format.dataset_writer import DatasetWriter
 from metaio.prepare.episodes.cut_episodes import DroppedRows, check_not_empty
 from metaio.prepare.episodes.encode import Encoder
-from metaio.prepare.episodes.encoded_rows import EncodedRows, concatenate_rows, select_rows
+from metaio.prepare.episodes.encoded_rows import EncodedRows, select_rows
 from metaio.prepare.episodes.ordered_map import Progress, count_parallel_buckets, map_in_order
 from metaio.prepare.episodes.spool import Spool, split_by_bucket
 from metaio.prepare.job import HashedTableUse, Job, PrepareOptions, Use, WrittenShard
@@ -23,6 +23,7 @@ from metaio.prepare.schema.schema import Schema
 from metaio.prepare.schema.side_columns import EVENT_ONLY, QUERY, SUPPORT
 from metaio.prepare.source.source import DuckSource
 from metaio.ragged import Int64
+from metaio.stream.label_windows import LabelCounts, LabelWindow, LabelWindows, merge_rows
 from metaio.stream.newest_rows import (
     KeptRows,
     NewestRows,
@@ -55,6 +56,7 @@ class WindowJob:
     freed: dict[str, Int64]
     state: Path | None  # of the increment before, where there is one
     num_rows: int
+    labels: dict[str, LabelWindows]  # of each split
 
     def open_old_rows(self, split: str) -> NewestRows:
         """Return the newest rows of the tasks of a split, from before the window."""
@@ -70,6 +72,7 @@ class BucketResult(NamedTuple):
     lost: Counter[str]  # of them, what is in no episode
     new: int
     returning: int
+    labels: LabelCounts
 
 
 @dataclass(frozen=True)
@@ -80,6 +83,7 @@ class WrittenWindow:
     use: HashedTableUse
     tasks: dict[str, dict[str, int]]  # of each split: new ones, and returning ones
     rows: Counter[str]  # of the window: in episodes by split, and why others are in none
+    labels: dict[str, LabelCounts]  # of each split
 
 
 class Engine(Protocol):
@@ -188,10 +192,9 @@ def write_bucket(
 ) -> BucketResult:
     """Write the rows of a bucket below `folder` as a shard, and count its ids in `use`."""
     job, schema = window.job, window.job.schema
-    kept = _find_kept_rows(window)
-    buckets = job.plan.list_buckets(job.plan.find_split(bucket))
-    # Most tasks of a long history are not in the window: their rows pass through unchanged.
-    touched = np.unique(rows.task_hash_N)
+    split = job.plan.find_split(bucket)
+    labels = window.labels[job.fitted.splits.names[split]]
+    kept, buckets = _find_kept_rows(window, labels), job.plan.list_buckets(split)
     old = old_rows.read_bucket(bucket - buckets.start, len(buckets))
     clock = window.screen.clock
     if clock.start is not None and (is_past_N := old.time_N < clock.start).sum() < old.num_rows:
@@ -199,52 +202,57 @@ def write_bucket(
     old = clear_freed_ids(schema, drop_old_rows(old, clock.forget_before), window.freed)
     # Query rows of their own window are support in all later ones.
     old = replace(old, side_NS=np.full_like(old.side_NS, SUPPORT))
-    past, waiting = split_by_tasks(old, touched)
-    late_N = rows.side_NS[:, 0] == SUPPORT
-    if late_N.any():  # they are from before the window, as all support is
-        late = select_rows(rows, np.flatnonzero(late_N))
-        past = kept.select(schema, concatenate_rows(schema, [past, late]))
-        rows = select_rows(rows, np.flatnonzero(~late_N))
-    episodes = concatenate_rows(schema, [past, rows])
-    # Before tasks that have late rows alone are left out: these rows count as their newest.
-    newest = kept.select(schema, episodes)
-    present = np.unique(rows.task_hash_N)
-    if len(present) < len(touched):  # all rows of the others were late
-        past, _ = split_by_tasks(past, present)
-        episodes = concatenate_rows(schema, [past, rows])
-    # Tasks of the window that have earlier rows.
-    returning = len(np.unique(past.task_hash_N))
+    # Most tasks of a long history are not in the window: their rows pass through unchanged.
+    ripe = old.task_hash_N[labels.find_ripe(old)]
+    past, waiting = split_by_tasks(old, np.unique(np.concatenate([rows.task_hash_N, ripe])))
+    merged = merge_rows(schema, labels, past, rows)
+    newest = kept.select(schema, merged.rows)
     newest = merge_in_task_order(schema, old, waiting, newest)
-    if schema.events is not None:
-        episodes = _as_events(schema, episodes, kept)
-    shard = job.write_shard(folder, bucket, episodes, use)
-    lost = Counter[str]()
-    if shard.num_query_side < rows.num_rows:
-        _, task_N = np.unique(episodes.task_hash_N, return_inverse=True)
-        length_T = np.bincount(task_N, episodes.side_NS[:, 0] != EVENT_ONLY)
+    cut = [_cut_window(schema, one.mask(merged), one, kept) for one in labels.windows]
+    shard = job.write_shard(folder, bucket, cut, use, labels.hidden)
+    episodes, side_N = cut[0], cut[0].side_NS[:, 0]
+    present, task_N = np.unique(episodes.task_hash_N, return_inverse=True)
+    # Tasks of the window that have earlier rows.
+    returning = len(np.unique(episodes.task_hash_N[side_N != QUERY]))
+    num_query, lost = int((side_N == QUERY).sum()), Counter[str]()
+    if shard.num_query_side < num_query:
+        length_T = np.bincount(task_N, side_N != EVENT_ONLY)
         is_short_N = (length_T < schema.episodes.min_rows)[task_N]
-        lost["short_tasks"] = int((is_short_N & (episodes.side_NS[:, 0] == QUERY)).sum())
-        lost["left_out"] = rows.num_rows - shard.num_query_side - lost["short_tasks"]
-    return BucketResult(shard, newest, rows.num_rows, lost, len(present) - returning, returning)
+        lost["short_tasks"] = int((is_short_N & (side_N == QUERY)).sum())
+        lost["left_out"] = num_query - shard.num_query_side - lost["short_tasks"]
+    lost.update(labels.account(merged, num_query))
+    counts = labels.count(schema, merged, newest)
+    return BucketResult(
+        shard, newest, rows.num_rows, lost, len(present) - returning, returning, counts
+    )
 
 
-def _find_kept_rows(window: WindowJob) -> KeptRows:
+def _find_kept_rows(window: WindowJob, labels: LabelWindows) -> KeptRows:
     support, schema = find_stream_rule(window.job.schema).support, window.job.schema
+    kept = KeptRows(support, waits_from=labels.waits_from)
     if schema.events is None:
-        return KeptRows(support)
+        return kept
     assert window.job.clock is not None  # of every schema with [events]
     delay, late = window.job.clock.delay, window.screen.clock.late
-    return KeptRows(support, schema.events.longest, delay, late)
+    return replace(kept, longest=schema.events.longest, delay=delay, late=late)
 
 
-def _as_events(schema: Schema, rows: EncodedRows, kept: KeptRows) -> EncodedRows:
-    """Return the rows, of which those before the window that are no support are events alone."""
-    side_NS = rows.side_NS.copy()
-    past = np.flatnonzero(side_NS[:, 0] == SUPPORT)
-    order = kept.find_support(schema, select_rows(rows, past))
-    side_NS[past] = EVENT_ONLY
-    side_NS[past[order]] = SUPPORT
-    return replace(rows, side_NS=side_NS)
+def _cut_window(
+    schema: Schema, rows: EncodedRows, window: LabelWindow, kept: KeptRows
+) -> EncodedRows:
+    """Return the rows of the tasks that a window has, with their sides: the window's own are query,
+    the newest before it support, others, which are events alone, only where there are events."""
+    is_present_N = np.isin(rows.task_hash_N, window.find_tasks(rows))
+    is_query_N = window.contains(rows) & is_present_N
+    is_past_N = (rows.time_N < window.start) & is_present_N
+    side_N = np.full(rows.num_rows, -1, np.int8)
+    side_N[is_query_N] = QUERY
+    if schema.events is not None:
+        side_N[is_past_N] = EVENT_ONLY
+    past = np.flatnonzero(is_past_N & (rows.time_N < window.support_before))
+    side_N[past[kept.find_support(schema, select_rows(rows, past))]] = SUPPORT
+    own = rows if side_N.min(initial=0) >= 0 else select_rows(rows, np.flatnonzero(side_N >= 0))
+    return replace(own, side_NS=side_N[side_N >= 0][:, None])
 
 
 def adopt_buckets(
@@ -257,9 +265,9 @@ def adopt_buckets(
 ) -> WrittenWindow:
     """Adopt the shards of all buckets in order, and write the newest rows of all tasks."""
     job, dropped, tasks, done = window.job, DroppedRows(), {}, 0
-    rows = Counter[str]()
+    rows, labels = Counter[str](), {}
     for index, name in enumerate(job.fitted.splits.names):
-        new, returning, num_episodes = 0, 0, 0
+        new, returning, num_episodes, labels[name] = 0, 0, 0, LabelCounts()
         with NewestRowsWriter(name_rows_file(state_folder, name), job.schema) as kept:
             # In order, since shards and newest rows of a split are sorted by task hash.
             for bucket in buckets_of(name, job.plan.list_buckets(index)):
@@ -267,12 +275,14 @@ def adopt_buckets(
                 writer.adopt_shard(name, bucket.shard.entry, bucket.shard.block_table)
                 dropped += bucket.shard.dropped
                 rows.update({name: bucket.shard.num_query_side, **bucket.lost})
+                labels[name].update(bucket.labels)
                 num_episodes += bucket.shard.entry.num_episodes
                 new, returning = new + bucket.new, returning + bucket.returning
                 done += bucket.num_rows
                 report_progress("writing", done, window.num_rows)
         # The gate may be empty; without training episodes there is no increment.
         if index == 0:
+            window.labels[name].check_ripe(rows, window.job.schema)
             check_not_empty(num_episodes, dropped)
         tasks[name] = {"new": new, "returning": returning}
-    return WrittenWindow(dropped, use, tasks, rows)
+    return WrittenWindow(dropped, use, tasks, rows, labels)

@@ -306,7 +306,9 @@ def _inspect_rows(
     with refuse_files(files.given):
         context, summary = _summarise(engine, context, screening, report_progress)
     clock = context.screen.clock
-    if late := _find_lateness(summary, clock, is_alone and not screening.accept):
+    # With labels that mature late rows are usual: they correct others.
+    mostly_in = is_alone and not screening.accept and not any(clock.delays)
+    if late := _find_lateness(summary, clock, mostly_in):
         raise RefusedFilesError(files.given, [late], "late")
     window, windows = summarise_window(summary), before.state.windows
     reasons = [] if screening.accept else find_faults(window, windows, rule, clock.unit)
@@ -361,7 +363,7 @@ def _make_context(
         else pa.large_string()
         for table in (c.table_name for c in schema.sparse if c.vocabulary is not None)
     }
-    clock = StreamClock.of(find_stream_rule(schema), unit, before.state.end)
+    clock = StreamClock.of(schema, unit, before.state.end)
     screen = RowScreen(schema, clock, screening.ranges)
     is_dated = not pa.types.is_integer(types[schema.time.column])
     return SummaryContext(schema, Splits(list_split_names(schema)), screen, value_types, is_dated)

@@ -2,9 +2,10 @@
 
 Shape suffixes: N rows, V values"""
 
+import math
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 import numpy as np
 import numpy.typing as npt
@@ -20,7 +21,6 @@ from metaio.prepare.episodes.survey import Moments, add_moments, list_values, me
 from metaio.prepare.schema.label_columns import read_labels
 from metaio.prepare.schema.rules import StreamRule
 from metaio.prepare.schema.schema import LabelColumn, Schema
-from metaio.prepare.schema.side_columns import QUERY, SUPPORT
 from metaio.prepare.schema.values import to_time_ticks
 from metaio.ragged import Int64
 from metaio.stream.chain import TICKS_PER_S
@@ -58,17 +58,23 @@ class StreamClock:
     ttl: int
     grace: int
     unit: str
+    delays: tuple[int, ...]  # by label: how old a row must be for it to be final
 
     @classmethod
-    def of(cls, rule: StreamRule, unit: str, start: int | None) -> "StreamClock":
+    def of(cls, schema: Schema, unit: str, start: int | None) -> "StreamClock":
         """Return the clock of a stream whose times count in `unit`."""
+        rule = find_stream_rule(schema)
 
         def ticks(seconds: float) -> int:
-            return int(seconds // _DAY_S if unit == "day" else seconds * TICKS_PER_S[unit])
+            return math.floor(seconds / _DAY_S if unit == "day" else seconds * TICKS_PER_S[unit])
 
         # A ttl below a day, in a column of days, would become 0, which means never.
         ttl = max(ticks(rule.ttl), 1) if rule.ttl else 0
-        return cls(start, ticks(rule.late), ttl, ticks(rule.grace), unit)
+        # Rounded up: no label may be learnt before its time.
+        delays = tuple(-ticks(-label.matures_s) for label in schema.labels)
+        # A row is corrected as long as its labels wait.
+        late = max(ticks(rule.late), *delays)
+        return cls(start, late, ttl, ticks(rule.grace), unit, delays)
 
     def is_kept(self, time_N: Int64) -> npt.NDArray[np.bool_]:
         """Return which rows are not too late for the window."""
@@ -220,6 +226,8 @@ def summarise_batch(context: SummaryContext, batch: pa.RecordBatch) -> WindowSum
     # Fitted to training rows alone: the gate is there to judge the model.
     # The splits of a stream are train (0) and gate (1).
     in_train = split_N == 0
+    if any(clock.delays):
+        in_train &= ~clock.is_late(time_N)  # those that correct a row are no more occurrences
     train, train_time_N = batch.filter(pa.array(in_train)), time_N[in_train]
     found.moments = measure_moments(schema, train)
     for column in schema.sparse:
@@ -248,7 +256,5 @@ def find_span_starts(spans: list[int]) -> list[float]:
 
 
 def encode_window_rows(encoder: Encoder, screen: RowScreen, batch: pa.RecordBatch) -> EncodedRows:
-    """Return the rows of a batch that the window takes, with sides: late rows are support."""
-    rows = encoder.encode(screen.select(batch)[0])
-    side_N = np.where(screen.clock.is_late(rows.time_N), SUPPORT, QUERY).astype(np.int8)
-    return replace(rows, side_NS=side_N[:, None])
+    """Return the rows of a batch that the window takes."""
+    return encoder.encode(screen.select(batch)[0])

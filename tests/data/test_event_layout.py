@@ -11,6 +11,7 @@ from torch import Tensor
 from gmeta.config.algorithm import AlgorithmConfig
 from gmeta.data.augment import drop_ids
 from gmeta.data.event_layout import EventColumns
+from gmeta.data.transfer import lay_out
 from gmeta.learner import MetaLearner
 from gmeta.runs.build import build_learner
 from gmeta_models import ModelConfig
@@ -228,3 +229,34 @@ def test_dropped_ids_are_dropped_from_events_too(tmp_path: Path) -> None:
     after = found.unique_ids_U[found.event_positions.long()]
     assert ((after == before) | (after == 0)).all()
     assert 0.2 < (after == before).float().mean() < 0.8
+
+
+@pytest.mark.parametrize("encoder", ENCODERS)
+def test_events_in_buckets_are_the_events(data: tuple[Any, TaskBatch], encoder: str) -> None:
+    features, batch = data
+    learner, rows_UD = learner_of(features, encoder), fetched(batch)
+    assert learner.events is not None
+    assert learner.event_columns is not None
+    # Some tasks have many events, and fill a rectangle of their own.
+    for some in (batch, batch.tasks(0, 1), batch.tasks(3, 17)):
+        expected = vectors(learner, some, rows_UD)
+        layout = learner.event_columns.lay_out(some, in_buckets=True)
+        found = learner.events(layout, rows_UD).inputs_NX()
+        assert len(found) > len(expected)
+        torch.testing.assert_close(found[: some.num_rows], expected, rtol=1e-9, atol=1e-9)
+
+
+@pytest.mark.parametrize("encoder", ["sasrec", "sim"])
+def test_ragged_batches_of_events_have_few_shapes(
+    data: tuple[Any, TaskBatch], encoder: str
+) -> None:
+    features, batch = data
+    columns = learner_of(features, encoder).event_columns
+    assert columns is not None
+    shapes = []
+    for in_buckets in (False, True):
+        parts = [batch.tasks(at, at + 14) for at in range(20)]
+        laid = [lay_out(columns.lay_out(part, in_buckets))[0] for part in parts]
+        shapes.append(len(set(laid)))
+    assert shapes[0] > 15
+    assert shapes[1] <= 4

@@ -28,8 +28,7 @@ from tests.support import reference
 from tests.support.refusals import catch_message
 from tests.support.tape import TapeCapture
 
-# A batch's events have shapes of their own: such steps are not captured.
-LEARNT = [case for case in CASES if case.mode == "train" and not case.events]
+LEARNT = [case for case in CASES if case.mode == "train"]
 
 
 def batches_of(case: Case, number: int) -> list[reference.TaskBatch]:
@@ -158,7 +157,11 @@ def test_a_captured_step_is_in_bfloat16_as_the_eager_one() -> None:
     assert len(capture.tapes) == 2
 
 
-@pytest.mark.parametrize("case", LEARNT[::4], ids=[case.name for case in LEARNT[::4]])
+# Every fourth, and each encoder of events.
+TRACED = [case for at, case in enumerate(LEARNT) if at % 4 == 0 or case.events]
+
+
+@pytest.mark.parametrize("case", TRACED, ids=[case.name for case in TRACED])
 def test_the_captured_function_is_one_trace_of_tensors_without_values(case: Case) -> None:
     """What fake tensors trace serves another batch: no shape or branch came from a value."""
     learner, _ = with_graphs(case)
@@ -230,6 +233,25 @@ def test_a_step_that_cannot_be_captured_ends_the_run_with_one_line() -> None:
         "CUDA cannot capture the step as a graph: operation not permitted when stream is "
         'capturing. Set run.cuda_graphs = "off" and --resume'
     )
+
+
+def test_events_are_captured_unless_they_are_drawn_or_shared() -> None:
+    case = Case("melu", "maml", buckets=True, events="sasrec")
+    learner = learner_of(case)
+    assert learner.events is not None
+    dropout, learner.events.dropout = learner.events.dropout, nn.Dropout(0.1)
+    assert learner.use_graphs(CudaCapture()) == (
+        "model.event_options.dropout draws anew in each step"
+    )
+    learner.events.dropout = dropout
+    learner.events.over_ranks = NoRanks()
+    assert learner.use_graphs(CudaCapture()) == (
+        "tasks of many events are encoded together with other ranks"
+    )
+
+
+class NoRanks:
+    """Stands for other ranks, which are never asked."""
 
 
 class OwnModel(nn.Module):

@@ -31,6 +31,12 @@ CASES: dict[str, dict[str, Any]] = {
         "events": "hstu",
         "sharding": {"sequence": "ring", "sequence_from": 36},
     },
+    "dot over sasrec, popular negatives": {
+        "algorithm": {"name": "none"},
+        "events": "sasrec",
+        "model": {"name": "dot"},
+        "outer": {"loss": "softmax", "negatives": "popular", "popular_negatives": 30},
+    },
 }
 # Tasks of each step; with four ranks some have none in the second.
 STEPS = (9, 3, 7)
@@ -39,6 +45,7 @@ STEPS = (9, 3, 7)
 def config_of(path: str, case: str) -> TrainConfig:
     own = CASES[case]
     model = {"name": "melu", "hidden": [6], "embedding_dim": 4, "events": own["events"]}
+    model |= own.get("model", {})
     return config_from_dict(
         {
             "data": {"path": path, "tasks_per_step": 8},
@@ -47,7 +54,7 @@ def config_of(path: str, case: str) -> TrainConfig:
             "sharding": own.get("sharding", {}),
             "outer": {
                 "dense_optimizer": "sgd", "dense_lr": 0.1, "sparse_optimizer": "sgd",
-                "sparse_lr": 0.1,
+                "sparse_lr": 0.1, **own.get("outer", {}),
             },
             "run": {"dir": "unused", "device": "cpu"},
         }
@@ -69,6 +76,7 @@ def train_on_rank(ranks: Ranks, path: str) -> dict[str, dict[str, Any]]:
             batches.append(compose(dataset.features, [(block, own)]))
             first += size
         losses = []
+        batches = list(learner.collate_options().with_drawn_items(iter(batches), 0, 0))
         steps = steps_of(batches, learner.collate, dataset.features, ranks, sharded=sharded)
         for episodes, totals in steps:
             optimizer.begin_step(len(losses), len(STEPS))

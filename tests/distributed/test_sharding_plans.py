@@ -330,7 +330,7 @@ def test_a_placement_in_the_hosts_memory_becomes_a_kernel_of_fbgemms(
     config = ShardingConfig(default=default, exchange="torchrec", placement=placement)
     plan = merge_plans(plan_on(tables_of(16), config, 16, cluster_of(2, 1 << 30)))
     assert plan["item"].compute_kernel == kernel
-    assert describe_plan(plan, 2)["tables"]["item"]["placement"] == placement
+    assert describe_plan(plan, 2, config)["tables"]["item"]["placement"] == placement
     alone = replace(config, placement="auto", placements=(f"item={placement}",))
     plan = merge_plans(plan_on(tables_of(16), alone, 16, cluster_of(2, 1 << 30)))
     assert plan["item"].compute_kernel == kernel
@@ -341,7 +341,15 @@ def test_a_placement_that_cannot_be_had_is_refused() -> None:
     assert refused(replace(there, exchange="host")) == (
         "table 'user' is to be placed in \"uvm\", which needs fbgemm's kernels, and "
         'sharding.exchange = "host" has tables of its own. Set sharding.exchange = "torchrec", or '
-        'placement "device"'
+        'placement "host"'
+    )
+    assert refused(replace(there, placement="file")) == (
+        "table 'user' is to be placed in \"file\", as only our own exchange can. Set "
+        'sharding.exchange = "host", or placement "uvm_cached"'
+    )
+    assert refused(ShardingConfig(placement="file", default="planner")) == (
+        "table 'user' is to be placed in \"file\", of which TorchRec's planner knows nothing. Set "
+        'sharding.default = "row_wise", or placement "auto"'
     )
     assert refused(replace(there, default="data_parallel")) == (
         "table 'user' is to be data_parallel and placed in \"uvm\": every GPU holds its own copy "
@@ -349,11 +357,11 @@ def test_a_placement_that_cannot_be_had_is_refused() -> None:
     )
     assert refused(replace(there, placements=("item=hbm",))) == (
         "sharding.placements has 'item=hbm': write table=placement with one of the placements "
-        "auto, device, uvm, uvm_cached"
+        "auto, device, host, file, uvm, uvm_cached"
     )
     assert catch_message(ConfigError, make_plan, tables_of(4), there, 16, ranks_on("cpu", 1)) == (
         "table 'item' is to be placed in \"uvm\" on the CPU, where all tables are in the host's "
-        'memory. Set placement "auto", or run on CUDA'
+        'memory. Set placement "auto", or "file" for tables beyond it, or run on CUDA'
     )
 
 

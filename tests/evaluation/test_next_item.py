@@ -7,11 +7,13 @@ import numpy as np
 import pyarrow.parquet as pq
 import pytest
 import torch
+from torch import Tensor
 from torch.nn.functional import cross_entropy
 
 from gmeta.data.item_catalogue import ItemCatalogue
 from gmeta.evaluation.item_vectors import ItemVectors
-from gmeta.losses.step_softmax import sampled_softmax_Q
+from gmeta.losses.step_softmax import drawn_softmax_Q, sampled_softmax_Q
+from gmeta_models.sequence.encoder import DrawnItems
 from metaio import DataError, open_dataset
 from metaio.read.compose import compose
 from metaio.recipes.next_item import prepare_next_item
@@ -99,6 +101,48 @@ def test_the_sampled_softmax_is_the_slow_one() -> None:
     assert sampled_softmax_Q(user[:0], item[:0], none, none, log_share[:0]).shape == (0,)
 
 
+def popular_items(shares: list[float]) -> tuple[Tensor, Tensor, Tensor, DrawnItems]:
+    """A user's vector, those of a tiny catalogue, and all of it as drawn once each."""
+    generator = torch.Generator().manual_seed(4)
+    user, items = (torch.randn(n, 4, generator=generator).double() for n in (3, len(shares)))
+    place = torch.arange(len(shares))
+    return user, items, place, DrawnItems(place.unsqueeze(1), place, torch.zeros(len(shares)))
+
+
+def test_all_items_drawn_once_are_the_full_softmax() -> None:
+    user, items, place, drawn = popular_items([0.2] * 5)
+    own = torch.tensor([4, 0, 2])
+    found = drawn_softmax_Q(user, items, own, place, items, drawn)
+    wanted = cross_entropy(user @ items.T, own, reduction="none")
+    torch.testing.assert_close(found, wanted, rtol=0, atol=1e-12)
+    assert drawn_softmax_Q(user[:0], items, own[:0], place, items, drawn).shape == (0,)
+
+
+def test_popular_negatives_estimate_the_full_softmax() -> None:
+    """The sum over the other items is met on average, and loss and gradient by many draws."""
+    shares = np.array([0.5, 0.2, 0.15, 0.1, 0.04, 0.01])
+    user, items, place, _ = popular_items(shares.tolist())
+    own, generator = torch.tensor([1, 0, 5]), np.random.default_rng(6)
+
+    def loss_of(number: int) -> Tensor:
+        draw = torch.from_numpy(generator.choice(len(shares), number, p=shares))
+        log_expected = torch.from_numpy(np.log(number * shares))[draw]
+        drawn = DrawnItems(draw.unsqueeze(1), draw, log_expected)
+        return drawn_softmax_Q(user, items, own, place, items[draw], drawn)
+
+    score = user @ items.T
+    rivals = score.exp().sum(dim=1) / score[torch.arange(3), own].exp() - 1.0
+    estimates = torch.stack([loss_of(8).expm1() for _ in range(4_000)])
+    error = (estimates.mean(dim=0) - rivals) / (estimates.std(dim=0) / len(estimates) ** 0.5)
+    assert float(error.abs().max()) < 4.0
+    user.requires_grad_()
+    wanted = cross_entropy(user @ items.T, own, reduction="none")
+    found = loss_of(400_000)
+    torch.testing.assert_close(found, wanted, rtol=0.01, atol=0.01)
+    gradients = [torch.autograd.grad(loss.sum(), user)[0] for loss in (found, wanted)]
+    torch.testing.assert_close(*gradients, rtol=0.02, atol=0.02)
+
+
 def test_ranks_leave_known_items_out() -> None:
     rng = np.random.default_rng(1)
     ids = np.array([2, 3, 5, 7, 11, 13])
@@ -133,13 +177,14 @@ def config(path: Path, run: Path, **more: object) -> list[str]:
     ]  # fmt: skip
 
 
-def test_a_run_learns_what_comes_next(tmp_path: Path) -> None:
+@pytest.mark.parametrize("negatives", ["step", "popular"])
+def test_a_run_learns_what_comes_next(tmp_path: Path, negatives: str) -> None:
     log, attributes = write_log(tmp_path)
     data, run = tmp_path / "data", tmp_path / "run"
     succeed("prepare", "--recipe", "next-item", str(log), str(attributes), str(data))
     (tmp_path / "train.toml").write_text("")
     toml = str(tmp_path / "train.toml")
-    succeed("train", toml, *config(data, run, **{"run.epochs": 25}))
+    succeed("train", toml, *config(data, run, **{"run.epochs": 25, "outer.negatives": negatives}))
     report = evaluate(str(run))
     assert report.returncode == 0, report.stderr
     assert "HR@3 of all items" in report.stdout
@@ -152,6 +197,10 @@ def test_a_run_learns_what_comes_next(tmp_path: Path) -> None:
     ("changed", "message"),
     [
         ({"outer.loss": "bce"}, "softmax, dot and none are needed"),
+        (
+            {"outer.negatives": "popular", "outer.loss": "bce"},
+            "outer.negatives = 'popular' with outer.loss = 'bce'",
+        ),
         ({"algorithm.name": "maml"}, "softmax, dot and none are needed"),
         ({"model.events": "none"}, "it scores one label by the state of an encoder"),
         ({"model.event_options.heads": 3}, "does not divide model.embedding_dim = 16"),

@@ -43,6 +43,7 @@ from metaio.errors import NoDatasetError
 from metaio.read import pipeline
 from tests.distributed.harness import on_ranks
 from tests.feeds.forked_workers import running_workers, with_forked_workers
+from tests.metaio.prepare.test_events import log, prepared, schema
 from tests.support.forked import Forked
 from tests.support.processes import with_imports_ready
 from tests.support.refusals import catch_message
@@ -114,7 +115,8 @@ def made_here(
             stored = reader.batches(at, first)
             seed = config.run.seed
             augmenting = augment_batches(stored, config.augment, dataset.features, seed, at, first)
-            arranged = map(collate_in_parts(in_epoch, config.outer.accumulate_steps), augmenting)
+            drawing = learner.collate_options().with_drawn_items(augmenting, at, first)
+            arranged = map(collate_in_parts(in_epoch, config.outer.accumulate_steps), drawing)
             found += [one.with_plan(local.exchange.planner.plan(one)) for one in arranged]
     return local, found
 
@@ -151,6 +153,35 @@ def test_they_make_the_batches_of_the_rank_itself_from_any_step_on(
             assert tensors(read_from_block(told, there.first(told.num_bytes))) == tensors(wanted)
             block.close()
             there.close()
+
+
+def test_items_drawn_for_a_step_are_those_that_the_rank_itself_draws(
+    tmp_path: Path, ranks: Ranks
+) -> None:
+    data = prepared(tmp_path / "events", log(), schema())
+    config = config_of(
+        Path(data), tmp_path, "model.name=dot", "model.events=sasrec", "algorithm.name=none",
+        "outer.loss=softmax", "outer.negatives=popular", "outer.popular_negatives=20",
+        "outer.accumulate_steps=2", "run.epochs=1", "data.tasks_per_step=16",
+    )  # fmt: skip
+    local, expected = made_here(config, ranks, 0, 1, 0, 1)
+    how = local.learner.collate_options(), local.exchange.planner
+    work = pickle.loads(pickle.dumps(BatchWork(settings_of(config), *how, 0, 1, 1)))
+    drawn = []
+    with ExitStack() as held:
+        split = TrainingSplit(work, held)
+        for step, wanted in enumerate(expected, start=1):
+            asked = BatchRequest((0, step), None, 2)
+            episodes = work.collate(next(split.begin(asked)), asked)
+            assert tensors(episodes) == tensors(wanted)
+            assert isinstance(episodes, MicroBatches)
+            # All parts of a step compete with the items of the step.
+            layouts = [part.inputs.events for part in episodes.parts]
+            items = {tuple(one.drawn.item_A.tolist()) for one in layouts if one and one.drawn}
+            assert len(layouts) == 2
+            assert len(items) == 1
+            drawn += items
+    assert len(set(drawn)) == len(expected) > 1
 
 
 def test_behind_one_that_cannot_be_read_the_next_is_read_anew(

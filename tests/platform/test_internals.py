@@ -19,8 +19,8 @@ from gmeta.distributed.tables.plain_tables import PlainTables
 from gmeta.platform.internals import (
     ShardedTensor,
     call_after_backward,
-    empty_like_sharded,
     job_store,
+    map_sharded,
     table_kernels,
 )
 from gmeta_models.internals import has_hooks, onednn_linear
@@ -73,7 +73,9 @@ def test_what_is_called_around_a_part_of_a_model_is_seen() -> None:
 def sharded_on_rank(ranks: Ranks) -> dict[str, Any]:
     run = Run(ranks, "row_wise")
     kernels = list(table_kernels(run.sharded))
-    copies = {name: empty_like_sharded(one) for name, one in table_shards(run.sharded).items()}
+    copies = {
+        name: map_sharded(one, torch.empty_like) for name, one in table_shards(run.sharded).items()
+    }
     job_store().set("word", "heard")
     return {
         "heard": job_store().get("word"),

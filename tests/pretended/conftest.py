@@ -29,6 +29,8 @@ RUNS = {
         "sharding.wire_dtype=bfloat16",
         "model.name=deepfm",
     ],
+    "host": ["sharding.placement=host", "outer.clip_norm=0.1"],
+    "file": ["sharding.placement=file", "run.max_steps=3", "outer.sparse_optimizer=adam"],
     "torchrec": ["sharding.exchange=torchrec"],
     "graphs": ["run.cuda_graphs=on"],
     "graphs, processes": ["run.cuda_graphs=on", "data.processes=1"],

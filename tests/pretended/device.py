@@ -403,6 +403,9 @@ def without_gpu() -> Iterator[None]:
 
 def _set_device(_: object) -> None:
     _threads.told = True
+    if threading.current_thread() is not threading.main_thread():
+        # A mode is of one thread. This one begins: it stays in it.
+        PretendedDevice().__enter__()
 
 
 def _ask_for_gpu() -> None:

@@ -134,6 +134,8 @@ def all_cases() -> Iterator[Case]:
         for algorithm, general in (("none", False), ("maml", False), ("fomaml", True)):
             yield Case("melu", algorithm, general, events=events)
         yield Case("melu", "maml", mode="parts", events=events)
+        yield Case("melu", "maml", buckets=True, events=events)
+        yield Case("melu", "maml", buckets=True, graph=True, events=events)
         yield Case("melu", "maml", mode="predict", events=events)
 
 

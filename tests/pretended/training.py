@@ -48,6 +48,7 @@ checkpoint_every_steps = 2
 cuda_graphs = "off"
 """
 
+ONLY_ON_GPU = "data.processes", "sharding.placement"
 PATIENCE = timedelta(seconds=60)  # of ranks that wait for each other
 
 
@@ -80,7 +81,9 @@ def trained(
         cpu, cuda = Path(folder) / name / "cpu", Path(folder) / name / "cuda"
         rest = [one for one in overrides if not one.startswith("run.max_steps")]
         for part in [overrides, rest] if rest != overrides else [overrides]:
-            alone = [one for one in part if not one.startswith("data.processes")]
+            alone = [
+                one for one in part if not one.startswith(("data.processes", "sharding.placem"))
+            ]
             of_cpu, _ = _run(HOST, cpu, data, alone)
             of_gpu, steps = _run(CUDA, cuda, data, part)
         found[name] = {"cpu": of_cpu, "cuda": of_gpu, "steps": _as_json(steps)}

@@ -129,8 +129,33 @@ def test_what_events_need_is_said(tmp_path: Path) -> None:
     columns = describe_columns(model.config)
     assert columns.by_name["time"].role == "event"
     assert "time" not in [column.name for column in columns.read]
-    with pytest.raises(UserError, match="no program for torch is written"):
-        export_for(out, tmp_path / "program", "torch")
+
+
+def test_programs_take_the_columns_that_inputs_json_tells(tmp_path: Path) -> None:
+    out, rows = trained(tmp_path, "din")
+    written = export_for(out, tmp_path / "program", "torch")
+    assert written.left_out == ""
+    told = json.loads((tmp_path / "program" / "inputs.json").read_text())
+    assert told["inputs"]["event_times"]["columns"] == [
+        {"name": "time"}, {"name": "is_event", "where": "click = 1"}
+    ]  # fmt: skip
+    model = load(out)
+    user_N = rows["user"].to_numpy()
+    support, query = rows.filter(pa.array(user_N == 3)), rows.slice(0, 20)
+    known, wanted = model.encode(support, "support", True), model.encode(query, "query", False)
+    times = [support["time"], pa.compute.equal(support["click"], 1)]
+    inputs = {
+        "support.event_times": np.stack([each.to_numpy().astype(float) for each in times], axis=1),
+        "support.label": known.label_N,
+    }
+    for side, encoded in (("support.", known), ("query.", wanted)):
+        inputs |= {side + "ids": encoded.ids_NF, side + "dense": encoded.dense_NK}
+    program = torch.export.load(tmp_path / "program" / "adapt_predict.pt2").module()
+    named = told["programs"]["adapt_predict.pt2"]
+    assert set(inputs) == set(named)
+    found = program({name: torch.from_numpy(inputs[name]) for name in named})
+    expected = model.adapt(support).predict(query)
+    torch.testing.assert_close(found, expected, rtol=0, atol=1e-5)
 
 
 @pytest.mark.parametrize("algorithm", ["none", "maml"])

@@ -501,7 +501,7 @@ def test_a_run_of_other_hardware_is_evaluated_on_what_is_here(run: Path, tmp_pat
 
 @pytest.mark.distributed
 def test_no_diverged_one_leaves(run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def diverged(reader: CheckpointReader, names: list[str]) -> dict[str, torch.Tensor]:
+    def diverged(reader: CheckpointReader, names: list[str], *_: object) -> dict[str, torch.Tensor]:
         found = read(reader, names)
         return {name: value.fill_(torch.nan) for name, value in found.items()}
 
@@ -526,7 +526,9 @@ class Masked(DLRM):
 def test_a_mask_that_a_model_begins_with_is_exported(
     run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def with_mask(reader: CheckpointReader, names: list[str]) -> dict[str, torch.Tensor]:
+    def with_mask(
+        reader: CheckpointReader, names: list[str], *_: object
+    ) -> dict[str, torch.Tensor]:
         given = [name for name in names if not name.endswith("mask")]
         mask = torch.tensor([0.0, -torch.inf])
         return {**dict.fromkeys(names, mask), **read(reader, given)}

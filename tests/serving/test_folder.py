@@ -15,9 +15,10 @@ from safetensors.torch import load_file, save_file
 import gmeta
 from gmeta.config.algorithm import AlgorithmConfig
 from gmeta.config.inputs import NeighboursConfig, SupportFeaturesConfig
-from gmeta.errors import GMetaError, UserError
+from gmeta.errors import GMetaError, NotFiniteError, UserError
 from gmeta.platform.files.checksums import describe_file
 from gmeta.platform.files.tensor_files import ChangedFileError
+from gmeta.serving import stored_tables
 from gmeta.serving.export import write_model
 from gmeta.serving.exported_folder import (
     LAYERS_FILE,
@@ -234,6 +235,22 @@ def test_stored_tables_keep_their_error_bound(table_format: TableFormat) -> None
     bound = largest_R / 254 if table_format == "int8" else weight_RD.abs() / 2048 + 2.0**-25
     assert bool((error_RD <= bound * (1 + 1e-5)).all())
     assert stored.rows_UD(torch.tensor([7])).tolist() == [[0.0] * 16]
+
+
+@pytest.mark.parametrize("table_format", ["float32", "float16", "int8"])
+def test_a_table_written_some_rows_at_a_time_is_the_file_that_safetensors_writes(
+    table_format: TableFormat, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(stored_tables, "_BLOCK_BYTES", 7 * 4 * 5)
+    weight_RD = torch.randn(37, 5, generator=torch.Generator().manual_seed(0))
+    tensors = store_table("t", weight_RD, table_format).to_tensors()
+    save_file(tensors, tmp_path / "whole", {"table": "t"})
+    stored_tables.write_table(tmp_path / "parts", "t", weight_RD, table_format)
+    assert (tmp_path / "parts").read_bytes() == (tmp_path / "whole").read_bytes()
+    weight_RD[20, 1] = torch.inf
+    assert "not finite in row 20:" in catch_message(
+        NotFiniteError, stored_tables.write_table, tmp_path / "bad", "t", weight_RD, table_format
+    )
 
 
 def test_tables_that_a_format_cannot_hold_are_refused() -> None:

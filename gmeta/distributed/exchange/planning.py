@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from gmeta.data.episodes import RowPlan
-from gmeta.distributed.tables.rows_to_send import RepeatFinder, RowsToSend
+from gmeta.distributed.tables.rows_to_send import RepeatFinder, RowsAsGiven, RowsToSend
 
 if TYPE_CHECKING:
     from gmeta.data.accumulate import Collated
@@ -151,6 +151,8 @@ class KnownCounts(NamedTuple):
     values_W: tuple[int, ...]  # how many numbers it gives for them
     # Rows of each group that each rank asks of this one; None: the other ranks must tell.
     to_send_WG: tuple[tuple[int, ...], ...] | None
+    # These rows; None: they stand among the numbers for the device, or are not known.
+    rows_G: tuple[RowsToSend, ...] | None = None
 
 
 class SendPlan(NamedTuple):
@@ -169,7 +171,7 @@ class WirePlanner:
         routes: Routes,
         first_row_of_shard: Sequence[int],
         is_of_group_YG: Ints,
-        repeats_G: Sequence[RepeatFinder],
+        repeats_G: Sequence[RepeatFinder | RowsAsGiven],
         world_size: int,
     ) -> None:
         self._routes = routes
@@ -177,6 +179,8 @@ class WirePlanner:
         self._first_row_WY = np.tile(np.array(first_row_of_shard, np.int64), world_size)
         self._is_of_group_YG = is_of_group_YG
         self._repeats_G = list(repeats_G)
+        # Rows that a cache has by other numbers go to the device with these.
+        self._has_cache = any(isinstance(one, RowsAsGiven) for one in repeats_G)
         self._is_alone = world_size == 1
 
     def plan(self, episodes: "Collated") -> RowPlan:
@@ -195,6 +199,8 @@ class WirePlanner:
             None if to_send is None else to_send.counts_WG,
         )
         rows_G = None if to_send is None else to_send.rows_G
+        if self._has_cache:
+            known, rows_G = known._replace(rows_G=rows_G), None
         return RowPlan(known, (request.place_U, request.id_U, rows_G))
 
     def plan_send(self, counts_WY: Ints, ids: Tensor) -> SendPlan:

@@ -8,6 +8,9 @@ Shape suffixes: B tables, U unique ids, D embedding width, W ranks or workers, G
 shards of tables"""
 
 import math
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
@@ -23,6 +26,9 @@ from gmeta.distributed.exchange.exchange import Exchange
 from gmeta.distributed.exchange.planning import KnownCounts, Routes, SendPlan, Shard, WirePlanner
 from gmeta.distributed.exchange.row_swap import RowSwap
 from gmeta.distributed.ranks import Ranks
+from gmeta.distributed.tables.cached_group import CachedGroup
+from gmeta.distributed.tables.row_mover import make_mover
+from gmeta.distributed.tables.rows_to_send import RowsAsGiven
 from gmeta.distributed.tables.updates import FastGroup
 from gmeta.distributed.transport.transport import Swap
 from gmeta.platform.internals import TableKernel, table_kernels
@@ -72,12 +78,27 @@ class WireExchange(Exchange):
         is_of_group_YG = np.array(
             [[group is other for other in self.groups] for group, _ in mine], np.int64
         ).reshape(len(mine), len(self.groups))
-        repeats = [group.repeats for group in self.groups]
+        repeats = [
+            RowsAsGiven() if isinstance(group, CachedGroup) else group.repeats
+            for group in self.groups
+        ]
+        cached = [group for group in self.groups if isinstance(group, CachedGroup)]
+        self.mover = make_mover(cached, ranks.device) if cached else None
+        # Makes the rows of steps to come ready, step after step.
+        self.ahead = ThreadPoolExecutor(1, "rows", ranks.enter_thread) if cached else None
         firsts = [row for _, row in mine]
         self.planner = WirePlanner(self.routes, firsts, is_of_group_YG, repeats, ranks.world_size)
 
     def _prefetch(self, plan: RowPlan) -> "_WireFetch":
         return _WireFetch(self, plan)
+
+    def admit(self, to_send: SendPlan, is_awaited: Callable[[], bool]) -> SendPlan:
+        """Return a plan, its rows on the device, and in the caches of groups that have one."""
+        if self.mover is not None:
+            return to_send._replace(
+                rows_G=self.mover.admit(self.groups, to_send.rows_G, is_awaited)
+            )
+        return to_send._replace(rows_G=move_to_device(to_send.rows_G, self.ranks.device))
 
 
 class _WireFetch(RowFetch):
@@ -89,8 +110,15 @@ class _WireFetch(RowFetch):
         # The place of each id's row, on the device.
         self._place_U, self._id_U, rows_G = unpack(plan.numbers)
         self._to_send: SendPlan | None = None
+        # With rows in caches: their plan, once they are there, and whether the step waits for it.
+        self._admission: Future[SendPlan] | None = None
+        self._is_awaited = threading.Event()
         if self._known.to_send_WG is not None:
-            self._to_send = SendPlan(self._known.to_send_WG, rows_G)
+            if self._known.rows_G is None:
+                self._to_send = SendPlan(self._known.to_send_WG, rows_G)
+            else:
+                known_plan = SendPlan(self._known.to_send_WG, self._known.rows_G)
+                self._admit_ahead(lambda: known_plan)
             return
         routes = exchange.routes
         others = len(routes.of_peer) - 1
@@ -115,10 +143,14 @@ class _WireFetch(RowFetch):
             counts_Y[:] = received.numpy()
         transport, counts_W = self._exchange.ranks.transport, self._counts_WY[:-1].sum(axis=1)
         self._swap = transport.swap(self._remote_ids, self._known.ids_W[:-1], counts_W.tolist())
+        if self._exchange.ahead is not None:
+            self._admit_ahead(self._receive_requests)
 
     def look_up(self) -> None:
         exchange = self._exchange
-        to_send = self._to_send or self._receive_requests()
+        to_send = self._take_send_plan()
+        if exchange.mover is not None:
+            exchange.mover.wait_for(to_send.rows_G)
         self._rows = RowSwap(
             exchange.ranks.transport,
             exchange.groups,
@@ -130,14 +162,32 @@ class _WireFetch(RowFetch):
             exchange.on_gradient,
         )
 
-    def _receive_requests(self) -> SendPlan:
-        if not self._sent:
+    def _admit_ahead(self, plan: Callable[[], SendPlan]) -> None:
+        """Begin to bring the rows of a plan, which may have to be waited for, into the caches."""
+        exchange, is_awaited = self._exchange, self._is_awaited.is_set
+        assert exchange.ahead is not None
+        self._admission = exchange.ahead.submit(lambda: exchange.admit(plan(), is_awaited))
+
+    def _take_send_plan(self) -> SendPlan:
+        """Return the rows to send, on the device; waits for the other ranks and for the caches."""
+        if self._to_send is not None:
+            return self._to_send
+        if self._known.to_send_WG is None and not self._sent:
             self.send()
+        if self._admission is None:
+            return self._exchange.admit(self._receive_requests(), self._is_awaited.is_set)
+        if self._exchange.mover is not None:
+            self._exchange.mover.settle()
+        self._is_awaited.set()
+        # Not kept: rows stay in a cache as long as something refers to their plan.
+        admission, self._admission = self._admission, None
+        return admission.result()
+
+    def _receive_requests(self) -> SendPlan:
         assert self._swap is not None
         ids = torch.cat([*self._swap.parts(), self._own_ids])
         self._swap = None
-        to_send = self._exchange.planner.plan_send(self._counts_WY, ids)
-        return to_send._replace(rows_G=move_to_device(to_send.rows_G, self._exchange.ranks.device))
+        return self._exchange.planner.plan_send(self._counts_WY, ids)
 
     def rows_UD(self, gradient_unit: float) -> Tensor:
         if self._rows is None:
@@ -192,7 +242,9 @@ def _find_shards(
     """Return group and first row of each of this rank's shards, by (table, first row, column)."""
     places = {}
     for kernel in kernels:
-        group = FastGroup(kernel.group)
+        group = (
+            FastGroup(kernel.group) if kernel.group.storage is None else CachedGroup(kernel.group)
+        )
         starts_B = kernel.group.first_row_of_table
         for table, first_row_of_table in zip(kernel.tables, starts_B, strict=True):
             first_row, first_column = table.local_metadata.shard_offsets

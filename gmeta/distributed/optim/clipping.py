@@ -47,7 +47,7 @@ class _HoldingFastGroup:
         """Return the squared norm of these rows' gradients, each summed over the ranks."""
         if not self._held:
             return torch.zeros((), device=self._group.rows.values_RD.device)
-        row_N = torch.cat([to_update.row_N for to_update, _ in self._held])
+        row_N = torch.cat([to_update.number_N for to_update, _ in self._held])
         return _squared_norm(row_N, torch.cat([grad_ND for _, grad_ND in self._held]))
 
     def release(self, scale: Tensor) -> None:

@@ -3,11 +3,24 @@
 Shape suffixes: R rows of tables, D embedding width"""
 
 from itertools import accumulate
-from typing import Any, NamedTuple, final
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, final
 
 import torch
 from fbgemm_gpu.split_embedding_configs import EmbOptimType, SparseType
 from torch import Tensor, nn
+
+if TYPE_CHECKING:  # what tables lie in is the business of whoever names a storage
+    from gmeta.distributed.tables.table_storage import StoredRows, TableStorage
+
+
+class Cache(Protocol):
+    """Rows that are newer than in the tables."""
+
+    def flush(self) -> None:
+        """Write them to the tables."""
+
+    def reset(self) -> None:
+        """Forget them."""
 
 
 class StateNames(NamedTuple):
@@ -47,6 +60,7 @@ class PlainTables(nn.Module):
         eps: float = 1e-8,
         beta1: float = 0.9,
         beta2: float = 0.999,
+        storage: "TableStorage | None" = None,
         **_: Any,
     ) -> None:
         super().__init__()
@@ -63,17 +77,26 @@ class PlainTables(nn.Module):
         self.steps_done = 0  # Adam's bias correction depends on it
         self.weights_precision = weights_precision
         dtype, num_rows = weights_precision.as_dtype(), sum(rows)
-        # TorchRec fills `split_embedding_weights`: zeros would cost one more pass.
-        self.values_RD = torch.empty(num_rows, self.width, dtype=dtype, device=device)
-        self.state = {
-            name: torch.zeros(
-                num_rows,
-                1 if name in STATES[optimizer].of_rows else self.width,
-                dtype=dtype,
-                device=device,
-            )
+        self.device, self.storage = device, storage
+        self.cache: Cache | None = None
+        shapes = {
+            name: (num_rows, 1 if name in STATES[optimizer].of_rows else self.width)
             for name in STATES[optimizer].names
         }
+        # What holds rows that the device does not; by state, and "" the rows themselves.
+        self.stored: dict[str, StoredRows] = {}
+        if storage is None:
+            # TorchRec fills `split_embedding_weights`: zeros would cost one more pass.
+            self.values_RD = torch.empty(num_rows, self.width, dtype=dtype, device=device)
+            self.state = {
+                name: torch.zeros(*shape, dtype=dtype, device=device)
+                for name, shape in shapes.items()
+            }
+        else:
+            shapes = {"": (num_rows, self.width), **shapes}
+            self.stored = {name: storage.allocate(shape, dtype) for name, shape in shapes.items()}
+            self.state = {name: stored.values_RD for name, stored in self.stored.items()}
+            self.values_RD = self.state.pop("")
         # The same memory, as TorchRec's parameter of each table wants it.
         self.weights_host = self.weights_dev = nn.Parameter(self.values_RD.view(-1))
 
@@ -114,10 +137,14 @@ class PlainTables(nn.Module):
         self.steps_done = step
 
     def flush(self) -> None:
-        """Do nothing: no cache holds rows back."""
+        """Write the rows that a cache, if any, holds back."""
+        if self.cache is not None:
+            self.cache.flush()
 
     def reset_cache_states(self) -> None:
-        """Do nothing: there is no cache."""
+        """Have a cache, if any, forget all rows."""
+        if self.cache is not None:
+            self.cache.reset()
 
     def _split_tables(self, values_RD: Tensor) -> list[Tensor]:
         return list(values_RD.split([spec[0] for spec in self.embedding_specs]))

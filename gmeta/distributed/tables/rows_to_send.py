@@ -31,6 +31,15 @@ class RowsToSend:
 
     row_N: Tensor
     merge: _RowMerge | None  # None: no row repeats
+    # Of rows in a cache, which `row_N` and `merge` name by their slots: what holds these, and the
+    # numbers that the rows have among those of all tables.
+    hold: Any = None
+    row_of_tables_N: Tensor | None = None
+
+    @property
+    def number_N(self) -> Tensor:
+        """Return the rows' numbers among those of all tables."""
+        return self.row_N if self.row_of_tables_N is None else self.row_of_tables_N
 
     def sum_gradients(self, grad_ND: Tensor) -> tuple[Tensor, Tensor]:
         """Return the distinct rows and the sum of the gradients of each: [U], [U, D]."""
@@ -40,6 +49,14 @@ class RowsToSend:
         summands = grad_ND.index_select(0, self.merge.again)
         # Only repeated rows, the few of popular ids: all would be a pass over every gradient.
         return self.merge.row_U, summed_UD.index_add_(0, self.merge.into, summands)
+
+
+class RowsAsGiven:
+    """In place of a RepeatFinder, for rows that are yet to get slots in a cache."""
+
+    def prepare_rows(self, row_N: Ints) -> RowsToSend:
+        """Return these rows as they are."""
+        return RowsToSend(torch.from_numpy(row_N), None)
 
 
 @final

@@ -67,9 +67,11 @@ def read_tensors(file: Path) -> dict[str, Tensor]:
 
 @contextmanager
 def translate_write_errors(file: Path) -> Iterator[None]:
-    """Raise OSError for a write that safetensors could not do, as other writes do."""
+    """Raise OSError that names the file for a write that could not be done, by safetensors too."""
     try:
         yield
+    except OSError as error:
+        raise OSError(error.errno, error.strerror, str(file)) from error
     except SafetensorError as error:
         # Only its text has the number: "I/O error: No space left on device (os error 28)".
         found = re.search(r"([^:]*) \(os error (\d+)\)", str(error))

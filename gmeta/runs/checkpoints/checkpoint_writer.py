@@ -16,13 +16,14 @@ from torch.distributed.checkpoint.staging import BlockingAsyncStager
 from torch.distributed.checkpoint.state_dict_saver import save as save_shards
 from torchrec.optim.keyed import CombinedOptimizer
 
+from gmeta.config.sharding import keeps_tables_beyond
 from gmeta.config.train_config import TrainConfig
 from gmeta.distributed.collective_errors import run_on_first
 from gmeta.distributed.ranks import Ranks, gather_values, lost_contact, new_control_group
 from gmeta.distributed.sharded_learner import DistributedLearner
 from gmeta.errors import GMetaError, NotWrittenError
 from gmeta.platform.files.checksums import FileChecksum, describe_file
-from gmeta.platform.internals import ShardedTensor, empty_like_sharded
+from gmeta.platform.internals import ShardedTensor, map_sharded
 from gmeta.runs.checkpoints.index import read_index
 from gmeta.runs.checkpoints.integrity import describe_failure, translate_damage
 from gmeta.runs.checkpoints.lineage import Lineage, lineage_to_json
@@ -81,7 +82,10 @@ class CheckpointWriter:
         self._keep_last = config.run.keep_last
         self._keep_best = config.run.keep_best
         self._committed = on_commit
-        self._in_background = config.run.checkpoint_in_background
+        # Of tables that are not in memory there is no room for a copy there.
+        self._in_background = config.run.checkpoint_in_background and not keeps_tables_beyond(
+            config.sharding
+        )
         self._stager = BlockingAsyncStager(cache_staged_state_dict=True)
         self._thread: threading.Thread | None = None
         self._error: GMetaError | None = None
@@ -99,7 +103,7 @@ class CheckpointWriter:
         # Before the first step optimizers have no state: memory for a copy would fit no later one.
         if not self._in_background or not progress.step:
             # No copy is made: the step waits until the checkpoint is written.
-            self._write(state, progress, files)
+            self._write(_as_whole_storages(state), progress, files)
             self._raise_or_commit()
             return
         staged = self._stage(state)
@@ -149,7 +153,8 @@ class CheckpointWriter:
     def _stage(self, state: dict[str, Any]) -> dict[str, Any]:
         # Always the same host memory; for CUDA the stager pins it.
         if self._ranks.device.type == "cpu" and self._stager.state_dict_cache is None:
-            self._stager.state_dict_cache = _allocate_buffers(state)
+            # torch's stager would make a deep copy: tables would be in memory three times at first.
+            self._stager.state_dict_cache = _map_tensors(state, torch.empty_like)
         return self._stager.stage(state)
 
     def _write(
@@ -240,15 +245,20 @@ def _describe_files(folder: Path, rank: int) -> dict[str, FileChecksum] | OSErro
         return error
 
 
-def _allocate_buffers(value: Any) -> Any:
-    # torch's stager would make a deep copy: the tables would be in memory three times at first.
+def _as_whole_storages(state: dict[str, Any]) -> Any:
+    # Of a part of a storage, as a table among those that are looked up together, torch's writer
+    # would make a copy. Here it is the same memory.
+    return _map_tensors(
+        state, lambda own: torch.from_numpy(own.detach().numpy()) if own.is_cpu else own
+    )
+
+
+def _map_tensors(value: Any, function: Callable[[torch.Tensor], torch.Tensor]) -> Any:
     if isinstance(value, dict):
-        return {key: _allocate_buffers(one) for key, one in value.items()}
+        return {key: _map_tensors(one, function) for key, one in value.items()}
     if isinstance(value, ShardedTensor):
-        if not value.local_shards():
-            return value
-        return empty_like_sharded(value)
-    return torch.empty_like(value) if isinstance(value, torch.Tensor) else value
+        return map_sharded(value, function) if value.local_shards() else value
+    return function(value) if isinstance(value, torch.Tensor) else value
 
 
 def _discard(checkpoint: Path) -> None:

@@ -8,10 +8,10 @@ import torch
 from torch import Tensor
 from torchrec.optim.keyed import CombinedOptimizer
 
-from gmeta.config.table_names import table_of_weight
+from gmeta.config.table_names import TABLES_PREFIX, table_of_weight
 from gmeta.config.train_config import ADAGRADS, OuterConfig
 from gmeta.distributed.ranks import Ranks
-from gmeta.distributed.sharded_learner import TABLES_PREFIX, DistributedLearner
+from gmeta.distributed.sharded_learner import DistributedLearner
 from gmeta.platform.internals import ShardedTensor
 from gmeta.runs.checkpoints.loader import collect_state, load_checkpoint
 from metaio.ragged import Int64

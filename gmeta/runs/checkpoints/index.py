@@ -17,13 +17,19 @@ from torch.distributed.checkpoint.metadata import (
     TensorProperties,
     TensorStorageMetadata,
 )
+from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, ReadItem
+from torch.futures import Future
 
+from gmeta.config.table_names import TABLES_PREFIX
+from gmeta.runs.checkpoints.table_records import FileSlice, copy_table
 from metaio.format.names import is_name
 
 # torch.distributed.checkpoint keeps it as a pickle, and a pickle from a stranger can run code. Here
 # every class that it names becomes an inert record, and the index is built anew from these, each
 # value checked. Items that are no tensors are refused: torch would unpickle them freely.
 INDEX_FILE = ".metadata"
+# Weights of tables, and what their optimizer keeps.
+_OF_TABLES = f"model.{TABLES_PREFIX}", f"optimizer.state.{TABLES_PREFIX}"
 _DCP_MODULE = "torch.distributed.checkpoint"
 _KNOWN_CLASSES = {
     (f"{_DCP_MODULE}.filesystem", "_StorageInfo"),
@@ -66,6 +72,29 @@ class IndexedReader(FileSystemReader):
         """Return the checked index."""
         # torch's own method would unpickle the file.
         return self.index
+
+    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
+        """Fill the tensors of a plan: parts of tables row by row, which need not fit into memory
+        twice."""
+        rest = []
+        for item in plan.items:
+            if item.storage_index.fqn.startswith(_OF_TABLES):
+                self._copy_table(item, planner)
+            else:
+                rest.append(item)
+        return super().read_data(replace(plan, items=rest), planner)
+
+    def _copy_table(self, item: ReadItem, planner: LoadPlanner) -> None:
+        place = self.storage_data[item.storage_index]
+        stored = self.index.state_dict_metadata[item.storage_index.fqn]
+        assert isinstance(stored, TensorStorageMetadata)
+        begin = item.storage_index.offset or torch.Size([0] * len(stored.size))
+        (shape,) = (chunk.sizes for chunk in stored.chunks if chunk.offsets == begin)
+        target = planner.resolve_tensor(item).detach()
+        with (Path(self.path) / place.relative_path).open("rb") as file:
+            part = FileSlice(file, place.offset, place.length)
+            copy_table(part, shape, item.storage_offsets, target)
+        planner.commit_tensor(item, target)
 
 
 def read_index(path: Path) -> Metadata:

@@ -6,9 +6,10 @@ from typing import Any
 from torch.distributed.checkpoint.state_dict_loader import load as load_shards
 from torchrec.optim.keyed import CombinedOptimizer, KeyedOptimizerWrapper
 
+from gmeta.config.table_names import TABLES_PREFIX
 from gmeta.distributed.collective_errors import run_on_all
 from gmeta.distributed.ranks import Ranks, broadcast_value, lost_contact
-from gmeta.distributed.sharded_learner import TABLES_PREFIX, DistributedLearner
+from gmeta.distributed.sharded_learner import DistributedLearner
 from gmeta.errors import GMetaError, UserError
 from gmeta.runs.checkpoints.index import IndexedReader, fit_grown_index
 from gmeta.runs.checkpoints.integrity import DAMAGE, check_files, describe_failure, first_failure

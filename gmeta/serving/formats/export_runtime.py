@@ -77,11 +77,6 @@ def export_for(
             model = source
         # What this process has just exported need not be read twice.
         served = load(model, verify=was_exported)
-        if (encoder := served.config.model.events) != "none":
-            raise UserError(
-                f"{source} reads events by model.events = {encoder!r}, for which no program for "
-                f"{runtime} is written. Export it with --format gmeta, and serve it by gmeta"
-            )
         left_out = ""
         if is_triton:
             write_repository(partial, out.absolute().name, served.config)

@@ -8,7 +8,9 @@ from typing import Any
 from gmeta.metrics.catalogue import predicted_by
 from gmeta.platform.files.checked_json import read_json
 from gmeta.serving.exported_folder import ExportedConfig, vocabulary_file
-from gmeta.serving.formats.program_modules import DENSE, IDS, LENGTHS, LISTS, OUTPUT
+from gmeta.serving.formats.program_events import TIMES
+from gmeta.serving.formats.program_modules import OUTPUT
+from gmeta.serving.formats.program_rows import DENSE, IDS, LENGTHS, LISTS
 from metaio.format.features import FeatureSpec
 
 FORMAT_NAME = "gmeta-program"
@@ -55,7 +57,17 @@ def _describe_columns(config: ExportedConfig) -> dict[str, Any]:
         columns = [_describe_sparse(config, column) for column in features.multi]
         document[LISTS] = {"datatype": "INT64", "columns": columns}
         document[LENGTHS] = {"datatype": "INT64", "columns": [each["name"] for each in columns]}
+    if config.model.events != "none":
+        document[TIMES] = {"datatype": "FP64", "columns": _describe_events(config)}
     return document
+
+
+def _describe_events(config: ExportedConfig) -> list[dict[str, Any]]:
+    """Return the seconds of a support row, and what makes it an event: 1, else 0."""
+    schema = config.columns.schema
+    if schema is None or schema.time is None or schema.events is None:
+        return [{"name": "seconds"}, {"name": "is_event"}]
+    return [{"name": schema.time.column}, {"name": "is_event", "where": schema.events.where}]
 
 
 def _describe_sparse(config: ExportedConfig, column: FeatureSpec) -> dict[str, Any]:

@@ -1,41 +1,34 @@
 """Programs of torch.export and ONNX: made from an exported model, and compared with it.
 
-Shape suffixes: N rows, S support rows, H longest list or task, F single-id or pooled features, M
-multi-id features, K dense columns, D embedding width"""
+Shape suffix: N rows"""
 
 import logging
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from importlib.util import find_spec
-from itertools import count, islice
 from pathlib import Path
-from typing import Any
 
-import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor, nn
 from torch.export import Dim, ExportedProgram
 
 from gmeta.errors import GMetaError, UserError
-from gmeta.serving.encoded_rows import EncodedColumns, labels_shape, no_events
+from gmeta.serving.formats.program_examples import (
+    Example,
+    Shapes,
+    adapting_sizes,
+    draw_alone,
+    draw_both_sides,
+    name_shapes,
+)
 from gmeta.serving.formats.program_modules import (
-    DENSE,
-    IDS,
-    LABEL,
-    LENGTHS,
-    LISTS,
     OUTPUT,
-    QUERY,
-    SUPPORT,
-    WEIGHT,
     AdaptAndPredict,
     UnadaptedForward,
     record_graph,
 )
 from gmeta.serving.served_model import ServedModel
-from metaio.format.features import Features
 
 FORWARD_FILE, ADAPTED_FILE, ONNX_FILE = "predict.pt2", "adapt_predict.pt2", "predict.onnx"
 # Twice what float32 leaves between two orders of summation in models of this size.
@@ -43,24 +36,18 @@ TOLERANCE = 1e-5
 _OPSET = 18
 # Rows and longest list of examples.
 _ALONE, _FEWEST = (6, 2), (1, 1)
-_UNKNOWN = 0.2  # of the labels of datasets that may lack some
-
-Example = dict[str, Tensor]
-Shapes = dict[str, list[int | str]]
 
 
 def export_forward(served: ServedModel) -> ExportedProgram:
     """Return the predictions without adaptation as a program of one dict of inputs. Raises
     GMetaError: torch cannot export the model, or what it made predicts something else."""
     what = "predictions without adaptation"
-    example, _ = draw_rows(served, *_ALONE)
     with _translate_errors(what):
-        program = _export_program(UnadaptedForward(served).eval(), example)
+        program = _export_program(UnadaptedForward(served).eval(), draw_alone(served, *_ALONE)[0])
     compute = program.module()
     # The second was not recorded: a size that became a constant of the program shows there.
     for num_rows, longest in (_ALONE, _FEWEST):
-        example, rows = draw_rows(served, num_rows, longest)
-        expected = served.predict_encoded([served.unadapted], rows, [num_rows])
+        example, expected = draw_alone(served, num_rows, longest, support_rows=num_rows + longest)
         _check(compute(example), expected, what)
     return program
 
@@ -77,7 +64,7 @@ def export_adapted(served: ServedModel) -> ExportedProgram:
     checks = []
     # Before recording: a constant that the model keeps must not be first made as one recorded.
     for support, query in (adapting_sizes(served.config.features), (_FEWEST, _FEWEST)):
-        example, support_rows, query_rows = _draw_both_sides(served, support, query)
+        example, support_rows, query_rows = draw_both_sides(served, support, query)
         task = served.adapt_encoded(support_rows, [support_rows.num_rows])
         expected = served.predict_encoded(task, query_rows, [query_rows.num_rows])
         checks.append((example, expected))
@@ -93,7 +80,7 @@ def export_adapted(served: ServedModel) -> ExportedProgram:
 def write_onnx(served: ServedModel, path: Path) -> None:
     """Write the predictions without adaptation as an ONNX model, with the tables inside."""
     program = export_forward(served)
-    example, _ = draw_rows(served, *_ALONE)
+    example, _ = draw_alone(served, *_ALONE)
     with _translate_errors("an ONNX model"):
         made = torch.onnx.export(
             program,
@@ -124,89 +111,12 @@ def check_onnx() -> None:
 
 def forward_shapes(served: ServedModel) -> Shapes:
     """Return the shape of each input of the predictions without adaptation."""
-    return name_shapes(draw_rows(served, *_ALONE)[0])
+    return name_shapes(draw_alone(served, *_ALONE)[0])
 
 
 def adapted_shapes(served: ServedModel) -> Shapes:
     """Return the shapes of the inputs of adaptation and predictions."""
-    return name_shapes(_draw_both_sides(served, *adapting_sizes(served.config.features))[0])
-
-
-def adapting_sizes(features: Features) -> tuple[tuple[int, int], tuple[int, int]]:
-    """Return rows and longest list of both sides of an example."""
-    # No two are equal, and none is a number of columns: recording takes equal sizes for one.
-    columns = len(features.single), len(features.multi), len(features.dense), features.num_labels
-    free = (size for size in count(3) if size not in columns)
-    query_longest, support_longest, support_rows, query_rows = islice(free, 4)
-    return (support_rows, support_longest), (query_rows, query_longest)
-
-
-def _draw_both_sides(
-    served: ServedModel, support_size: tuple[int, int], query_size: tuple[int, int]
-) -> tuple[Example, EncodedColumns, EncodedColumns]:
-    support, support_rows = draw_rows(served, *support_size, side=SUPPORT)
-    query, query_rows = draw_rows(served, *query_size, side=QUERY)
-    return {**support, **select_labels(support_rows), **query}, support_rows, query_rows
-
-
-def select_labels(support: EncodedColumns) -> Example:
-    """Return the labels of support rows, and weights if they have some, as programs take them."""
-    labels = {SUPPORT + LABEL: torch.from_numpy(support.label_N)}
-    if support.weight_NW.shape[1]:
-        labels[SUPPORT + WEIGHT] = torch.from_numpy(support.weight_NW[:, 0])
-    return labels
-
-
-def draw_rows(
-    served: ServedModel, num_rows: int, longest: int, side: str = "", seed: int = 0
-) -> tuple[Example, EncodedColumns]:
-    """Return drawn rows of one task as a program takes them, and as the model does."""
-    features, rng = served.config.features, np.random.default_rng(seed + len(side))
-    sizes = {table.name: table.num_rows for table in features.tables}
-    shape = num_rows, len(features.multi), longest
-    rows_F = [sizes[c.table] for c in features.single]
-    ids_NF = rng.integers(0, rows_F, (num_rows, len(rows_F)))
-    rows_M1 = np.array([[sizes[c.table]] for c in features.multi], np.int64).reshape(-1, 1)
-    ids_NMH = rng.integers(0, np.broadcast_to(rows_M1, shape))
-    lengths_NM = rng.integers(0, longest + 1, shape[:2])
-    # The first row's lists fill the padded width.
-    lengths_NM[0] = longest
-    dense_NK = rng.standard_normal((num_rows, len(features.dense))).astype(np.float32)
-    label_N = rng.integers(0, 2, labels_shape(features, num_rows)).astype(np.float32)
-    if features.labels:
-        label_N[rng.random(label_N.shape) < _UNKNOWN] = np.nan
-    is_there_NMH = np.arange(longest) < lengths_NM[:, :, None]
-    rows = EncodedColumns(
-        np.zeros(num_rows, np.int64),
-        label_N,
-        ids_NF,
-        dense_NK,
-        lengths_NM.astype(np.int32),
-        ids_NMH[is_there_NMH],
-        rng.random((num_rows, int(bool(features.weight))), np.float32),
-        no_events(features, num_rows),
-    )
-    groups: dict[str, npt.NDArray[Any]] = {
-        IDS: ids_NF,
-        DENSE: dense_NK,
-        LISTS: ids_NMH,
-        LENGTHS: lengths_NM,
-    }
-    # A group without a column is no input.
-    example = {side + n: torch.from_numpy(a) for n, a in groups.items() if a.shape[1]}
-    return example, rows
-
-
-def name_shapes(example: Mapping[str, Tensor]) -> Shapes:
-    """Return the shape of each input, with a name for each dimension that may be of any size."""
-    shapes: Shapes = {}
-    for name, value in example.items():
-        side = name.rpartition(".")[0]
-        prefix = f"{side}_" if side else ""
-        shapes[name] = [f"{prefix}rows", *value.shape[1:]]
-        if name.endswith(LISTS):
-            shapes[name][2] = f"{prefix}longest"
-    return shapes
+    return name_shapes(draw_both_sides(served, *adapting_sizes(served.config.features))[0])
 
 
 def _dynamic_dims(example: Example) -> dict[str, dict[int, str]]:

@@ -13,7 +13,12 @@ from gmeta.serving.server.tensors import LENGTHS, SUPPORT
 CONFIG_FILE = "config.pbtxt"
 BACKEND_FILE = Path("1") / "model.py"
 MODEL_FOLDER = Path("1") / "model"
-_DATATYPES = {"BYTES": "TYPE_STRING", "INT64": "TYPE_INT64", "FP32": "TYPE_FP32"}
+_DATATYPES = {
+    "BYTES": "TYPE_STRING",
+    "INT64": "TYPE_INT64",
+    "FP32": "TYPE_FP32",
+    "FP64": "TYPE_FP64",
+}
 
 
 def write_repository(folder: Path, name: str, config: ExportedConfig) -> None:

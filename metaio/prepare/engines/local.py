@@ -119,7 +119,7 @@ def _write_shards(
     dropped, use, done, num_episodes = DroppedRows(), HashedTableUse(job), 0, 0
 
     def write(bucket: int) -> WrittenShard:
-        return job.write_shard(writer.folder, bucket, spool.pop_bucket(bucket), use)
+        return job.write_shard(writer.folder, bucket, [spool.pop_bucket(bucket)], use)
 
     for index, name in enumerate(job.fitted.splits.names):
         buckets = job.plan.list_buckets(index)

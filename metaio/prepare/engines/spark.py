@@ -306,7 +306,7 @@ def _write_shard(job: Job, target: str, bucket: int, rows: EncodedRows) -> Writt
         )
     with tempfile.TemporaryDirectory(prefix="metaio-shard-", dir=parts) as made:
         folder = Path(made)
-        shard = job.write_shard(folder, bucket, rows, use)
+        shard = job.write_shard(folder, bucket, [rows], use)
         used_file = folder / _name_used_file(bucket)
         used_file.parent.mkdir()
         np.savez(used_file, *use.distinct())

@@ -12,14 +12,12 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from metaio.errors import DataError, SchemaError
-from metaio.prepare.schema.conditions import parse_delay, parse_where
+from metaio.prepare.schema.conditions import parse_duration_s, parse_where
 from metaio.prepare.schema.rules import EventsRule
 from metaio.prepare.schema.schema import TimeColumn
 from metaio.prepare.schema.values import from_ordered_bits, to_time_ticks
 from metaio.quantities import format_count
 from metaio.ragged import Int64
-
-_UNITS_S = {"s": 1, "m": 60, "h": 3_600, "d": 86_400}
 
 
 @dataclass(frozen=True)
@@ -35,13 +33,12 @@ class EventClock:
         SchemaError: the delay is no duration on that clock."""
         delay, seconds_per_tick = rule.delay, _find_seconds_per_tick(kind)
         if isinstance(delay, str):
-            number, unit = parse_delay(delay)
             if not (pa.types.is_timestamp(kind) or pa.types.is_date(kind)):
                 raise SchemaError(
                     f"events.delay is {delay!r}, but column {time} holds "
                     "numbers, whose unit is not known. Give the delay as a number in its unit"
                 )
-            ticks = number * _UNITS_S[unit] / seconds_per_tick
+            ticks = parse_duration_s("events.delay", delay) / seconds_per_tick
         else:
             # Of a timestamp a number is seconds; else it is in units of the column.
             ticks = delay / seconds_per_tick if pa.types.is_timestamp(kind) else delay

@@ -15,7 +15,7 @@ from metaio.format.features import (
     name_component,
     name_event_column,
 )
-from metaio.prepare.schema.conditions import parse_where
+from metaio.prepare.schema.conditions import parse_duration_s, parse_where
 from metaio.prepare.schema.rules import (
     EpisodeRule,
     EventsRule,
@@ -48,6 +48,20 @@ class LabelColumn:
     # Not known in rows where this column is 0.
     mask: str | None = None
     null: Literal["unknown"] | None = None  # absent: nulls are refused
+    # Of a stream: how old a row must be for the label to be final, as "24h"; until then it waits.
+    matures: str | None = None
+    # weigh: a row is learnt from at once as one of label 0, and again once its label is above 0.
+    unripe: Literal["weigh"] | None = None  # absent: the row waits
+
+    @property
+    def matures_s(self) -> float:
+        """Return how old a row must be for the label to be final, in seconds."""
+        return 0.0 if self.matures is None else parse_duration_s("label.matures", self.matures)
+
+    @property
+    def is_weighed(self) -> bool:
+        """Return whether rows are learnt from before it is final."""
+        return self.unripe == "weigh"
 
     @property
     def is_always_known(self) -> bool:
@@ -186,9 +200,10 @@ class Schema:
 
     @property
     def label_names(self) -> tuple[str, ...]:
-        """Return the names of the labels; () for a single one that every row has."""
+        """Return the names of the labels; () for a single one that every row shows."""
         # Such a label needs no name, and its datasets stay as they were before labels had names.
-        if len(self.labels) == 1 and self.labels[0].is_always_known:
+        first = self.labels[0]
+        if len(self.labels) == 1 and first.is_always_known and not first.is_weighed:
             return ()
         return tuple(label.name or label.column for label in self.labels)
 

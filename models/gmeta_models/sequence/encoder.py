@@ -4,7 +4,7 @@ A task's events are embedded once; each of its rows gets a vector made of the ev
 no other. The vectors are inputs of the model that do not move while it adapts to a task.
 
 Shape suffixes: T tasks, N rows, H longest list or task, M multi-id features, K dense columns, D
-embedding width, U unique ids, X all inputs side by side"""
+embedding width, U unique ids, X all inputs side by side, A items"""
 
 from __future__ import annotations
 
@@ -31,6 +31,14 @@ class EventRectangle(NamedTuple):
     known: KnownEvents | None = None
 
 
+class DrawnItems(NamedTuple):
+    """Items that rows compete with, beside their own."""
+
+    target_AM: Tensor  # int64: the fetched rows that make the item's vector
+    item_A: Tensor
+    log_expected_A: Tensor  # the logarithm of how often a step draws the item, on average
+
+
 class EventLayout(NamedTuple):
     """The events of a batch, and what its rows need of them."""
 
@@ -40,6 +48,7 @@ class EventLayout(NamedTuple):
     # The item of each row and the logarithm of its share of the rows; [0] unless a loss asks.
     item_N: Tensor
     log_share_N: Tensor
+    drawn: DrawnItems | None = None
 
 
 class EventVectors(NamedTuple):

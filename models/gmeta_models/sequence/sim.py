@@ -53,7 +53,8 @@ class SIM(EventEncoder):
             (rows.detach() @ directions).sign() for rows in (events_THD, target_TND)
         )
         # Equal bits minus different ones; the newer of two equally near.
-        newness_H = torch.linspace(0.0, 0.5, events_THD.shape[1], device=events_THD.device)
+        places_H = torch.arange(events_THD.shape[1], device=events_THD.device)
+        newness_H = places_H / (2 * places_H[-1] + 2)  # below 0.5
         nearness_TNH = wanted_bits @ bits.mT + newness_H.to(events_THD.dtype)
         nearness_TNH = nearness_TNH.masked_fill(~known_TNH, -math.inf)
         found_TNH = nearness_TNH.topk(self.newest, dim=2).indices

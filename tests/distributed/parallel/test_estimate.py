@@ -12,6 +12,8 @@ from gmeta.distributed.cluster_spec import Cluster, Speeds
 from gmeta.distributed.exchange.planning import Routes, Shard
 from gmeta.distributed.exchange.wire import KINDS
 from gmeta.distributed.sharding_estimate import (
+    OWN_ROW_BYTES,
+    OWN_SLOT_BYTES,
     RESERVED,
     ShardingEstimate,
     StepWork,
@@ -19,6 +21,7 @@ from gmeta.distributed.sharding_estimate import (
     suggest_fits,
 )
 from gmeta.distributed.sharding_plan import describe_plan, merge_plans, plan_on
+from gmeta.distributed.tables.row_slots import RowSlots
 from gmeta.distributed.unsharded import make_unsharded_tables
 from gmeta_models.model_config import ModelConfig
 from metaio.format.features import Features, FeatureSpec, TableSpec
@@ -45,7 +48,7 @@ def estimated(
     cluster = Cluster(gpus, min(gpus, 8), "cuda", 80 * GB, 125 * GB)
     tables = make_unsharded_tables(features_of(rows), config.model, config.outer)
     plan = merge_plans(plan_on(tables, sharding, 4096, cluster))
-    described = describe_plan(plan, gpus)
+    described = describe_plan(plan, gpus, sharding)
     step = StepWork(64, 2560, dict.fromkeys(rows, ids), 6e9, 100_000)
     sizes = {name: (count, width) for name, count in rows.items()}
     return estimate(described, sizes, sharding, outer, step, cluster, SPEEDS), described, cluster
@@ -147,20 +150,42 @@ def test_in_the_hosts_memory_a_gpu_keeps_row_states_and_the_cache(placement: str
     assert found.parts["tables, in the host's memory"][0] == pytest.approx(1000 * 32 * 4 * 2)
 
 
+@pytest.mark.parametrize("placement", ["host", "file"])
+def test_of_tables_beyond_it_a_gpu_keeps_the_cache_and_its_host_the_places(placement: str) -> None:
+    sharding = ShardingConfig(placement=placement, cache_share=0.05)  # type: ignore[arg-type]
+    outer = replace(OuterConfig(), sparse_optimizer="rowwise_adagrad")
+    found, described, _ = estimated(sharding, 8, outer, rows={"item": 8 * GB})
+    assert described["tables"]["item"]["placement"] == placement  # type: ignore[index]
+    row_bytes = 32 * 4 + 4
+    in_file, on_host = (GB * row_bytes * (placement == there) for there in ("file", "host"))
+    np.testing.assert_allclose(found.file_bytes_W, in_file)
+    np.testing.assert_allclose(found.device_bytes_W - found.fixed_bytes, 0.05 * GB * row_bytes)
+    slots = RowSlots(1000, 1000)
+    kept = [value for value in vars(slots).values() if isinstance(value, np.ndarray)]
+    of_slots = sum(value.nbytes for value in kept if value.size) / 1000
+    # 4 more of a slot find rows that repeat.
+    assert of_slots + 4 == OWN_ROW_BYTES + OWN_SLOT_BYTES
+    places = GB * (OWN_ROW_BYTES + 0.05 * OWN_SLOT_BYTES)
+    np.testing.assert_allclose(found.host_bytes_W, on_host + places)
+
+
 def test_what_would_fit_does_and_a_step_less_does_not() -> None:
     rows = {"item": 8 * GB}
     found, _, cluster = estimated(ShardingConfig(), 8, rows=rows)
     assert found.device_bytes_W.max() > 0.85 * cluster.device_bytes
     ways = suggest_fits(found, range(4, 32, 4), OuterConfig(), ShardingConfig(), cluster)
-    assert ways == ["--gpus 16", "model.embedding_dim = 12"]
+    # The host has 125 GB for a GPU, the tables would take 132.
+    in_file = 'sharding.placement = "file"'
+    assert ways == ["--gpus 16", "model.embedding_dim = 12", in_file]
     usable = (1 - RESERVED) * cluster.device_bytes
     assert estimated(ShardingConfig(), 16, rows=rows)[0].device_bytes_W.max() <= usable
     for width, fits in ((12, True), (16, False)):
         there, _, _ = estimated(ShardingConfig(), 8, rows=rows, width=width)
         assert (there.device_bytes_W.max() <= usable) == fits
-    roomy = replace(cluster, host_bytes=140 * GB)
-    ways = suggest_fits(found, (), OuterConfig(), ShardingConfig(), roomy)
-    assert ways[-1] == 'sharding.placement = "uvm_cached" with sharding.exchange = "torchrec"'
+    torchrecs, roomy = ShardingConfig(exchange="torchrec"), replace(cluster, host_bytes=140 * GB)
+    ways = suggest_fits(found, (), OuterConfig(), torchrecs, roomy)
+    assert ways[-1] == 'sharding.placement = "uvm_cached"'
+    assert "placement" not in suggest_fits(found, (), OuterConfig(), torchrecs, cluster)[-1]
     whole, _, _ = estimated(ShardingConfig(default="table_wise"), 8, rows={"item": 10**9})
     ways = suggest_fits(whole, (), OuterConfig(), ShardingConfig(), cluster)
     assert ways == ['sharding.default = "row_wise"']

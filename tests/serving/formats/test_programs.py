@@ -20,15 +20,10 @@ from gmeta.config.inputs import ItemFeaturesConfig, NeighboursConfig, SupportFea
 from gmeta.errors import GMetaError, UserError
 from gmeta.losses import objectives
 from gmeta.serving.formats import torch_onnx_export as programs
-from gmeta.serving.formats.program_modules import QUERY, SUPPORT, AdaptAndPredict, UnadaptedForward
-from gmeta.serving.formats.torch_onnx_export import (
-    Example,
-    draw_rows,
-    export_adapted,
-    export_forward,
-    select_labels,
-    write_onnx,
-)
+from gmeta.serving.formats.program_examples import Example, draw_both_sides, draw_rows
+from gmeta.serving.formats.program_modules import AdaptAndPredict, UnadaptedForward
+from gmeta.serving.formats.program_rows import QUERY, SUPPORT
+from gmeta.serving.formats.torch_onnx_export import export_adapted, export_forward, write_onnx
 from gmeta.serving.served_model import ServedModel
 from gmeta_models import MODELS
 from gmeta_models.inputs import RowInputs
@@ -55,12 +50,10 @@ def unadapted(served: ServedModel, num_rows: int, longest: int) -> tuple[Example
 
 def adapted(served: ServedModel, support: int, query: int, longest: int) -> tuple[Example, Tensor]:
     """Rows of both sides, and what the model predicts of the query rows after adaptation."""
-    first, support_rows = draw_rows(served, support, longest, SUPPORT, seed=1)
-    second, query_rows = draw_rows(served, query, longest, QUERY, seed=1)
+    sizes = (support, longest), (query, longest)
+    example, support_rows, query_rows = draw_both_sides(served, *sizes, seed=1)
     task = served.adapt_encoded(support_rows, [support])
-    return {**first, **select_labels(support_rows), **second}, served.predict_encoded(
-        task, query_rows, [query]
-    )
+    return example, served.predict_encoded(task, query_rows, [query])
 
 
 def wrongly(example: Example, side: str = "") -> Iterator[Example]:

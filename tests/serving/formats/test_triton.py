@@ -20,6 +20,7 @@ from gmeta.serving.server.inference_protocol import model_metadata
 from gmeta.serving.server.input_columns import describe_columns
 from tests.metaio.prepare.test_local import changed, prepared, raw_table
 from tests.serving.formats.models import model_of, write_schema_model
+from tests.serving.test_events import trained
 from tests.support.exported import random_rows
 from tests.support.waiting import PATIENCE_S
 
@@ -187,3 +188,20 @@ def test_the_backend_takes_texts(tmp_path: Path) -> None:
     wrong.append(StandInTensor("city", np.array([b"\xff"] * 20, object)))
     (answer,) = backend.execute([StandInRequest(wrong)])
     assert answer.error.message() == "input city has an element of BYTES that is no UTF-8"
+
+
+def test_the_backend_takes_support_rows_as_events(tmp_path: Path) -> None:
+    out, rows = trained(tmp_path, "din")
+    export_for(out, tmp_path / "models" / "clicks", "triton")
+    text = (tmp_path / "models" / "clicks" / "config.pbtxt").read_text()
+    assert 'name: "support.time" data_type: TYPE_INT64' in text
+    backend = backend_of(tmp_path / "models" / "clicks")
+    read = ["item", "kind", "number"]
+    support = rows.filter(pa.array(rows["user"].to_numpy() == 3)).select([*read, "click", "time"])
+    query, served = rows.slice(0, 9).select(read), gmeta.load(out)
+    request = StandInRequest(tensors(query) + tensors(support, "support."))
+    (answer,) = backend.execute([request])
+    assert answer.error is None, answer.error.message()
+    found = {each.name(): each.as_numpy() for each in answer.output_tensors}
+    np.testing.assert_array_equal(found["prediction"], served.adapt(support).predict(query))
+    assert not np.array_equal(found["prediction"], found["prediction_before"])

@@ -2,6 +2,7 @@
 
 from gmeta.cli.capacity import Capacity, plan_capacity
 from gmeta.cli.commands.console import make_console, make_table, print_result, show_table
+from gmeta.config.sharding import keeps_tables_beyond
 from gmeta.config.train_config import TrainConfig
 from gmeta.distributed.cluster_spec import CapacityOverrides, Cluster, Speeds
 from gmeta.distributed.ranks import quieten
@@ -16,7 +17,7 @@ def show_plan(
     planned = plan_capacity(config, overrides, cluster, speeds)
     _print_result(planned, cluster)
     _print_tables(planned)
-    _print_memory(planned, cluster, config.run.checkpoint_in_background)
+    _print_memory(planned, cluster, config)
     _print_step(planned, cluster)
 
 
@@ -29,6 +30,7 @@ def _print_result(planned: Capacity, cluster: Cluster) -> None:
         tables=estimate.tables,
         gpu_bytes=estimate.device_bytes_W.tolist(),
         host_bytes_per_gpu=estimate.host_bytes_W.tolist(),
+        file_bytes_per_gpu=estimate.file_bytes_W.tolist(),
         checkpoint_copy_bytes_per_gpu=estimate.copied_bytes_W.tolist(),
         step={
             "tasks_per_gpu": step.tasks,
@@ -78,9 +80,12 @@ def format_ranks(ranks: list[int]) -> str:
     return ", ".join(spans) if len(spans) <= 3 else f"{len(ranks)} of {ranks[0]}-{ranks[-1]}"
 
 
-def _print_memory(planned: Capacity, cluster: Cluster, in_background: bool) -> None:
-    estimate = planned.estimate
-    device_W, copied_W = estimate.device_bytes_W, estimate.copied_bytes_W * in_background
+def _print_memory(planned: Capacity, cluster: Cluster, config: TrainConfig) -> None:
+    estimate, in_background = planned.estimate, config.run.checkpoint_in_background
+    device_W = estimate.device_bytes_W
+    # Of tables beyond the GPUs no copy is made: a step waits.
+    is_copied = in_background and not keeps_tables_beyond(config.sharding)
+    copied_W = estimate.copied_bytes_W * is_copied
     host_W = estimate.host_bytes_W + copied_W
     lines = [
         f"memory of a GPU: {_format_bytes(device_W.min())} to {_format_bytes(device_W.max())} of "
@@ -92,11 +97,13 @@ def _print_memory(planned: Capacity, cluster: Cluster, in_background: bool) -> N
         lines.append(
             f"memory of the host for a GPU: up to {_format_bytes(most)} of {_format_bytes(there)}"
         )
-        if in_background:
+        if is_copied:
             too_much = "; too much: set run.checkpoint_in_background = false" * (most > there)
             lines.append(
                 f"  {_format_bytes(copied_W.max())} for a checkpoint's copy of them{too_much}"
             )
+    if (in_file := float(estimate.file_bytes_W.max())) > 0:
+        lines.append(f"local disk for a GPU: up to {_format_bytes(in_file)} in sharding.file_dir")
     make_console().print("\n".join(lines))
 
 
