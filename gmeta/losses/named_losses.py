@@ -68,4 +68,4 @@ def _make_loss(name: str, huber_delta: float) -> LossFunction:
     own = find_custom_loss(name)
     if own is not None:
         check_custom_loss(name, own)
-    return LossFunction(kind_of_loss(name), huber_delta, own)
+    return LossFunction(kind_of_loss(name), huber_delta, own=own)
