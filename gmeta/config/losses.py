@@ -7,8 +7,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal, TypeAlias, cast, get_args
 
-from gmeta.errors import ConfigError
+from gmeta.errors import ConfigError, is_of_memory
 from gmeta_keys.plugins import Registry
+from gmeta_keys.translate_errors import format_foreign_error, translate_errors
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -33,6 +34,22 @@ class CustomLoss:
     function: RowFunction
     predicts: Literal["probability", "rating"]
     curvature: RowFunction | None = None
+
+    def call(self, function: RowFunction, output_N: Tensor, label_N: Tensor) -> Tensor:
+        """Return what one of the functions makes of outputs and labels, in their shape. Raises
+        ConfigError: it fails."""
+
+        def translate(error: Exception) -> Exception:
+            if is_of_memory(error):
+                return error
+            name = getattr(function, "__qualname__", type(function).__name__)
+            message = f"{name} of outer.loss fails: {format_foreign_error(error)}"
+            return ConfigError(f"{message}. Mend it; --verbose shows the line")
+
+        # As rows alone, whatever the shape: several labels may share the function.
+        with translate_errors(translate):
+            made_N = function(output_N.flatten(), label_N.flatten())
+        return made_N.view(output_N.shape)
 
 
 NAMED_LOSSES: Registry[CustomLoss | None] = Registry(

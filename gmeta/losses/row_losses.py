@@ -5,7 +5,6 @@ Shape suffix: N rows"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
@@ -13,9 +12,6 @@ import numpy.typing as npt
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-
-from gmeta.errors import ConfigError, is_of_memory
-from gmeta_keys.translate_errors import format_foreign_error, translate_errors
 
 if TYPE_CHECKING:
     from gmeta.config.losses import CustomLoss
@@ -58,7 +54,7 @@ def row_losses_N(loss: LossFunction, output_N: Tensor, label_N: Tensor) -> Tenso
     output_N = in_float32(output_N)
     label_N = label_N.to(output_N.dtype)
     if loss.own is not None:
-        losses_N = _call_own(loss.own.function, output_N, label_N)
+        losses_N = loss.own.call(loss.own.function, output_N, label_N)
         return losses_N * late_weights_N(output_N, label_N) if loss.comes_late else losses_N
     if loss.kind == "bce":
         losses_N = F.binary_cross_entropy_with_logits(output_N, label_N, reduction="none")
@@ -88,22 +84,6 @@ def row_grads_N(loss: LossFunction, output_N: Tensor, label_N: Tensor) -> Tensor
     return error_N.sign() if loss.kind == "mae" else error_N * 2.0
 
 
-def _call_own(
-    function: Callable[[Tensor, Tensor], Tensor], output_N: Tensor, label_N: Tensor
-) -> Tensor:
-    def translate(error: Exception) -> Exception:
-        if is_of_memory(error):
-            return error
-        name = getattr(function, "__qualname__", type(function).__name__)
-        message = f"{name} of outer.loss fails: {format_foreign_error(error)}"
-        return ConfigError(f"{message}. Mend it; --verbose shows the line")
-
-    # As rows alone, whatever the shape: several labels may share the function.
-    with translate_errors(translate):
-        made_N = function(output_N.flatten(), label_N.flatten())
-    return made_N.view(output_N.shape)
-
-
 def _slopes_N(loss: LossFunction, output_N: Tensor, label_N: Tensor) -> Tensor:
     is_graphed = torch.is_grad_enabled() and output_N.requires_grad
     with torch.enable_grad():
@@ -118,7 +98,7 @@ def curvatures_N(loss: LossFunction, output_N: Tensor, label_N: Tensor) -> Tenso
     """Return the second derivative of each row's `own` loss, at least 0."""
     assert loss.own is not None
     if loss.own.curvature is not None:
-        return _call_own(loss.own.curvature, output_N, label_N)
+        return loss.own.call(loss.own.curvature, output_N, label_N)
     with torch.enable_grad():
         seen_N = output_N if output_N.requires_grad else output_N.detach().requires_grad_()
         slope_N = _slopes_N(loss, seen_N, label_N)
