@@ -19,6 +19,9 @@ from gmeta.runs.checkpoints.lineage import Lineage
 from gmeta.runs.early_stop import make_early_stop, make_scoring
 from gmeta.runs.run_folder import PREQUENTIAL_FILE, write_json
 from metaio.format.dataset import Dataset
+from metaio.prepare.schema.schema_file import list_weighed_labels
+from metaio.quantities import format_count
+from metaio.stream.chain import count_waiting
 
 
 class SplitScores(NamedTuple):
@@ -104,30 +107,39 @@ def score_before_training(context: EvalContext, lineage: Lineage) -> list[str]:
     data = replace(data_config_for(config.data, dataset), valid_split=config.data.valid_split)
     context = replace(context, config=replace(config, data=data))
     splits = [name for name, split in dataset.splits.items() if split.num_episodes]
+    if list_weighed_labels(dataset.manifest):
+        splits.remove(config.data.train_split)  # whose labels are not final
     # Support rows of a returning task are older than the window and its query rows lie in it: a
     # forecast.
     found = {name: score_split(context, name) for name in splits}
     if context.ranks.rank != 0:
         return []
+    waiting = {name: count_waiting(dataset, name) for name in splits}
     # Prequential scores (Dawid 1984: "predict, then learn").
     report: dict[str, Any] = {
         "increment": lineage[-1].increment,
         "fingerprint": lineage[-1].fingerprint,
         "trained_on": [one.increment for one in lineage[:-1]],
         "splits": {
-            name: {"num_tasks": one.num_tasks, "scores": one.scores} for name, one in found.items()
+            name: {"num_tasks": one.num_tasks, "scores": one.scores, "waiting": waiting[name]}
+            for name, one in found.items()
         },
     }
     write_json(Path(config.run.dir) / PREQUENTIAL_FILE, report)
     return [
         line
         for name, one in found.items()
-        for line in (f"before training, {name}: {_format_scores(one.scores)}", *one.notes)
+        for line in (
+            f"before training, {name}: {_format_scores(one.scores, waiting[name])}",
+            *one.notes,
+        )
     ]
 
 
-def _format_scores(scores: dict[str, float | None]) -> str:
-    return ", ".join(
+def _format_scores(scores: dict[str, float | None], num_waiting: int) -> str:
+    waiting = f"; {format_count(num_waiting, 'row')} waiting for a label" if num_waiting else ""
+    told = ", ".join(
         f"{name} {'undefined' if value is None else f'{value:.4f}'}"
         for name, value in scores.items()
     )
+    return told + waiting

@@ -254,9 +254,14 @@ def known_labels(label: Tensor, weight: Tensor | None) -> Tensor:
 
 
 def make_objectives(
-    loss: str, huber_delta: float, config: LabelsConfig, names: tuple[str, ...]
+    loss: str,
+    huber_delta: float,
+    config: LabelsConfig,
+    names: tuple[str, ...],
+    weighed: tuple[str, ...] = (),
 ) -> Objectives:
-    """Return the objectives of a dataset's labels, `names`; of one without a name by `loss`."""
+    """Return the objectives of a dataset's labels, `names`; of one without a name by `loss`. The
+    outer loop learns those in `weighed` by fake-negative weights, as its rows are shown twice."""
     config.check(names)
     moments: tuple[tuple[float, float], ...] = ()
     if config.standardise and config.moments:
@@ -277,13 +282,24 @@ def make_objectives(
                 f"labels.entire_space has {name} among {names[at]}, of losses {own.kind} and "
                 f"{losses[at].kind}: a product is of probabilities. Give both the loss bce"
             )
+    outer = tuple(
+        own._replace(comes_late=name in weighed) for name, own in zip(names, losses, strict=True)
+    )
+    for name, own in zip(names, outer, strict=True):
+        if own.comes_late and own.kind != "bce":
+            raise ValueError(
+                f'label {name} of the schema has unripe = "weigh", and the loss {own.kind}: a '
+                "weight is of a probability. Give it the loss bce, or let its rows wait"
+            )
     weights = tuple(config.weight.get(name, 1.0) for name in names)
     adapts = config.adapt or names
     # The inner loop leaves a label out by the weight 0: the outputs stay the same.
     inner = tuple(
         weight if name in adapts else 0.0 for name, weight in zip(names, weights, strict=True)
     )
-    return Objectives(*(LabelLosses(losses, each, before, moments) for each in (inner, weights)))
+    return Objectives(
+        LabelLosses(losses, inner, before, moments), LabelLosses(outer, weights, before, moments)
+    )
 
 
 def _softplus(values: Tensor) -> Tensor:

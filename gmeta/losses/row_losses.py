@@ -36,6 +36,8 @@ class LossFunction(NamedTuple):
 
     kind: str
     huber_delta: float = 1.0
+    # Of bce: rows are shown as of label 0 at first, and once more as of label 1 when it comes.
+    comes_late: bool = False
 
     @property
     def ranks(self) -> bool:
@@ -48,7 +50,8 @@ def row_losses_N(loss: LossFunction, output_N: Tensor, label_N: Tensor) -> Tenso
     output_N = in_float32(output_N)
     label_N = label_N.to(output_N.dtype)
     if loss.kind == "bce":
-        return F.binary_cross_entropy_with_logits(output_N, label_N, reduction="none")
+        losses_N = F.binary_cross_entropy_with_logits(output_N, label_N, reduction="none")
+        return losses_N * late_weights_N(output_N, label_N) if loss.comes_late else losses_N
     if loss.kind == "huber":
         return F.huber_loss(output_N, label_N, reduction="none", delta=loss.huber_delta)
     error_N = output_N - label_N
@@ -64,11 +67,21 @@ def weighted_sum(losses_N: Tensor, weights_N: Tensor) -> Tensor:
 def row_grads_N(loss: LossFunction, output_N: Tensor, label_N: Tensor) -> Tensor:
     """Return the first derivative of each row's loss, differentiable once more."""
     if loss.kind == "bce":
-        return output_N.sigmoid() - label_N
+        grads_N = output_N.sigmoid() - label_N
+        return grads_N * late_weights_N(output_N, label_N) if loss.comes_late else grads_N
     error_N = output_N - label_N.to(output_N.dtype)
     if loss.kind == "huber":
         return error_N.clamp(-loss.huber_delta, loss.huber_delta)
     return error_N.sign() if loss.kind == "mae" else error_N * 2.0
+
+
+def late_weights_N(output_N: Tensor, label_N: Tensor) -> Tensor:
+    """Return the fake-negative weights of rows, by which each row once as of label 0 and those of
+    label 1 once more teach as if each were shown once, as what it is: 1 + p and (1 - p) (1 + p),
+    with the prediction p (Ktena et al., "Addressing Delayed Feedback for Continuous Training with
+    Neural Networks in CTR prediction", RecSys 2019, arXiv 1907.06558)."""
+    p_N = output_N.detach().sigmoid()
+    return (1.0 + p_N) * (1.0 - (1.0 - label_N) * p_N)
 
 
 def errors_N(loss: LossFunction, output_N: Tensor, label_N: Tensor) -> Tensor:

@@ -21,7 +21,7 @@ from gmeta.config.inputs import (
     SupportFeaturesConfig,
 )
 from gmeta.config.labels import LabelsConfig
-from gmeta.config.sharding import check_sequences, check_sharding
+from gmeta.config.sharding import check_sequences, check_sharding, keeps_tables_beyond
 from gmeta.config.table_names import module_name
 from gmeta.config.table_widths import widths_of_tables
 from gmeta.config.train_config import DataConfig, TrainConfig
@@ -52,6 +52,7 @@ from gmeta_models.sequence.registry import build_encoder
 from gmeta_models.table_projections import TableProjections
 from metaio.format.dataset import Dataset
 from metaio.format.features import Features
+from metaio.prepare.schema.schema_file import list_weighed_labels
 from metaio.quantities import format_count
 
 
@@ -110,6 +111,15 @@ def build(config: TrainConfig) -> tuple[Dataset, MetaLearner]:
             'in our own tables: it needs sharding.exchange = "host", and no algorithm.options.'
             "train_base = false. Set them so, or leave it 0"
         )
+    if config.run.memory_checkpoint_every_steps and (
+        config.sharding.exchange != "host" or keeps_tables_beyond(config.sharding)
+    ):
+        raise ConfigError(
+            f"run.memory_checkpoint_every_steps = {config.run.memory_checkpoint_every_steps} knows "
+            'which rows of tables on the device change: it needs sharding.exchange = "host" and '
+            'sharding.placement "auto" or "device", by no exception either. Set them so, or leave '
+            "it 0"
+        )
     # Right before the model is built: all ranks must begin with equal layers.
     torch.manual_seed(config.run.seed)
     try:
@@ -134,6 +144,7 @@ def build(config: TrainConfig) -> tuple[Dataset, MetaLearner]:
             items,
             labels,
             config.neighbours,
+            list_weighed_labels(dataset.manifest),
         )
         if config.outer.negatives != "task":
             _compete_in_steps(config, learner, dataset)
@@ -325,11 +336,13 @@ def build_learner(
     item_features: ItemFeaturesConfig | None = None,
     labels: LabelsConfig = LabelsConfig(),  # noqa: B008 - frozen
     neighbours: NeighboursConfig = NeighboursConfig(),  # noqa: B008 - frozen
+    weighed: tuple[str, ...] = (),
 ) -> MetaLearner:
-    """Return a freshly initialised model and the way it adapts. Raises ValueError: one is unknown,
-    or they do not fit each other or the columns."""
+    """Return a freshly initialised model and the way it adapts; labels in `weighed` are learnt
+    before they are final. Raises ValueError: one is unknown, or they do not fit each other or the
+    columns."""
     sizes = measure_inputs(features)
-    objectives = make_objectives(loss, huber_delta, labels, features.labels)
+    objectives = make_objectives(loss, huber_delta, labels, features.labels, weighed)
     if model.output_bias and objectives.outer.moments[:1] not in ((), ((0.0, 1.0),)):
         raise ValueError(
             f"model.output_bias = {model.output_bias} with labels.standardise: outputs are "

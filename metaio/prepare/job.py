@@ -1,7 +1,7 @@
 """What every engine of prepare shares once the rows are surveyed: buckets, blocks, report."""
 
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
@@ -34,7 +34,7 @@ from metaio.prepare.episodes.spool import BucketPlan, plan_buckets, split_by_buc
 from metaio.prepare.episodes.survey import Survey
 from metaio.prepare.schema.event_columns import EventClock
 from metaio.prepare.schema.schema import IdColumn, Schema, make_features
-from metaio.prepare.schema.side_columns import QUERY
+from metaio.prepare.schema.side_columns import EVENT_ONLY, QUERY
 from metaio.prepare.schema.values import Kind, infer_kind, parse_time
 from metaio.ragged import Int64
 
@@ -69,7 +69,7 @@ class WrittenShard(NamedTuple):
     block_table: pa.Table
     dropped: DroppedRows
     num_rows: int  # of the bucket, dropped ones included
-    num_query_side: int  # in episodes; of a stream, those of its window
+    num_query_side: int  # in episodes of the first part; of a stream, those of its window
 
 
 @dataclass(frozen=True)
@@ -136,34 +136,48 @@ class Job:
         if splits.window_starts:
             chosen, split_N, side_N = copy_to_windows(splits, rows.split_N.astype(np.int64))
             copies = select_rows(rows, chosen)
-            rows = replace(copies, split_N=split_N.astype(np.int32), side_NS=side_N[:, None])
+            side_NS = np.where(copies.side_NS == EVENT_ONLY, EVENT_ONLY, side_N[:, None])
+            side_NS = side_NS.astype(np.int8)
+            rows = replace(copies, split_N=split_N.astype(np.int32), side_NS=side_NS)
         return split_by_bucket(self.plan, rows)
 
     def write_shard(
-        self, folder: Path, bucket: int, rows: EncodedRows, id_use: "Use"
+        self,
+        folder: Path,
+        bucket: int,
+        parts: Sequence[EncodedRows],
+        id_use: "Use",
+        hidden: tuple[int, ...] = (),
     ) -> WrittenShard:
-        """Write all rows of a bucket as a shard, and count its ids."""
+        """Write all rows of a bucket as a shard, and count its ids. Of several parts, which may
+        have rows of one task, each is cut into episodes by itself. Support rows of the query side
+        do not show the labels `hidden`."""
         # Called by several threads at once, each for another bucket.
         split = self.plan.find_split(bucket)
         cutting = self.fitted.splits.choose_cutting(self.schema, split)
         # Blocks are cut within a bucket: workers need not know each other's episodes.
         name = self.fitted.splits.names[split]
         is_train = name == self.schema.splits.train
-        episodes, dropped = make_episodes(
-            self.schema, rows, self.cut_time, cutting, self.catalogue, is_train, self.clock
-        )
         bundle_tasks = self.bundle_tasks if is_train else 0
         index = bucket - self.plan.list_buckets(split).start
+        total, query_side = DroppedRows(), []
         with ShardWriter(folder, name, index, self.features, self.options.compact) as shard:
-            lengths_T, block_rows = episodes.row_lengths_T, self.options.block_rows
-            for first, stop in pairwise(find_block_bounds(lengths_T, block_rows, bundle_tasks)):
-                block = build_block(self.features, episodes.gather(first, stop))
-                # Bundles serve shuffled training: other splits have none.
-                block = bundle_ids(block, bundle_tasks)
-                shard.write(block)
-                id_use.add(block)
-            query_side = episodes.count_side(QUERY)
-            return WrittenShard(bucket, *shard.close(), dropped, rows.num_rows, query_side)
+            for rows in parts:
+                episodes, dropped = make_episodes(
+                    self.schema, rows, self.cut_time, cutting, self.catalogue, is_train, self.clock
+                )
+                episodes.hidden = hidden
+                lengths_T, block_rows = episodes.row_lengths_T, self.options.block_rows
+                for first, stop in pairwise(find_block_bounds(lengths_T, block_rows, bundle_tasks)):
+                    block = build_block(self.features, episodes.gather(first, stop))
+                    # Bundles serve shuffled training: other splits have none.
+                    block = bundle_ids(block, bundle_tasks)
+                    shard.write(block)
+                    id_use.add(block)
+                total += dropped
+                query_side.append(episodes.count_side(QUERY))
+            num_rows = sum(rows.num_rows for rows in parts)
+            return WrittenShard(bucket, *shard.close(), total, num_rows, query_side[0])
 
     def write_vocabularies(self, folder: Path) -> None:
         """Write the values behind the ids, by which new rows are encoded."""
@@ -179,7 +193,8 @@ def make_job(
     types: dict[str, pa.DataType],
 ) -> Job:
     """Return the job: buckets, features and the cut in time, by the Arrow types of raw columns."""
-    rows = [survey.rows_of_split[name] for name in fitted.splits.names]
+    names = fitted.splits.names
+    rows = [survey.rows_of_split[name] + survey.events_of_split[name] for name in names]
     task, at = schema.task.column, schema.episodes.at
     kinds = {
         column.column: infer_column_kind(column, types[column.column]) for column in schema.sparse

@@ -33,6 +33,8 @@ DAYS_FILE = "days.json"
 _NEW_ITEMS, _NEW_USERS = 10, 5  # a tenth of a day's items, a fifth of its users
 _FASHION_STEP = 0.2
 _SECONDS = 86_400
+ATTRIBUTED_H = 24  # what a row is not credited with by then it never is
+_SLOWNESS = 0.8
 
 SCHEMA = """# Written by gmeta prepare --recipe synthetic-days.
 seed = 2019
@@ -42,7 +44,7 @@ column = "user"
 
 [label]
 column = "click"
-
+{matures}
 [time]
 column = "time"
 
@@ -96,6 +98,7 @@ class DaysConfig:
     min_rows: int = 8  # of a user on a day
     max_rows: int = 16
     seed: int = 2019
+    delay_h: float = 0.0  # mean hours until a click is reported; 0: at once
 
     def __post_init__(self) -> None:
         if self.days < 1 or self.users_per_day < _NEW_USERS or self.live_items < _NEW_ITEMS:
@@ -127,12 +130,17 @@ def write_days(out: str, config: DaysConfig, overwrite: bool = False) -> None:
     target.parent.mkdir(parents=True, exist_ok=True)
     world, fashion_of_days = _world(config)
     with open_exclusive_folder(target.parent / f".{target.name}.partial", out) as folder:
-        schema_text = []
+        schema_text, before = [], None
         for day in range(config.days):
             table = day_table(config, world, fashion_of_days[day], day)
+            seen = table
+            if config.delay_h:
+                table = delay_clicks(config, table, day)
+                seen = observe_day(table, before, day)
+            before = table
             name = f"day={FIRST_DAY + timedelta(day):%Y-%m-%d}"
             (folder / name).mkdir()
-            pq.write_table(table, folder / name / "clicks.parquet")
+            pq.write_table(seen, folder / name / "clicks.parquet")
             (folder / name / "_SUCCESS").touch()  # the partition is closed
             # No model of these rows can have a higher expected AUC than P(click) itself; no schema
             # reads it.
@@ -143,7 +151,8 @@ def write_days(out: str, config: DaysConfig, overwrite: bool = False) -> None:
             schema_text[-1]["auc_of_p_click"] = best
         (folder / DAYS_FILE).write_text(json.dumps(schema_text, indent=1))
         singles = "".join(f'[[single]]\ncolumn = "{name}"\nvocabulary = 1\n\n' for name in SINGLES)
-        (folder / "schema.toml").write_text(SCHEMA.format(singles=singles))
+        matures = f'matures = "{ATTRIBUTED_H}h"\n' if config.delay_h else ""
+        (folder / "schema.toml").write_text(SCHEMA.format(singles=singles, matures=matures))
         replace_folder(folder, target)
 
 
@@ -207,6 +216,37 @@ def day_table(config: DaysConfig, world: World, fashion: Float, day: int) -> pa.
     )
     table = table.take(pa.array(np.argsort(second_N, kind="stable")))
     return table.add_column(0, "row", pa.array(day * 10**9 + np.arange(count)))
+
+
+def delay_clicks(config: DaysConfig, table: pa.Table, day: int) -> pa.Table:
+    """Return a day's rows with the time at which each click is reported (`reported`, in us), those
+    that are later than ATTRIBUTED_H hours made no clicks, and the probability of such a one."""
+    # Some genres are slow: what is not reported yet is not missing at random.
+    rng = np.random.default_rng([config.seed, 24])
+    slowness = np.exp(_SLOWNESS * rng.standard_normal(int(table["genre"].to_numpy().max()) + 1))
+    mean_h_N = config.delay_h * slowness[table["genre"].to_numpy()]
+    delay_h_N = np.random.default_rng([config.seed, 25, day]).exponential(mean_h_N)
+    click_N = table["click"].to_numpy() * (delay_h_N < ATTRIBUTED_H).astype(np.int8)
+    chance_N = table["p_click"].to_numpy() * -np.expm1(-ATTRIBUTED_H / mean_h_N)
+    reported_N = table["time"].cast(pa.int64()).to_numpy() + (delay_h_N * 3.6e9).astype(np.int64)
+    for name, values_N in (("click", click_N), ("p_click", chance_N)):
+        table = table.set_column(table.column_names.index(name), name, pa.array(values_N))
+    return table.append_column("reported", pa.array(reported_N))
+
+
+def observe_day(table: pa.Table, before: pa.Table | None, day: int) -> pa.Table:
+    """Return the log of a day as its end sees it: its rows, of which later clicks are 0, and again
+    those of the day before whose click was reported on this day. `click_at_last` is the truth."""
+    stop = int(FIRST_DAY.timestamp() + (day + 1) * _SECONDS) * 10**6
+    tables = [table]
+    if before is not None:
+        late_N = before["reported"].to_numpy() >= stop - _SECONDS * 10**6
+        tables.append(before.filter(pa.array(late_N & (before["click"].to_numpy() > 0))))
+    both = pa.concat_tables(tables)
+    seen_N = both["click"].to_numpy() * (both["reported"].to_numpy() < stop)
+    both = both.append_column("click_at_last", both["click"]).drop_columns(["reported"])
+    both = both.set_column(both.column_names.index("click"), "click", pa.array(seen_N))
+    return both.sort_by([("time", "ascending"), ("row", "ascending")])
 
 
 def _users(config: DaysConfig, day: int) -> tuple[Int64, Int64]:

@@ -219,6 +219,14 @@ def find_earlier_increment(dataset: Dataset, back: int = 1) -> Dataset | None:
     return open_dataset(f"{folder}{slash}{place.increment - back:0{len(name)}d}")
 
 
+def count_waiting(dataset: Dataset, split: str) -> int:
+    """Return how many rows of a split's tasks wait for a label to mature; 0 where none does."""
+    report = dataset.manifest.report.get("stream")
+    if report is None or not has_shape(report, {"labels": {"": {"": {"waiting": int}}}}):
+        return 0
+    return max((own["waiting"] for own in report["labels"].get(split, {}).values()), default=0)
+
+
 def read_reset_rows(dataset: Dataset) -> dict[str, Int64]:
     """Return by table the rows that mean another value from this increment on, ascending."""
     # A trainer must begin the weights of these rows anew.

@@ -16,17 +16,20 @@ from metaio.format.dataset_writer import DatasetWriter
 from metaio.prepare.episodes.cut_episodes import DroppedRows, check_not_empty
 from metaio.prepare.episodes.encode import Encoder
 from metaio.prepare.episodes.encoded_rows import EncodedRows, concatenate_rows, select_rows
+from metaio.prepare.episodes.event_rows import EventEncoder
 from metaio.prepare.episodes.ordered_map import Progress, count_parallel_buckets, map_in_order
 from metaio.prepare.episodes.spool import Spool, split_by_bucket
 from metaio.prepare.job import HashedTableUse, Job, PrepareOptions, Use, WrittenShard
 from metaio.prepare.schema.schema import Schema
 from metaio.prepare.schema.side_columns import EVENT_ONLY, QUERY, SUPPORT
-from metaio.prepare.source.source import DuckSource
+from metaio.prepare.source.source import DuckSource, EventBatches
 from metaio.ragged import Int64
+from metaio.stream.label_windows import LabelCounts, LabelWindow, LabelWindows, merge_rows
 from metaio.stream.newest_rows import (
     KeptRows,
     NewestRows,
     NewestRowsWriter,
+    add_events,
     clear_freed_ids,
     drop_old_rows,
     merge_in_task_order,
@@ -55,6 +58,8 @@ class WindowJob:
     freed: dict[str, Int64]
     state: Path | None  # of the increment before, where there is one
     num_rows: int
+    labels: dict[str, LabelWindows]  # of each split
+    end: int  # of the window
 
     def open_old_rows(self, split: str) -> NewestRows:
         """Return the newest rows of the tasks of a split, from before the window."""
@@ -70,6 +75,7 @@ class BucketResult(NamedTuple):
     lost: Counter[str]  # of them, what is in no episode
     new: int
     returning: int
+    labels: LabelCounts
 
 
 @dataclass(frozen=True)
@@ -80,6 +86,7 @@ class WrittenWindow:
     use: HashedTableUse
     tasks: dict[str, dict[str, int]]  # of each split: new ones, and returning ones
     rows: Counter[str]  # of the window: in episodes by split, and why others are in none
+    labels: dict[str, LabelCounts]  # of each split
 
 
 class Engine(Protocol):
@@ -95,11 +102,13 @@ class Engine(Protocol):
         self,
         window: WindowJob,
         tables: dict[str, Numbering],
+        events: EventBatches,
         writer: DatasetWriter,
         state_folder: Path,
         report_progress: Progress,
     ) -> WrittenWindow:
-        """Encode all rows by `tables`; write shards, and to `state_folder` the newest rows."""
+        """Encode all rows, and events of another log, by `tables`; write shards, and to
+        `state_folder` the newest rows."""
 
 
 class LocalEngine:
@@ -132,6 +141,7 @@ class LocalEngine:
         self,
         window: WindowJob,
         tables: dict[str, Numbering],
+        events: EventBatches,
         writer: DatasetWriter,
         state_folder: Path,
         report_progress: Progress,
@@ -140,7 +150,7 @@ class LocalEngine:
         job, options = window.job, self._options
         # Inside the unfinished increment: on the same disk, and removed with it.
         spool = Spool(writer.folder / ".spool", job.schema)
-        self._encode(window, tables, spool, report_progress)
+        self._encode(window, tables, events, spool, report_progress)
         use = HashedTableUse(job)
 
         def buckets_of(split: str, buckets: range) -> Iterator[BucketResult]:
@@ -165,6 +175,7 @@ class LocalEngine:
         self,
         window: WindowJob,
         tables: dict[str, Numbering],
+        events: EventBatches,
         spool: Spool,
         report_progress: Progress,
     ) -> None:
@@ -180,6 +191,13 @@ class LocalEngine:
             spool.append(parts)
             done += num_rows
             report_progress("encoding", done, window.num_rows)
+        of_events = EventEncoder(encoder)
+        for parts in map_in_order(
+            self._options.threads,
+            lambda batch: split_by_bucket(job.plan, of_events.encode(batch)),
+            events(),
+        ):
+            spool.append(parts)
         spool.flush()
 
 
@@ -188,63 +206,94 @@ def write_bucket(
 ) -> BucketResult:
     """Write the rows of a bucket below `folder` as a shard, and count its ids in `use`."""
     job, schema = window.job, window.job.schema
-    kept = _find_kept_rows(window)
-    buckets = job.plan.list_buckets(job.plan.find_split(bucket))
-    # Most tasks of a long history are not in the window: their rows pass through unchanged.
-    touched = np.unique(rows.task_hash_N)
+    split = job.plan.find_split(bucket)
+    labels = window.labels[job.fitted.splits.names[split]]
+    kept, buckets = _find_kept_rows(window, labels), job.plan.list_buckets(split)
     old = old_rows.read_bucket(bucket - buckets.start, len(buckets))
+    old, old_events = _take_events(schema, old)
+    rows, events = _take_events(schema, rows)
     clock = window.screen.clock
     if clock.start is not None and (is_past_N := old.time_N < clock.start).sum() < old.num_rows:
         old = select_rows(old, np.flatnonzero(is_past_N))  # a person set the window back
     old = clear_freed_ids(schema, drop_old_rows(old, clock.forget_before), window.freed)
     # Query rows of their own window are support in all later ones.
     old = replace(old, side_NS=np.full_like(old.side_NS, SUPPORT))
-    past, waiting = split_by_tasks(old, touched)
-    late_N = rows.side_NS[:, 0] == SUPPORT
-    if late_N.any():  # they are from before the window, as all support is
-        late = select_rows(rows, np.flatnonzero(late_N))
-        past = kept.select(schema, concatenate_rows(schema, [past, late]))
-        rows = select_rows(rows, np.flatnonzero(~late_N))
-    episodes = concatenate_rows(schema, [past, rows])
-    # Before tasks that have late rows alone are left out: these rows count as their newest.
-    newest = kept.select(schema, episodes)
-    present = np.unique(rows.task_hash_N)
-    if len(present) < len(touched):  # all rows of the others were late
-        past, _ = split_by_tasks(past, present)
-        episodes = concatenate_rows(schema, [past, rows])
-    # Tasks of the window that have earlier rows.
-    returning = len(np.unique(past.task_hash_N))
+    # Most tasks of a long history are not in the window: their rows pass through unchanged.
+    ripe = old.task_hash_N[labels.find_ripe(old)]
+    past, waiting = split_by_tasks(old, np.unique(np.concatenate([rows.task_hash_N, ripe])))
+    merged = merge_rows(schema, labels, past, rows)
+    newest = kept.select(schema, merged.rows)
     newest = merge_in_task_order(schema, old, waiting, newest)
-    if schema.events is not None:
-        episodes = _as_events(schema, episodes, kept)
-    shard = job.write_shard(folder, bucket, episodes, use)
-    lost = Counter[str]()
-    if shard.num_query_side < rows.num_rows:
-        _, task_N = np.unique(episodes.task_hash_N, return_inverse=True)
-        length_T = np.bincount(task_N, episodes.side_NS[:, 0] != EVENT_ONLY)
+    counts = labels.count(schema, merged, newest)
+    cut = [_cut_window(schema, one.mask(merged), one, kept) for one in labels.windows]
+    parts = cut
+    if schema.event_files:
+        events = concatenate_rows(schema, [old_events, events])
+        events = clear_freed_ids(schema, drop_old_rows(events, clock.forget_before), window.freed)
+        parts = [_with_events(schema, one, events) for one in cut]
+        delay = 0 if job.clock is None else job.clock.delay
+        least = window.end - clock.late
+        newest = add_events(schema, newest, events, least, delay)
+    shard = job.write_shard(folder, bucket, parts, use, labels.hidden)
+    episodes, side_N = cut[0], cut[0].side_NS[:, 0]
+    present, task_N = np.unique(episodes.task_hash_N, return_inverse=True)
+    # Tasks of the window that have earlier rows.
+    returning = len(np.unique(episodes.task_hash_N[side_N != QUERY]))
+    num_query, lost = int((side_N == QUERY).sum()), Counter[str]()
+    if shard.num_query_side < num_query:
+        length_T = np.bincount(task_N, side_N != EVENT_ONLY)
         is_short_N = (length_T < schema.episodes.min_rows)[task_N]
-        lost["short_tasks"] = int((is_short_N & (episodes.side_NS[:, 0] == QUERY)).sum())
-        lost["left_out"] = rows.num_rows - shard.num_query_side - lost["short_tasks"]
-    return BucketResult(shard, newest, rows.num_rows, lost, len(present) - returning, returning)
+        lost["short_tasks"] = int((is_short_N & (side_N == QUERY)).sum())
+        lost["left_out"] = num_query - shard.num_query_side - lost["short_tasks"]
+    lost.update(labels.account(merged, num_query))
+    return BucketResult(
+        shard, newest, rows.num_rows, lost, len(present) - returning, returning, counts
+    )
 
 
-def _find_kept_rows(window: WindowJob) -> KeptRows:
+def _take_events(schema: Schema, rows: EncodedRows) -> tuple[EncodedRows, EncodedRows]:
+    """Return the rows, and the events of another log among them."""
+    is_event_N = (
+        rows.is_event[:, 0] > 0 if schema.event_files else np.zeros(rows.num_rows, np.bool_)
+    )
+    if not is_event_N.any():
+        return rows, select_rows(rows, np.zeros(0, np.int64))
+    own, events = np.flatnonzero(~is_event_N), np.flatnonzero(is_event_N)
+    return select_rows(rows, own), select_rows(rows, events)
+
+
+def _with_events(schema: Schema, rows: EncodedRows, events: EncodedRows) -> EncodedRows:
+    """Return the rows of a window, and the events of their tasks."""
+    of_tasks = np.flatnonzero(np.isin(events.task_hash_N, rows.task_hash_N))
+    return concatenate_rows(schema, [rows, select_rows(events, of_tasks)])
+
+
+def _find_kept_rows(window: WindowJob, labels: LabelWindows) -> KeptRows:
     support, schema = find_stream_rule(window.job.schema).support, window.job.schema
-    if schema.events is None:
-        return KeptRows(support)
+    kept = KeptRows(support, waits_from=labels.waits_from)
+    if schema.events is None or schema.event_files:
+        return kept
     assert window.job.clock is not None  # of every schema with [events]
     delay, late = window.job.clock.delay, window.screen.clock.late
-    return KeptRows(support, schema.events.longest, delay, late)
+    return replace(kept, longest=schema.events.longest, delay=delay, late=late)
 
 
-def _as_events(schema: Schema, rows: EncodedRows, kept: KeptRows) -> EncodedRows:
-    """Return the rows, of which those before the window that are no support are events alone."""
-    side_NS = rows.side_NS.copy()
-    past = np.flatnonzero(side_NS[:, 0] == SUPPORT)
-    order = kept.find_support(schema, select_rows(rows, past))
-    side_NS[past] = EVENT_ONLY
-    side_NS[past[order]] = SUPPORT
-    return replace(rows, side_NS=side_NS)
+def _cut_window(
+    schema: Schema, rows: EncodedRows, window: LabelWindow, kept: KeptRows
+) -> EncodedRows:
+    """Return the rows of the tasks that a window has, with their sides: the window's own are query,
+    the newest before it support, others, which are events alone, only where there are events."""
+    is_present_N = np.isin(rows.task_hash_N, window.find_tasks(rows))
+    is_query_N = window.contains(rows) & is_present_N
+    is_past_N = (rows.time_N < window.start) & is_present_N
+    side_N = np.full(rows.num_rows, -1, np.int8)
+    side_N[is_query_N] = QUERY
+    if schema.events is not None and not schema.event_files:
+        side_N[is_past_N] = EVENT_ONLY
+    past = np.flatnonzero(is_past_N & (rows.time_N < window.support_before))
+    side_N[past[kept.find_support(schema, select_rows(rows, past))]] = SUPPORT
+    own = rows if side_N.min(initial=0) >= 0 else select_rows(rows, np.flatnonzero(side_N >= 0))
+    return replace(own, side_NS=side_N[side_N >= 0][:, None])
 
 
 def adopt_buckets(
@@ -257,9 +306,9 @@ def adopt_buckets(
 ) -> WrittenWindow:
     """Adopt the shards of all buckets in order, and write the newest rows of all tasks."""
     job, dropped, tasks, done = window.job, DroppedRows(), {}, 0
-    rows = Counter[str]()
+    rows, labels = Counter[str](), {}
     for index, name in enumerate(job.fitted.splits.names):
-        new, returning, num_episodes = 0, 0, 0
+        new, returning, num_episodes, labels[name] = 0, 0, 0, LabelCounts()
         with NewestRowsWriter(name_rows_file(state_folder, name), job.schema) as kept:
             # In order, since shards and newest rows of a split are sorted by task hash.
             for bucket in buckets_of(name, job.plan.list_buckets(index)):
@@ -267,12 +316,14 @@ def adopt_buckets(
                 writer.adopt_shard(name, bucket.shard.entry, bucket.shard.block_table)
                 dropped += bucket.shard.dropped
                 rows.update({name: bucket.shard.num_query_side, **bucket.lost})
+                labels[name].update(bucket.labels)
                 num_episodes += bucket.shard.entry.num_episodes
                 new, returning = new + bucket.new, returning + bucket.returning
                 done += bucket.num_rows
                 report_progress("writing", done, window.num_rows)
         # The gate may be empty; without training episodes there is no increment.
         if index == 0:
+            window.labels[name].check_ripe(rows, window.job.schema)
             check_not_empty(num_episodes, dropped)
         tasks[name] = {"new": new, "returning": returning}
-    return WrittenWindow(dropped, use, tasks, rows)
+    return WrittenWindow(dropped, use, tasks, rows, labels)

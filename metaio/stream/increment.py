@@ -15,6 +15,7 @@ from metaio.prepare.episodes.encode import FittedEncoding
 from metaio.prepare.episodes.ordered_map import Progress
 from metaio.prepare.episodes.survey import Survey
 from metaio.prepare.job import Job, PrepareOptions, make_job
+from metaio.prepare.schema.rules import GATE
 from metaio.prepare.source.bad_lines import write_bad_lines
 from metaio.prepare.source.source import DuckSource
 from metaio.prepare.source.transform import describe_transform
@@ -27,12 +28,14 @@ from metaio.stream.chain import (
 )
 from metaio.stream.description import OpenedStream
 from metaio.stream.engine import Engine, WindowJob
+from metaio.stream.label_windows import LabelWindows, nest
 from metaio.stream.numbering import Numbering, TableChange, choose_capacity
 from metaio.stream.quarantine import refuse_files
 from metaio.stream.stream_state import StreamState, commit_state, open_new_state, write_tables
-from metaio.stream.taken_files import OfferedFiles, append_inputs
+from metaio.stream.taken_files import InputFile, OfferedFiles, append_inputs
 from metaio.stream.window import SummaryContext, WindowSummary, find_stream_rule, find_time_unit
 from metaio.stream.window_checks import find_alarms, measure_drift, summarise_window
+from metaio.stream.window_events import WindowEvents
 
 
 @dataclass(frozen=True)
@@ -43,9 +46,15 @@ class NextIncrement:
     summary: WindowSummary
     context: SummaryContext
     files: OfferedFiles
+    events: WindowEvents
     tables: dict[str, Numbering]
     changes: dict[str, TableChange]
     moments: dict[str, tuple[float, float]]
+
+    @property
+    def recorded(self) -> list[InputFile]:
+        """Return what the increment lists as inputs."""
+        return self.files.recorded + self.events.files
 
     @property
     def window(self) -> tuple[int, int]:
@@ -68,19 +77,30 @@ def write_increment(
     job = _make_job(found, options, types)
     freed = {table: change.freed for table, change in found.changes.items()}
     screen = found.context.screen
-    window = WindowJob(job, screen, freed, before.state.folder, found.summary.num_rows)
+    labels = {
+        name: LabelWindows.of(schema, screen.clock, before.state, found.window[1], name != GATE)
+        for name in found.context.splits.names
+    }
+    num_rows = found.summary.num_rows
+    window = WindowJob(job, screen, freed, before.state.folder, num_rows, labels, found.window[1])
     # In this order: a state counts once its increment exists, a description once there is one.
     with job.open(str(root / INCREMENTS / name_increment_folder(number))) as writer:
         description = before.description or _make_description(found, job, source.columns, types)
         with open_new_state(root, number) as partial:
             write_tables(partial, found.tables)
             with refuse_files(found.files.given):
-                written = engine.write(window, found.tables, writer, partial, report_progress)
+                written = engine.write(
+                    window, found.tables, found.events.read, writer, partial, report_progress
+                )
             job.write_vocabularies(writer.folder)
             write_bad_lines(writer.folder, source.bad_lines)
             _write_resets(writer.folder, found.changes)
             new_columns = sorted(set(source.columns) - set(description["columns"]))
-            report = _make_report(found, job) | {"tasks": written.tasks, "new_columns": new_columns}
+            num_late = written.rows.get("late", found.summary.num_late)
+            report = _make_report(found, job, num_late)
+            report |= {"tasks": written.tasks, "new_columns": new_columns}
+            if labels[GATE].matures:
+                report["labels"] = {name: nest(own) for name, own in written.labels.items()}
             account, num_bad = report["account"], len(source.bad_lines)
             account |= {**written.rows, "bad_lines": num_bad, "read": account["read"] + num_bad}
             # Only what there was, as prepare has it.
@@ -94,8 +114,10 @@ def write_increment(
             writer.stream = StreamPlace(stream, number, before.parent, found.window, freed_rows)
             windows = [*before.state.windows, summarise_window(found.summary)]
             windows = windows[-find_stream_rule(schema).recent :]
-            inputs = append_inputs(before.state.inputs, found.files.recorded, number)
-            commit_state(partial, StreamState(found.tables, inputs, windows, found.window[1]))
+            inputs = append_inputs(before.state.inputs, found.recorded, number)
+            end, gate = found.window[1], labels[GATE]
+            ripe = (gate.ripe_after, gate.opened) if gate.matures else ((), ())
+            commit_state(partial, StreamState(found.tables, inputs, windows, end, *ripe))
         if number == FIRST_INCREMENT:
             write_checked_json(root / STREAM_FILE, STREAM_FORMAT, description)
 
@@ -106,7 +128,7 @@ def _make_job(found: NextIncrement, options: PrepareOptions, types: dict[str, pa
     vocabularies = {table: state.vocabulary() for table, state in found.tables.items()}
     fitted = FittedEncoding(vocabularies, found.moments, found.context.splits)
     # Earlier rows of the tasks pass through the same buckets, so they count.
-    survey = Survey(rows_of_split=look.rows_of_split.copy())
+    survey = Survey(0, look.rows_of_split.copy(), look.events_of_split)
     for name in found.context.splits.names:
         survey.rows_of_split[name] += found.before.state.open_newest_rows(name, schema).num_rows
     job = make_job(schema, options, fitted, survey, types)
@@ -129,8 +151,9 @@ def _write_resets(folder: Path, changes: dict[str, TableChange]) -> None:
             pq.write_table(pa.table({"row": change.reused}), path, store_schema=False)
 
 
-def _make_report(found: NextIncrement, job: Job) -> dict[str, Any]:
-    """Return the report on the increment, for `gmeta inspect` and its manifest."""
+def _make_report(found: NextIncrement, job: Job, num_late: int) -> dict[str, Any]:
+    """Return the report on the increment, for `gmeta inspect` and its manifest; `num_late` rows
+    came too late to be learnt from."""
     look, rule = found.summary, find_stream_rule(job.schema)
     capacities = {table.name: table.num_rows for table in job.features.tables}
     tables = {
@@ -148,18 +171,18 @@ def _make_report(found: NextIncrement, job: Job) -> dict[str, Any]:
     moved = measure_drift(look, found.moments)
     return {
         "rows": look.num_rows,
-        "late": look.num_late,
+        "late": num_late,
         "too_late": look.num_dropped,
         # Of all rows that were read, what became of each; the splits come as they are written.
         "account": {
-            **{"read": look.num_read, "late": look.num_late, "too_late": look.num_dropped},
+            **{"read": look.num_read, "late": num_late, "too_late": look.num_dropped},
             "quarantined": look.set_aside.total(),
         },
         "label_mean": summarise_window(look)["label_mean"],
         "tables": tables,
         "drift": moved,
-        "alarms": find_alarms(look, moved, tables, rule, found.context.screen.clock.unit),
-        "inputs": [file._asdict() for file in found.files.recorded],
+        "alarms": find_alarms(look, num_late, moved, tables, rule, found.context.screen.clock.unit),
+        "inputs": [file._asdict() for file in found.recorded],
     }
 
 
@@ -179,5 +202,5 @@ def _make_description(
         "columns": sorted(columns),
     }
     # Derived from schema and first files, so that the same files make the same stream.
-    origin = [body["schema"], [file.xxh3 for file in found.files.recorded]]
+    origin = [body["schema"], [file.xxh3 for file in found.recorded]]
     return {"stream": xxhash.xxh3_64_hexdigest(canonical_json(origin)), **body}

@@ -26,7 +26,7 @@ from metaio.prepare.episodes.encoded_rows import (
 )
 from metaio.prepare.episodes.row_order import hash_row_identity, sort_rows
 from metaio.prepare.schema.schema import Schema
-from metaio.ragged import Int64, find_run_starts, offsets, ragged_indices, sum_rows
+from metaio.ragged import Int64, find_run_starts, offsets, places, ragged_indices, sum_rows
 
 
 @dataclass(frozen=True)
@@ -37,27 +37,30 @@ class KeptRows:
     longest: int | None = None  # newest events before each row; 0: all; None: no row knows any
     delay: int = 0  # of events, in ticks
     late: int = 0  # ticks by which a row may come behind its window
+    waits_from: int | None = None  # rows from there on are kept: some labels are not ripe
 
     def select(self, schema: Schema, rows: EncodedRows) -> EncodedRows:
         """Return the rows that are kept, tasks in the order of their hash."""
-        order_N, is_support_N, is_needed_N = self._order(schema, rows)
+        order_N, is_support_N, is_needed_N = self._order(schema, rows, self.waits_from)
         return select_rows(rows, order_N[is_support_N | is_needed_N])
 
     def find_support(self, schema: Schema, rows: EncodedRows) -> Int64:
         """Return the newest `support` rows of each task."""
-        order_N, is_support_N, _ = self._order(schema, rows)
+        order_N, is_support_N, _ = self._order(schema, rows, None)
         return order_N[is_support_N]
 
     def _order(
-        self, schema: Schema, rows: EncodedRows
+        self, schema: Schema, rows: EncodedRows, waits_from: int | None
     ) -> tuple[Int64, npt.NDArray[np.bool_], npt.NDArray[np.bool_]]:
-        """Return the order by task and time, which rows in it are support, and which are events
-        that support rows or rows to come know."""
+        """Return the order by task and time, which rows in it are support or wait, and which are
+        events that support rows or rows to come know."""
         order_N = sort_rows(schema, rows, hash_row_identity(schema, rows), True)
         time_N, task_N = rows.time_N[order_N], rows.task_hash_N[order_N]
         starts_T = np.flatnonzero(find_run_starts(task_N))
         lengths_T = np.diff(starts_T, append=len(task_N))
         stops_T = starts_T + lengths_T
+        if waits_from is not None and len(starts_T):
+            stops_T = stops_T - np.add.reduceat((time_N >= waits_from).astype(np.int64), starts_T)
         is_support_N = np.repeat(stops_T, lengths_T) - np.arange(len(task_N)) <= self.support
         if self.longest is None:
             return order_N, is_support_N, np.zeros_like(is_support_N)
@@ -74,6 +77,28 @@ class KeptRows:
         counts_N1 = offsets(is_older_N)
         newer_N = np.repeat(counts_N1[stops_T], lengths_T) - counts_N1[:-1]
         return order_N, is_support_N, is_event_N & (~is_older_N | (newer_N <= self.longest))
+
+
+def add_events(
+    schema: Schema, rows: EncodedRows, events: EncodedRows, next_time: int, delay: int
+) -> EncodedRows:
+    """Return kept rows with the events of another log that they know, or rows to come from
+    `next_time` on, tasks in the order of their hash; `delay` in ticks."""
+    both = concatenate_rows(schema, [rows, events])
+    first = rows.num_rows
+    tasks, task_N = np.unique(both.task_hash_N, return_inverse=True)
+    asks_T = np.full(len(tasks), next_time)
+    np.minimum.at(asks_T, task_N[:first], rows.time_N)
+    order_N = np.lexsort((events.row_hash_N, events.time_N, task_N[first:])) + first
+    is_older_N = both.time_N[order_N] < asks_T[task_N[order_N]] - delay
+    older = order_N[is_older_N]
+    longest = schema.events.longest if schema.events is not None else 0
+    if longest:
+        lengths_T = np.bincount(task_N[older])
+        newer_N = np.repeat(lengths_T, lengths_T) - places(lengths_T)
+        older = older[newer_N <= longest]
+    chosen = np.concatenate([np.arange(first), older, order_N[~is_older_N]])
+    return select_rows(both, chosen[np.argsort(both.task_hash_N[chosen], kind="stable")])
 
 
 def split_by_tasks(rows: EncodedRows, task_hashes: UInt64) -> tuple[EncodedRows, Int64]:

@@ -38,6 +38,9 @@ class StreamState:
     # Statistics of recent increments, for the screen.
     windows: list[dict[str, Any]] = field(default_factory=list)
     end: int | None = None
+    # LabelWindows.ripe_after and .opened; none where no label matures.
+    ripe: tuple[int, ...] = ()
+    opened: tuple[int, ...] = ()
     folder: Path | None = None
 
     def open_newest_rows(self, split: str, schema: Schema) -> NewestRows:
@@ -71,7 +74,8 @@ def load_state(stream: Path, number: int) -> StreamState:
             )
     tables = map_tables(folder, body["tables"])
     inputs = _read_table(folder / "inputs.arrow")
-    return StreamState(tables, inputs, body["windows"], body["end"], folder)
+    ripe, opened = (tuple(body.get(name, ())) for name in ("ripe", "opened"))
+    return StreamState(tables, inputs, body["windows"], body["end"], ripe, opened, folder)
 
 
 @contextmanager
@@ -113,6 +117,7 @@ def commit_state(partial: Path, state: StreamState) -> None:
     flush_to_disk(partial / name for name in files)
     num_rows = {name: table.num_rows for name, table in state.tables.items()}
     body = {"files": files, "tables": num_rows, "windows": state.windows, "end": state.end}
+    body |= {"ripe": list(state.ripe), "opened": list(state.opened)} if state.ripe else {}
     write_checked_json(partial / STATE_FILE, _FORMAT, body)
     target = partial.parent / partial.name.strip(".").removesuffix(".partial")
     shutil.rmtree(target, ignore_errors=True)  # of an increment that was never committed

@@ -2,9 +2,10 @@
 
 Shape suffixes: N rows, V values"""
 
+import math
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 import numpy as np
 import numpy.typing as npt
@@ -18,10 +19,10 @@ from metaio.prepare.episodes.ordered_map import should_merge
 from metaio.prepare.episodes.splits import Splits, assign_splits, count_split_rows
 from metaio.prepare.episodes.survey import Moments, add_moments, list_values, measure_moments
 from metaio.prepare.schema.label_columns import read_labels
+from metaio.prepare.schema.raw_columns import read_dense
 from metaio.prepare.schema.rules import StreamRule
-from metaio.prepare.schema.schema import LabelColumn, Schema
-from metaio.prepare.schema.side_columns import QUERY, SUPPORT
-from metaio.prepare.schema.values import to_time_ticks
+from metaio.prepare.schema.schema import LabelColumn, Schema, make_event_schema
+from metaio.prepare.schema.values import to_float32, to_time_ticks
 from metaio.ragged import Int64
 from metaio.stream.chain import TICKS_PER_S
 from metaio.stream.numbering import Occurrences, merge_occurrences
@@ -58,17 +59,23 @@ class StreamClock:
     ttl: int
     grace: int
     unit: str
+    delays: tuple[int, ...]  # by label: how old a row must be for it to be final
 
     @classmethod
-    def of(cls, rule: StreamRule, unit: str, start: int | None) -> "StreamClock":
+    def of(cls, schema: Schema, unit: str, start: int | None) -> "StreamClock":
         """Return the clock of a stream whose times count in `unit`."""
+        rule = find_stream_rule(schema)
 
         def ticks(seconds: float) -> int:
-            return int(seconds // _DAY_S if unit == "day" else seconds * TICKS_PER_S[unit])
+            return math.floor(seconds / _DAY_S if unit == "day" else seconds * TICKS_PER_S[unit])
 
         # A ttl below a day, in a column of days, would become 0, which means never.
         ttl = max(ticks(rule.ttl), 1) if rule.ttl else 0
-        return cls(start, ticks(rule.late), ttl, ticks(rule.grace), unit)
+        # Rounded up: no label may be learnt before its time.
+        delays = tuple(-ticks(-label.matures_s) for label in schema.labels)
+        # A row is corrected as long as its labels wait.
+        late = max(ticks(rule.late), *delays)
+        return cls(start, late, ttl, ticks(rule.grace), unit, delays)
 
     def is_kept(self, time_N: Int64) -> npt.NDArray[np.bool_]:
         """Return which rows are not too late for the window."""
@@ -163,6 +170,7 @@ class WindowSummary:
     nulls: Counter[str] = field(default_factory=Counter)
     moments: dict[str, Moments] = field(default_factory=dict)
     occurrences: dict[str, list[Occurrences]] = field(default_factory=dict)  # by table
+    events_of_split: Counter[str] = field(default_factory=Counter)  # of [events] files
 
     def add(self, other: "WindowSummary", admissions: dict[str, int]) -> None:
         """Add what other rows hold."""
@@ -173,6 +181,7 @@ class WindowSummary:
         self.set_aside.update(other.set_aside)
         self.times.update(other.times)
         self.rows_of_split.update(other.rows_of_split)
+        self.events_of_split.update(other.events_of_split)
         self.nulls.update(other.nulls)
         add_moments(self.moments, other.moments)
         for table, parts in other.occurrences.items():
@@ -220,14 +229,41 @@ def summarise_batch(context: SummaryContext, batch: pa.RecordBatch) -> WindowSum
     # Fitted to training rows alone: the gate is there to judge the model.
     # The splits of a stream are train (0) and gate (1).
     in_train = split_N == 0
+    if any(clock.delays):
+        in_train &= ~clock.is_late(time_N)  # those that correct a row are no more occurrences
     train, train_time_N = batch.filter(pa.array(in_train)), time_N[in_train]
     found.moments = measure_moments(schema, train)
+    found.occurrences = _find_occurrences(context, schema, train, train_time_N)
+    return found
+
+
+def summarise_events(context: SummaryContext, batch: pa.RecordBatch) -> WindowSummary:
+    """Return how many events of a batch of another log each split has, and the occurrences of the
+    values of training tasks; raise DataError for numbers that make no sense, such as NaN."""
+    schema = make_event_schema(context.schema)
+    task_hash_N, _ = hash_tasks(schema, batch)
+    split_N = assign_splits(schema, context.splits, batch, task_hash_N)
+    for dense in schema.dense:
+        numbers = read_dense(dense, batch[dense.column].drop_null())
+        to_float32(dense.column, numbers, "dense")
+    assert schema.time is not None
+    time_N = to_time_ticks(schema.time.column, batch[schema.time.column])
+    train = batch.filter(pa.array(split_N == 0))
+    occurrences = _find_occurrences(context, schema, train, time_N[split_N == 0])
+    events_of_split = count_split_rows(context.splits, split_N)
+    return WindowSummary(occurrences=occurrences, events_of_split=events_of_split)
+
+
+def _find_occurrences(
+    context: SummaryContext, schema: Schema, train: pa.RecordBatch, time_N: Int64
+) -> dict[str, list[Occurrences]]:
+    found: dict[str, list[Occurrences]] = {}
     for column in schema.sparse:
         if column.vocabulary is not None:
             values, rows_V = list_values(schema, column, train)
             values = values.cast(context.value_types[column.table_name])
-            own = Occurrences.of(values, train_time_N[rows_V], column.vocabulary)
-            found.occurrences.setdefault(column.table_name, []).append(own)
+            own = Occurrences.of(values, time_N[rows_V], column.vocabulary)
+            found.setdefault(column.table_name, []).append(own)
     return found
 
 
@@ -248,7 +284,5 @@ def find_span_starts(spans: list[int]) -> list[float]:
 
 
 def encode_window_rows(encoder: Encoder, screen: RowScreen, batch: pa.RecordBatch) -> EncodedRows:
-    """Return the rows of a batch that the window takes, with sides: late rows are support."""
-    rows = encoder.encode(screen.select(batch)[0])
-    side_N = np.where(screen.clock.is_late(rows.time_N), SUPPORT, QUERY).astype(np.int8)
-    return replace(rows, side_NS=side_N[:, None])
+    """Return the rows of a batch that the window takes."""
+    return encoder.encode(screen.select(batch)[0])

@@ -129,6 +129,7 @@ def measure_drift(
 
 def find_alarms(
     summary: WindowSummary,
+    num_late: int,
     moved: dict[str, dict[str, float]],
     tables: dict[str, dict[str, int]],
     rule: StreamRule,
@@ -146,7 +147,7 @@ def find_alarms(
     if summary.set_aside:
         found.append(f"{describe_set_aside(summary)}. Mend them, and give them in a new file")
     all_rows = summary.num_rows + summary.num_dropped
-    late = summary.num_late + summary.num_dropped
+    late = num_late + summary.num_dropped
     if late > rule.late_share * all_rows:
         found.append(
             f"{late:,} of {all_rows:,} rows are late, {summary.num_dropped:,} of them dropped "

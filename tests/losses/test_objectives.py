@@ -224,3 +224,15 @@ def test_an_algorithm_of_ones_own_may_be_called_an_encoder(monkeypatch: pytest.M
     features = replace(reference.some_features(2, 1, 1), labels=NAMES)
     learner = build_learner(features, MODELS["melu"], AlgorithmConfig(name="my_encoder"), "bce")
     assert learner.encoder is None
+
+
+def test_a_label_that_is_weighed_is_so_in_the_outer_loop_alone_and_a_probability() -> None:
+    config = LabelsConfig(loss={"dwell": "mse"})
+    found = make_objectives("bce", 1.0, config, ("click", "dwell"), ("click",))
+    assert [loss.comes_late for loss in found.outer.losses] == [True, False]
+    assert not any(loss.comes_late for loss in found.inner.losses)
+    arguments = "bce", 1.0, config, ("click", "dwell"), ("dwell",)
+    assert catch_message(ValueError, make_objectives, *arguments) == (
+        'label dwell of the schema has unripe = "weigh", and the loss mse: a weight is of a '
+        "probability. Give it the loss bce, or let its rows wait"
+    )

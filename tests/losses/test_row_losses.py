@@ -6,7 +6,8 @@ import torch
 from gmeta.losses.row_losses import LossFunction, row_grads_N, row_losses_N
 
 LOSSES = [
-    LossFunction("bce"), LossFunction("mse"), LossFunction("mae"), LossFunction("huber"),
+    LossFunction("bce"), LossFunction("bce", comes_late=True),
+    LossFunction("mse"), LossFunction("mae"), LossFunction("huber"),
     LossFunction("huber", 0.3), LossFunction("huber", 4.0),
 ]  # fmt: skip
 
@@ -50,3 +51,17 @@ def test_losses_of_ratings_are_those_of_their_definitions(
     label_N = torch.full((3,), 3.0)
     found_N = row_losses_N(loss, label_N + torch.tensor(errors), label_N)
     assert found_N.tolist() == expected
+
+
+def test_fake_negatives_teach_the_share_of_ones_wherever_that_lies() -> None:
+    late = LossFunction("bce", comes_late=True)
+    share_N = torch.linspace(0.01, 0.99, 99, dtype=torch.float64)
+    output_N, zero_N = share_N.logit(), torch.zeros_like(share_N)
+    # Each row once as of label 0, and a share of them once more as of label 1.
+    slope_N = row_grads_N(late, output_N, zero_N)
+    slope_N = slope_N + share_N * row_grads_N(late, output_N, zero_N + 1.0)
+    torch.testing.assert_close(slope_N, zero_N, rtol=0, atol=1e-12)
+    plain = LossFunction("bce")
+    wrong_N = row_grads_N(plain, output_N, zero_N)
+    wrong_N = wrong_N + share_N * row_grads_N(plain, output_N, zero_N + 1.0)
+    assert (wrong_N.abs() > 1e-5).all()

@@ -1,5 +1,6 @@
 """A stream of two labels goes round the loop: judged, promoted, followed, and served with both."""
 
+import json
 import re
 from pathlib import Path
 
@@ -14,6 +15,7 @@ from gmeta.losses.row_losses import defined_labels_N
 from gmeta.pipeline.pipeline_status import read_status
 from gmeta.pipeline.stream_page import render_stream
 from gmeta.serving.channel.channel import Channel
+from metaio.stream.chain import list_increment_numbers, open_stream
 from tests.pipeline.days import write_day, write_loop
 from tests.pipeline.following import loop_of, stages_of
 from tests.serving.server.serving import post, request_of, service_of
@@ -73,3 +75,35 @@ def test_a_candidate_of_two_labels_is_promoted_followed_and_served(tmp_path: Pat
     titles = re.findall("<figcaption>(.*?)</figcaption>", render_stream(loop, read_status(loop)))
     assert "AUC before training on it (prequential)" in titles
     assert "AUC of buy before training on it (prequential)" in titles
+
+
+@pytest.mark.distributed
+def test_a_loop_whose_labels_come_late_judges_what_is_ripe(tmp_path: Path) -> None:
+    config, logs = write_loop(tmp_path, margin=9), tmp_path / "logs"
+    schema = tmp_path / "schema.toml"
+    late = '[row_id]\ncolumn = "row"\n[label]\ncolumn = "click"\nmatures = "24h"'
+    schema.write_text(schema.read_text().replace('[label]\ncolumn = "click"', late))
+    loop, before = loop_of(config), None
+    for day in range(3):
+        path = write_day(logs, day, done=False) / "part-0.parquet"
+        table = pq.ParquetFile(path).read()
+        table = table.append_column("row", pa.array(day * 1_000 + np.arange(len(table))))
+        if before is not None:  # a fifth of the day before, whose clicks have come since
+            ones = pa.array(np.ones(len(before), np.float32))
+            before = before.set_column(before.column_names.index("click"), "click", ones)
+            pq.write_table(pa.concat_tables([table, before.slice(0, len(before) // 5)]), path)
+        else:
+            pq.write_table(table, path)
+        (path.parent / "_SUCCESS").touch()
+        before = table
+        stages_of(loop)
+        # The first day waits until a label of it is ripe.
+        assert len(list_increment_numbers(str(tmp_path / "stream"))) == day
+    verdict = json.loads((tmp_path / "runs/000002/verdict.json").read_text())
+    forecast = json.loads((tmp_path / "runs/000002/run/prequential.json").read_text())
+    report = open_stream(str(tmp_path / "stream")).newest.report
+    waiting = {split: own["click"]["waiting"] for split, own in report["labels"].items()}
+    assert verdict["num_waiting"] == waiting["gate"] > 0
+    assert {name: own["waiting"] for name, own in forecast["splits"].items()} == waiting
+    assert report["account"]["corrections"] == len(before) // 5
+    assert 0 < verdict["num_rows"] < sum(one["click"]["ripe"] for one in report["labels"].values())

@@ -56,6 +56,8 @@ def inspect_stream(path: str, verify: bool) -> None:
         f"task {schema.task.column}, {labels} {schema.label_text}"
     )
     console.print(_format_account(records, refused))
+    for line in _describe_labels(records):
+        console.print(line)
     _show_increments(records, stream.description["time_unit"])
     _show_tables(stream)
     if len(records) > _SHOWN:
@@ -95,6 +97,24 @@ def _format_account(records: list[IncrementRecord], notes: list[dict[str, Any]])
             found += format_count(sum(count or 0 for count in rows), "row")
             found += " and some that cannot be counted" if None in rows else ""
     return found
+
+
+def _describe_labels(records: list[IncrementRecord]) -> list[str]:
+    """Return a line on each label that matures."""
+    total, waiting = Counter[tuple[str, str]](), Counter[str]()
+    for record in records:
+        of_splits = record.report.get("labels", {})
+        of_splits = of_splits if has_shape(of_splits, {"": {"": {"": int}}}) else {}
+        waiting.clear()  # what the newest says
+        for label, counts in (one for own in of_splits.values() for one in own.items()):
+            total.update({(label, what): count for what, count in counts.items()})
+            waiting[label] += counts.get("waiting", 0)
+    return [
+        f"label {label}: ripe in {total[label, 'ripe']:,} rows, {count:,} wait; "
+        f"{total[label, 'corrected']:,} corrected in time, {total[label, 'too_late']:,} too late "
+        "to be learnt"
+        for label, count in waiting.items()
+    ]
 
 
 def _fate_of(note: dict[str, Any]) -> str:

@@ -30,7 +30,7 @@ DAILY_ROWS = (DaysConfig.min_rows, DaysConfig.max_rows)
 # The options that each way of preparing reads, beside --overwrite: others are refused.
 OPTIONS = {
     "--recipe synthetic": {"recipe", "tasks", "items", "rows", "seed"},
-    "--recipe synthetic-days": {"recipe", "days", "tasks", "items", "rows", "seed"},
+    "--recipe synthetic-days": {"recipe", "days", "tasks", "items", "rows", "seed", "delay"},
     "--recipe movielens-1m": {"recipe", "validation", "order", "history", "seed"},
     "--recipe metaemb": {"recipe", "validation", "seed"},
     "--recipe movielens-100k": {"recipe", "label", "seed"},
@@ -80,6 +80,9 @@ RecipeName = Annotated[Recipe | None, typer.Option(help="a ready dataset instead
 Tasks = Annotated[int, typer.Option(min=1, help="synthetic: users of the train split, or of a day")]
 Days = Annotated[
     int, typer.Option(min=1, help="synthetic-days: logs of so many days, for a stream")
+]
+Delay = Annotated[
+    float, typer.Option(min=0.0, help="synthetic-days: mean hours until a click is reported")
 ]
 Items = Annotated[
     int, typer.Option(min=10, help="synthetic: items, a fifth of them cold, or of a day")
@@ -160,6 +163,7 @@ def prepare(
     recipe: RecipeName = None,
     tasks: Tasks = 4_000,
     days: Days = 5,
+    delay: Delay = 0.0,
     items: Items = 3_000,
     rows: RowsOfUser = (20, 40),
     seed: Seed = 2019,
@@ -221,7 +225,7 @@ def prepare(
         sizes = (
             rows if rows_source is not None and rows_source.name == "COMMANDLINE" else DAILY_ROWS
         )
-        write_days(out, DaysConfig(days, tasks, items, *sizes, seed), overwrite)
+        write_days(out, DaysConfig(days, tasks, items, *sizes, seed, delay_h=delay), overwrite)
         consoles.print_result(days=days, logs=out, schema=f"{out}/schema.toml")
         consoles.make_console(stderr=True).print(
             f"written: {format_count(days, 'day')} of logs below {out}, and {out}/schema.toml  "

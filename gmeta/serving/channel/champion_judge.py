@@ -10,7 +10,7 @@ Shape suffixes: T tasks, N rows"""
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +24,7 @@ from gmeta.serving.channel.gate_predictions import GatePredictions, predict_gate
 from gmeta.serving.model_loader import load
 from metaio.format.dataset import Dataset
 from metaio.quantities import format_count
-from metaio.stream.chain import find_earlier_increment
+from metaio.stream.chain import count_waiting, find_earlier_increment
 
 CALIBRATION = (0.9, 1.1)
 MARGIN_SHARE = 0.01  # of the champion's loss
@@ -52,7 +52,7 @@ class Verdict:
     reasons: Sequence[str]
     metric: str
     num_tasks: int
-    num_rows: int
+    num_rows: int  # whose label is known
     windows: int
     margin: float | None
     # The champion's loss minus the candidate's: positive where the candidate is better.
@@ -63,6 +63,7 @@ class Verdict:
     champion_version: int | None = None
     model: str = ""  # the checksum of the candidate
     dataset: str = ""  # the fingerprint of what it was judged on
+    num_waiting: int = 0  # rows of its tasks whose label is not ripe
 
     def to_json(self) -> dict[str, Any]:
         """Return plain values; a number that is not finite is None."""
@@ -108,7 +109,9 @@ def judge(
             f"there is no task in split {split!r}, nor in that of earlier windows (pool {pool}): "
             "nothing to judge by"
         )
-    return compared.decide(ours, theirs)
+    newest = datasets(0)
+    num_waiting = count_waiting(newest, split) if newest is not None else 0
+    return replace(compared.decide(ours, theirs), num_waiting=num_waiting)
 
 
 def refuse_model(why: str) -> Verdict:

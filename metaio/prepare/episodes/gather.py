@@ -1,7 +1,7 @@
 """Gathers the rows of episodes, and their negatives, from a bucket.
 
 Shape suffixes: T tasks, N rows, F single-id or pooled features, M multi-id features, V values, K
-dense columns"""
+dense columns, L labels"""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ import numpy as np
 
 from metaio.format.block import Rows
 from metaio.prepare.episodes.encoded_rows import EncodedRows, find_value_starts
-from metaio.ragged import Int64, offsets, ragged_indices
+from metaio.prepare.schema.side_columns import QUERY
+from metaio.ragged import Float32, Int64, offsets, places, ragged_indices
 
 if TYPE_CHECKING:
     from metaio.prepare.episodes.events import TaskEvents
@@ -43,6 +44,8 @@ class BucketEpisodes:
         self._events = events
         self._value_starts_NM, self._values_V = find_value_starts(rows), rows.values_V
         self.row_lengths_T, self._support_lengths_T = row_lengths_T, support_lengths_T
+        # Labels that support rows of the query side do not show: a stream's, which are not final.
+        self.hidden: tuple[int, ...] = ()
         if sampler is not None:
             # The lists of drawn items are appended to those of the rows: one gather takes from
             # both.
@@ -78,7 +81,7 @@ class BucketEpisodes:
             task_T=task_T,
             row_lengths_T=row_lengths_T,
             support_lengths_T=self._support_lengths_T[first:stop],
-            label_N=rows.label_N[chosen_N],
+            label_N=self._show_labels(chosen_N, row_lengths_T, self._support_lengths_T[first:stop]),
             dense_NK=np.take(rows.dense_NK, chosen_N, axis=0),
             ids_NF=np.take(rows.ids_NF, chosen_N, axis=0),
             multi_ids_V=rows.values_V[:0],
@@ -96,6 +99,17 @@ class BucketEpisodes:
             lengths_NM = gathered.multi_lengths_NM
         values = ragged_indices(starts_NM.ravel(), lengths_NM.ravel().astype(np.int64))
         return replace(gathered, multi_ids_V=self._values_V[values])
+
+    def _show_labels(
+        self, chosen_N: Int64, row_lengths_T: Int64, support_lengths_T: Int64
+    ) -> Float32:
+        label_N = self._rows.label_N[chosen_N]
+        if self.hidden:
+            is_support_N = places(row_lengths_T) < np.repeat(support_lengths_T, row_lengths_T)
+            is_hidden_N = is_support_N & (self._rows.side_NS[chosen_N, 0] == QUERY)
+            label_NL = label_N.reshape(len(label_N), -1)  # a view
+            label_NL[np.ix_(is_hidden_N, np.array(self.hidden))] = np.nan
+        return label_N
 
 
 def _insert_negatives(sampler: NegativeSampler, chosen: Int64) -> tuple[Int64, Int64]:

@@ -1,18 +1,19 @@
-"""The texts of [events]: a condition on raw rows, and a duration."""
+"""Texts of a schema: a condition on raw rows, and a duration."""
 
 import re
 from typing import NamedTuple
 
+_UNITS_S = {"s": 1, "m": 60, "h": 3_600, "d": 86_400}
 
-def parse_delay(text: str) -> tuple[float, str]:
-    """Return number and unit of a duration such as "10m". Raises ValueError."""
+
+def parse_duration_s(key: str, text: str) -> float:
+    """Return the seconds of a duration such as "10m", written under `key`. Raises ValueError."""
     found = re.fullmatch(r"(\d+(?:\.\d+)?)([smhd])", text)
     if found is None:
         raise ValueError(
-            f"events.delay is {text!r}; a number and one of s, m, h, d is allowed, as in '10m'. "
-            "Correct it"
+            f"{key} is {text!r}; a number and one of s, m, h, d is allowed, as in '10m'. Correct it"
         )
-    return float(found[1]), found[2]
+    return float(found[1]) * _UNITS_S[found[2]]
 
 
 class Condition(NamedTuple):

@@ -12,14 +12,12 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from metaio.errors import DataError, SchemaError
-from metaio.prepare.schema.conditions import parse_delay, parse_where
+from metaio.prepare.schema.conditions import parse_duration_s, parse_where
 from metaio.prepare.schema.rules import EventsRule
-from metaio.prepare.schema.schema import TimeColumn
-from metaio.prepare.schema.values import from_ordered_bits, to_time_ticks
+from metaio.prepare.schema.schema import Schema, TimeColumn
+from metaio.prepare.schema.values import from_ordered_bits, infer_kind, to_time_ticks
 from metaio.quantities import format_count
 from metaio.ragged import Int64
-
-_UNITS_S = {"s": 1, "m": 60, "h": 3_600, "d": 86_400}
 
 
 @dataclass(frozen=True)
@@ -35,13 +33,12 @@ class EventClock:
         SchemaError: the delay is no duration on that clock."""
         delay, seconds_per_tick = rule.delay, _find_seconds_per_tick(kind)
         if isinstance(delay, str):
-            number, unit = parse_delay(delay)
             if not (pa.types.is_timestamp(kind) or pa.types.is_date(kind)):
                 raise SchemaError(
                     f"events.delay is {delay!r}, but column {time} holds "
                     "numbers, whose unit is not known. Give the delay as a number in its unit"
                 )
-            ticks = number * _UNITS_S[unit] / seconds_per_tick
+            ticks = parse_duration_s("events.delay", delay) / seconds_per_tick
         else:
             # Of a timestamp a number is seconds; else it is in units of the column.
             ticks = delay / seconds_per_tick if pa.types.is_timestamp(kind) else delay
@@ -98,7 +95,10 @@ _COMPARISONS = {
 
 
 def find_events(rule: EventsRule | None, batch: pa.RecordBatch) -> Any:
-    """Return which raw rows are events, as int8 [N, 1]; [N, 0] where all are, or none is asked."""
+    """Return which raw rows are events, as int8 [N, 1]; [N, 0] where all are, or none is asked. Of
+    a log beside that of the events no row is one."""
+    if rule is not None and rule.files:
+        return np.zeros((batch.num_rows, 1), np.int8)
     conditions = parse_where(rule.where) if rule is not None else ()
     if not conditions:
         return np.zeros((batch.num_rows, 0), np.int8)
@@ -118,3 +118,29 @@ def find_events(rule: EventsRule | None, batch: pa.RecordBatch) -> Any:
         # Null is no event, as a condition in SQL has it.
         is_event_N &= np.asarray(pc.fill_null(holds, fill_value=False))
     return is_event_N.astype(np.int8)[:, None]
+
+
+def check_event_types(
+    schema: Schema, types: dict[str, pa.DataType], found: dict[str, pa.DataType]
+) -> None:
+    """Raise DataError where tasks, times or ids of events would never equal those of the rows."""
+    assert schema.time is not None
+    time = schema.time.column
+    for column in (schema.task.column, time, *(schema.events.columns if schema.events else ())):
+        ours, theirs = (
+            _describe_time(one[column]) if column == time else infer_kind(column, one[column], role)
+            for one, role in ((types, "log"), (found, "[events] files"))
+        )
+        if ours != theirs:
+            raise DataError(
+                f"column {column} of the files of [events] holds {theirs}, and {ours} in the log: "
+                "none would be equal. Cast one of them"
+            )
+
+
+def _describe_time(kind: pa.DataType) -> str:
+    if pa.types.is_timestamp(kind):
+        return "timestamps" if kind.tz is None else "timestamps of a zone"
+    if pa.types.is_integer(kind):
+        return "integers"
+    return "floats" if pa.types.is_floating(kind) else str(kind)

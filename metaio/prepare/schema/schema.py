@@ -4,7 +4,7 @@ docs/format.md shows a complete schema."""
 
 import json
 import re
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Literal
 
 from gmeta_keys import key
@@ -15,7 +15,7 @@ from metaio.format.features import (
     name_component,
     name_event_column,
 )
-from metaio.prepare.schema.conditions import parse_where
+from metaio.prepare.schema.conditions import parse_duration_s, parse_where
 from metaio.prepare.schema.rules import (
     EpisodeRule,
     EventsRule,
@@ -48,6 +48,20 @@ class LabelColumn:
     # Not known in rows where this column is 0.
     mask: str | None = None
     null: Literal["unknown"] | None = None  # absent: nulls are refused
+    # Of a stream: how old a row must be for the label to be final, as "24h"; until then it waits.
+    matures: str | None = None
+    # weigh: a row is learnt from at once as one of label 0, and again once its label is above 0.
+    unripe: Literal["weigh"] | None = None  # absent: the row waits
+
+    @property
+    def matures_s(self) -> float:
+        """Return how old a row must be for the label to be final, in seconds."""
+        return 0.0 if self.matures is None else parse_duration_s("label.matures", self.matures)
+
+    @property
+    def is_weighed(self) -> bool:
+        """Return whether rows are learnt from before it is final."""
+        return self.unripe == "weigh"
 
     @property
     def is_always_known(self) -> bool:
@@ -186,9 +200,10 @@ class Schema:
 
     @property
     def label_names(self) -> tuple[str, ...]:
-        """Return the names of the labels; () for a single one that every row has."""
+        """Return the names of the labels; () for a single one that every row shows."""
         # Such a label needs no name, and its datasets stay as they were before labels had names.
-        if len(self.labels) == 1 and self.labels[0].is_always_known:
+        first = self.labels[0]
+        if len(self.labels) == 1 and first.is_always_known and not first.is_weighed:
             return ()
         return tuple(label.name or label.column for label in self.labels)
 
@@ -219,9 +234,16 @@ class Schema:
 
     @property
     def event_conditions(self) -> list[str]:
-        """Return the columns that decide which rows are events."""
-        where = self.events.where if self.events is not None else ""
-        return [condition.column for condition in parse_where(where)]
+        """Return the columns that decide which rows are events, of this log's rows."""
+        rule = self.events
+        if rule is None or rule.files:
+            return []
+        return [condition.column for condition in parse_where(rule.where)]
+
+    @property
+    def event_files(self) -> list[str]:
+        """Return the URL, glob or folder of another log, whose rows are the events; [] of none."""
+        return [self.events.files] if self.events is not None and self.events.files else []
 
     @property
     def item_rule(self) -> ItemRule | None:
@@ -234,9 +256,9 @@ class Schema:
 
     @property
     def has_sides(self) -> bool:
-        """Return whether more than [episodes] decides which rows are support."""
+        """Return whether rows have sides: not [episodes] alone decides, or some are events."""
         sided = self.membership is not None or self.splits.by_time is not None
-        return sided or self.stream is not None
+        return sided or self.stream is not None or bool(self.event_files)
 
     @property
     def is_shuffled(self) -> bool:
@@ -255,6 +277,25 @@ class Schema:
         if not self.vector:
             del found["vector"]  # datasets without stay as they were
         return found
+
+
+def make_event_schema(schema: Schema) -> Schema:
+    """Return the schema of the log whose rows are the events: without labels, all of them rows of
+    the train split where a column says which split a row is in."""
+    rule = schema.events or EventsRule(())
+    splits = SplitRule() if schema.splits.column is not None else schema.splits
+    return Schema(
+        schema.task,
+        (),
+        schema.time,
+        events=replace(rule, files=""),
+        single=tuple(column for column in schema.single if column.column in rule.columns),
+        dense=tuple(column for column in schema.dense if column.column in rule.dense),
+        text=schema.text,
+        splits=splits,
+        stream=schema.stream,
+        seed=schema.seed,
+    )
 
 
 def make_features(schema: Schema, vocabulary_sizes: dict[str, int]) -> Features:

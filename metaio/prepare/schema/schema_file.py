@@ -14,7 +14,7 @@ from metaio.errors import SchemaError
 from metaio.format.features import MAX_TABLE_WIDTH, find_vector_column, name_event_column
 from metaio.format.manifest import Manifest, canonical_json
 from metaio.format.names import NAME_RULE, is_name
-from metaio.prepare.schema.conditions import parse_delay, parse_where
+from metaio.prepare.schema.conditions import parse_duration_s, parse_where
 from metaio.prepare.schema.rule_checks import (
     check_episodes,
     check_membership,
@@ -45,6 +45,16 @@ def read_item_rule(manifest: Manifest) -> ItemRule | None:
     """Return the item rule of a dataset's schema; None without one."""
     schema = manifest.recipe.get("schema")
     return parse_schema(schema).item_rule if isinstance(schema, dict) else None
+
+
+def list_weighed_labels(manifest: Manifest) -> tuple[str, ...]:
+    """Return the labels of a dataset whose rows are learnt from before they are final."""
+    schema = manifest.recipe.get("schema")
+    if manifest.stream is None or not isinstance(schema, dict):
+        return ()
+    found = parse_schema(schema)
+    weighed = zip(found.label_names, found.labels, strict=False)
+    return tuple(name for name, label in weighed if label.is_weighed)
 
 
 def _wrong_type(key: str, hint: Any, value: object) -> str:
@@ -206,6 +216,7 @@ def _check_labels(schema: Schema) -> None:
                     f"column {label.column} is the label and the column of [{role}]: rows would be "
                     "dealt by the answer. Name another column"
                 )
+    _check_maturity(schema)
     for name in schema.label_names:
         if schema.label_names.count(name) > 1:
             raise SchemaError(f"two labels have the name {name}. Give one of them another name")
@@ -218,6 +229,31 @@ def _check_labels(schema: Schema) -> None:
         raise SchemaError(
             f"[negatives] and the labels {', '.join(schema.label_names)}: a row that is added has "
             "label 0, of one label that every row has. Remove [negatives], or the other labels"
+        )
+
+
+def _check_maturity(schema: Schema) -> None:
+    late = [label for label in schema.labels if label.matures is not None]
+    try:
+        longest_s = max((label.matures_s for label in late), default=0.0)
+    except ValueError as error:
+        raise SchemaError(str(error)) from error
+    for name, part in (("[stream]", schema.stream), ("[row_id]", schema.row_id)):
+        if late and part is None:
+            raise SchemaError(
+                f"label {late[0].column} matures, and the schema has no {name}: a row waits in a "
+                "stream, and is corrected by its id. Add it, or leave matures out"
+            )
+    for label in schema.labels:
+        if label.is_weighed and label.matures is None:
+            raise SchemaError(
+                f'label {label.column} has unripe = "weigh" and no matures: it is final at once. '
+                "Give matures, or leave unripe out"
+            )
+    if late and schema.stream is not None and 0 < schema.stream.ttl <= longest_s:
+        raise SchemaError(
+            f"stream.ttl is {schema.stream.ttl:g} s, and labels mature after {longest_s:g} s: rows "
+            "would be forgotten while they wait. Raise ttl"
         )
 
 
@@ -261,6 +297,11 @@ def _check_events(schema: Schema) -> None:
                     f"events.{key} names {name}; {kind} columns, each once, are allowed: "
                     f"{', '.join(known) or 'there is none'}. Correct it"
                 )
+    if rule.files and schema.splits.validation_items is not None:
+        raise SchemaError(
+            "splits.validation_items holds back items, which the files of [events] would show. "
+            "Leave one of them out"
+        )
     lists = {column.column for column in schema.multi}
     for name in map(name_event_column, rule.columns):
         if name in lists:
@@ -268,7 +309,7 @@ def _check_events(schema: Schema) -> None:
     try:
         parse_where(rule.where)
         if isinstance(rule.delay, str):
-            parse_delay(rule.delay)
+            parse_duration_s("events.delay", rule.delay)
     except ValueError as error:
         raise SchemaError(str(error)) from error
     if not isinstance(rule.delay, str) and rule.delay < 0:

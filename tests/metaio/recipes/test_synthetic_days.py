@@ -1,6 +1,7 @@
 """Logs by days whose best possible AUC is known, and what a stream makes of them."""
 
 import json
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 
@@ -63,6 +64,36 @@ def test_a_stream_reads_logs_by_schema_without_probability(logs: Path, tmp_path:
         assert record.number == number
         assert (record.report["tasks"]["train"]["returning"] > 0) == (number > 1)
     assert open_stream(str(tmp_path / "s")).dataset(3).manifest.support_is_past
+
+
+def test_late_clicks_are_seen_by_the_day_and_corrected_on_the_next(
+    logs: Path, tmp_path: Path
+) -> None:
+    write_days(str(tmp_path / "late"), replace(CONFIG, delay_h=12.0))
+    text = (tmp_path / "late" / "schema.toml").read_text()
+    assert text.replace('matures = "24h"\n', "") == (logs / "schema.toml").read_text()
+    seen: dict[int, int] = {}
+    last: dict[int, int] = {}
+    corrected = 0
+    for path in sorted(logs.glob("day=*/*.parquet")):
+        whole = pq.read_table(path)
+        table = pq.read_table(tmp_path / "late" / path.relative_to(logs))
+        own = set(whole["row"].to_pylist())
+        rows = table.select(["row", "click", "click_at_last"]).to_pylist()
+        assert {row["row"] for row in rows} >= own
+        for row in rows:
+            if row["row"] not in own:  # a correction
+                assert (seen[row["row"]], row["click"]) == (0, 1)
+                corrected += 1
+            seen[row["row"]] = row["click"]
+            assert last.setdefault(row["row"], row["click_at_last"]) == row["click_at_last"]
+        clicks = dict(zip(whole["row"].to_pylist(), whole["click"].to_pylist(), strict=True))
+        assert all(last[row] <= click for row, click in clicks.items())
+        newest = own
+    assert corrected > 50
+    # Once the next day is there everything is known.
+    assert all(seen[row] == last[row] for row in seen if row not in newest)
+    assert any(seen[row] != last[row] for row in newest)
 
 
 def test_logs_are_not_overwritten_unasked(logs: Path) -> None:

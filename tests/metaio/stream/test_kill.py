@@ -8,14 +8,16 @@ import signal
 import sys
 from pathlib import Path
 
+import pyarrow as pa
 import pytest
 
 from metaio import DataError
 from metaio.format.atomic_folder import lock_writer
 from metaio.format.inspection import find_damage
+from metaio.prepare.schema.schema_file import parse_schema
 from metaio.stream.chain import open_stream
 from metaio.stream.extend import extend
-from tests.metaio.stream.logs import OPTIONS, append, log, schema
+from tests.metaio.stream.logs import OPTIONS, append, changed, log, schema
 from tests.support.processes import with_imports_ready
 
 KILLS = int(os.environ.get("METAIO_STREAM_KILLS", "2"))
@@ -54,12 +56,17 @@ def in_a_process(stream: Path, file: Path, last_event: int) -> int:
 
 def test_a_kill_at_any_point_leaves_the_stream_with_the_increment_or_not(tmp_path: Path) -> None:
     stream, base = tmp_path / "s", tmp_path / "base"
-    append(stream, log(0, rows=150), "0.parquet", schema=schema())
-    append(stream, log(1, rows=150), "1.parquet")
+    # With rows that wait for their labels, and others that correct them.
+    late = {"label": {"column": "click", "matures": "30h"}}
+    waiting = parse_schema(schema().to_json() | late)
+    append(stream, log(0, days=2, rows=300), "0.parquet", schema=waiting)
+    append(stream, log(2, rows=150), "1.parquet")
     shutil.copytree(stream, base)
     file = tmp_path / "logs" / "2.parquet"
-    append(stream, log(2, rows=150), file.name)
+    corrections = changed(log(2, rows=150), "click", [1] * 150).slice(100)
+    append(stream, pa.concat_tables([log(3, rows=150), corrections]), file.name)
     expected = open_stream(str(stream)).newest
+    assert expected.report["account"]["corrections"] == 50
     shutil.rmtree(stream)
     shutil.copytree(base, stream)
     assert in_a_process(stream, file, 0) == 0

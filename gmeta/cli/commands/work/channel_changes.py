@@ -171,9 +171,12 @@ def show_verdict(verdict: Verdict) -> None:
             console.print(f"{what} {one.value:.4g} ({ends})")
     if verdict.metric in LIST_LOSSES:
         console.print("predictions over labels - (scores of a ranking loss have no level)")
+    waiting = ""
+    if verdict.num_waiting:
+        waiting = f", {format_count(verdict.num_waiting, 'row')} waiting for a label"
     console.print(
         f"over {verdict.num_rows:,} rows of {format_count(verdict.num_tasks, 'task')} of "
-        f"{format_count(verdict.windows, 'window')}"
+        f"{format_count(verdict.windows, 'window')}{waiting}"
         + ("" if verdict.margin is None else f"; margin {verdict.margin:.4g}")
     )
     if verdict.champion_version is None:
