@@ -16,6 +16,7 @@ from metaio.prepare.schema.schema import Schema
 from metaio.prepare.schema.schema_file import parse_schema
 from metaio.stream.chain import open_stream
 from tests.metaio.stream.logs import DAY, append, log, schema
+from tests.support.commands import gmeta
 from tests.support.refusals import catch_message
 
 DAYS, SUPPORT = 5, 4
@@ -134,6 +135,9 @@ def test_each_row_is_learnt_once_with_its_last_label_and_support_is_corrected(
     assert len(learnt) > 500
     # Only the ones that came after 30 hours.
     assert 0 < wrong <= too_late < corrected / 4
+    told = " ".join(gmeta("inspect", tmp_path / "s").stderr.split())
+    assert "; the sum closes" in told
+    assert f"; {corrected} corrected in time, {too_late} too late to be learnt" in told
 
 
 def test_one_increment_of_all_days_learns_what_is_ripe(tmp_path: Path) -> None:
