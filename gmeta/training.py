@@ -1,10 +1,11 @@
 """Training, top to bottom: data -> sharded learner -> steps -> metrics -> checkpoints."""
 
 import sys
+from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, final
+from typing import final
 
 import torch
 from torch import Tensor
@@ -28,25 +29,21 @@ from gmeta.feeds.open_source import open_batch_source
 from gmeta.feeds.step_agent import iterate_batches, open_agent
 from gmeta.feeds.training_sample import fit_to_sample
 from gmeta.platform.numerics import choose_products, make_deterministic, seed_step
-from gmeta.runs.build import build, find_all_plugins
+from gmeta.runs.build import build
 from gmeta.runs.checkpoints.beginning import beginning_of
 from gmeta.runs.checkpoints.checkpoint_writer import CheckpointWriter
+from gmeta.runs.checkpoints.memory.memory_checkpoints import open_memory
 from gmeta.runs.checkpoints.progress_file import restore_replaced
 from gmeta.runs.early_stop import describe_end, make_early_stop
-from gmeta.runs.environment import describe_environment
 from gmeta.runs.guards import StepGuard
+from gmeta.runs.hang_watch import HangWatch
 from gmeta.runs.logging.run_hooks import RunHooks
 from gmeta.runs.rank_agreement import check_alike
 from gmeta.runs.resolve import describe_skipped_splits, resolve_on_first
-from gmeta.runs.run_folder import (
-    RunFolder,
-    create_run_folder,
-    list_checkpoints,
-    truncate_metrics,
-    write_json,
-)
+from gmeta.runs.run_folder import RunFolder, list_checkpoints, parse_checkpoint_step
 from gmeta.runs.run_lock import lock_run_folder
 from gmeta.runs.run_progress import is_due
+from gmeta.runs.run_start import begin_run
 from gmeta.runs.step_meter import StepMeter
 from gmeta.runs.step_profiler import StepProfiler
 
@@ -82,7 +79,8 @@ class TrainingRun:
         self._ranks = ranks
         self.hooks = RunHooks(config, ranks)
         self._dataset, self._learner = build(config)
-        check_alike({"the fingerprint of data.path": self._dataset.fingerprint}, ranks)
+        of_data = self._dataset.fingerprint
+        check_alike({"the fingerprint of data.path": of_data}, ranks)
         # By one rank for all: the first block is not this rank's own part of the data.
         self._batches = batches = BatchSettings.of(config, self._dataset)
         run_on_first(lambda: check_first_labels(batches.split, batches.kinds, self._dataset), ranks)
@@ -97,17 +95,24 @@ class TrainingRun:
         run_on_first(lambda: restore_replaced(self.folder.checkpoints), ranks)
         newest = next(reversed(list_checkpoints(self.folder.checkpoints)), None)
         self._beginning = beginning_of(self.folder, newest, config, self._dataset)
-        self.feed = open_batch_source(batches, self._dataset, ranks, newest)
+        self._saved_step = parse_checkpoint_step(newest) if newest is not None else 0
+        self._memory = open_memory(config, (of_data, plan), self._saved_step, ranks)
+        kept = self._memory.find()
+        self.feed = open_batch_source(batches, self._dataset, ranks, newest, kept.manifest)
         self._progress = self._beginning.load(config.outer, self._sharded, self._optimizer, ranks)
         self._start_messages += self._beginning.messages
         self._forecasts = self._beginning.how == "continued" and config.run.prequential
+        self._forecasts &= not kept.bodies
         # Of this dataset, whatever weights the run begins with; a forecast may not know its labels.
         if not self._forecasts:
             self._start_messages += self._take_item_statistics()
         if self._beginning.how == "fresh" and config.model.linear_start:
             found = fit_to_sample(self._learner.fit_regression, batches, self._dataset, ranks)
             self._start_messages.append(self._learner.start_as(found))
-        run_on_first(lambda: self._describe_run(plan), ranks)
+        self._memory.track(self._sharded, self._optimizer, kept)
+        self._progress = kept.progress or self._progress
+        self._start_messages += kept.messages
+        run_on_first(lambda: begin_run(config, ranks, of_data, plan, self._progress), ranks)
 
         self._step_limit = config.run.max_steps or sys.maxsize
         self._total_steps = min(self.feed.num_steps * config.run.epochs, self._step_limit)
@@ -120,12 +125,12 @@ class TrainingRun:
             on_commit=self._confirm_checkpoint,
             lineage=self._beginning.lineage,
         )
-        self._saved_step = self._progress.step
         self._early_stop = make_early_stop(config)
         self._guard = StepGuard(
             self.folder.bad_batches, self._learner.parameters(), ranks, ending=self.writer.finish
         )
-        self._meter = StepMeter(ranks)
+        self._watch = HangWatch(self.folder, config.run, ranks, lambda: self._progress.step)
+        self._meter = StepMeter(ranks, self._watch.pause)
         self.profiler = StepProfiler(self.folder.profile, config.run.profile_steps, ranks)
 
     def _take_item_statistics(self) -> list[str]:
@@ -133,14 +138,6 @@ class TrainingRun:
         return read_item_statistics(
             learner.items, learner.neighbours, self._batches, self._dataset, self._ranks
         )
-
-    def _describe_run(self, plan: dict[str, Any]) -> None:
-        fingerprint, plugins = self._dataset.fingerprint, find_all_plugins(self._config)
-        ran_on = describe_environment(self._ranks.world_size, fingerprint, plugins)
-        create_run_folder(self._config, ran_on)
-        write_json(self.folder.plan, plan)
-        # Steps beyond the checkpoint are taken, and logged, again.
-        truncate_metrics(self.folder, self._progress.step)
 
     def work(self, stop: Stop) -> None:
         """Train epoch after epoch, to the end of the run. Raises StoppedError: SIGTERM ended it."""
@@ -155,43 +152,37 @@ class TrainingRun:
             self._validate(0)
             self._save()
         while self._progress.epoch < self._config.run.epochs and not self._is_run_over():
-            self._take_steps(stop)
+            with self._watch.watch():
+                self._take_steps(stop)
             if stop.is_agreed:
                 self.writer.finish()  # what is being written still gets its name
                 self._end_early(gather_stop_reason(stop, self._ranks))
                 break
             self._end_epoch()
-        self.hooks.show_lines(self._describe_end())
+        run, algorithm, num_steps = self._config.run, self._config.algorithm, self.feed.num_steps
+        end = describe_end(self._early_stop, self._progress, num_steps, run, algorithm)
+        self.hooks.show_lines(end)
         self.profiler.end()
         self.hooks.show_lines(self.profiler.summary_lines())
-
-    def _describe_end(self) -> list[str]:
-        run, algorithm = self._config.run, self._config.algorithm
-        return describe_end(self._early_stop, self._progress, self.feed.num_steps, run, algorithm)
 
     def _is_run_over(self) -> bool:
         return self._progress.step >= self._step_limit or self._early_stop.is_over(self._progress)
 
     def _take_steps(self, stop: Stop) -> None:
         """Take an epoch's steps: stored batches -> augmented -> collated -> enqueued -> a step."""
+        local, progress = self._sharded.local, self._progress
+        batches = iterate_batches(
+            self._batches, self._dataset, self.feed, self._agent, local, progress, stop
+        )
+        # A rank that runs out of data takes part with a batch that has no tasks.
+        idle = batch_without_tasks(self._dataset.features)
         for episodes, totals in iterate_steps(
-            iterate_batches(
-                self._batches,
-                self._dataset,
-                self.feed,
-                self._agent,
-                self._sharded.local,
-                self._progress,
-                stop,
-            ),
-            # A rank that runs out of data takes part with this batch, which has no tasks.
-            self._learner.collate(
-                batch_without_tasks(self._dataset.features), self._progress.epoch
-            ),
+            batches,
+            self._learner.collate(idle, progress.epoch),
             self._ranks,
             stop,
             self._sharded,
-            self._agent.adopt_new_plan,
+            self._watch.beat_before(self._agent.adopt_new_plan),
             lambda: self._optimizer.begin_step(self._progress.step, self._total_steps),
         ):
             loss = self._step(episodes, totals)
@@ -229,6 +220,13 @@ class TrainingRun:
             self._validate(self._progress.epoch)
         if is_due(run.checkpoint_every_steps, step) or self._is_best():
             self._save()
+        self._memory.keep_if_due(
+            self._progress, self._saved_step, self.writer.finish, self._files_in_memory
+        )
+
+    def _files_in_memory(self) -> Mapping[str, str]:
+        self._guard.check()
+        return self.feed.checkpoint_files(self._progress.step, in_memory=True)
 
     def _end_epoch(self) -> None:
         config, epoch = self._config, self._progress.epoch
@@ -279,6 +277,7 @@ class TrainingRun:
 
     def _confirm_checkpoint(self, checkpoint: Path) -> None:
         self.feed.confirm_checkpoint()
+        self._memory.committed = parse_checkpoint_step(checkpoint)
         self.hooks.record_checkpoint(checkpoint)
 
     def _validate(self, epoch: int) -> None:

@@ -8,6 +8,7 @@ from functools import partial
 from pathlib import Path
 
 from gmeta.cli.commands.config import load_checked_config
+from gmeta.cli.commands.rank_launch import begin_imports
 from gmeta.cli.main import main
 from gmeta.distributed.launch import run_agent
 from gmeta.errors import UserError
@@ -16,7 +17,9 @@ from gmeta.errors import UserError
 def run_node(arguments: Sequence[str]) -> None:
     """Check the config of `gmeta train` against its data and model, then run the node's ranks and
     exit with their code."""
-    match [one for one in arguments if not one.startswith("-")]:
+    words = [one for one in arguments if not one.startswith("-")]
+    modules = begin_imports(words[0]) if words else []
+    match words:
         case []:
             raise UserError("train-node needs a command: name one, such as train CONFIG")
         case ["train"]:
@@ -26,7 +29,7 @@ def run_node(arguments: Sequence[str]) -> None:
     # Late, as the check has loaded most of torch by now, and a wrong command needs none of it.
     from torch.distributed.run import main as torchrun
 
-    sys.exit(run_agent(torchrun))
+    sys.exit(run_agent(torchrun, modules))
 
 
 if __name__ == "__main__":

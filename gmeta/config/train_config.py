@@ -217,6 +217,12 @@ class RunConfig:
     checkpoint_every_steps: int = key(
         0, "steps between two checkpoints; 0: after every epoch", min=0
     )
+    memory_checkpoint_every_steps: int = key(
+        0,
+        "steps between two checkpoints in memory, of what changed since the last on disk, for "
+        "restarts; 0: none (docs/training.md)",
+        min=0,
+    )
     checkpoint_in_background: bool = key(
         True, "write while training goes on, from a copy in host memory"
     )
@@ -233,6 +239,13 @@ class RunConfig:
     )
     early_stop_metric: str = key(
         "", "metric that must improve, any of evaluation.metrics' names; empty: the headline"
+    )
+    hang_timeout_s: int = key(
+        240,
+        "no step for so long, and for 100 median steps, ends a run of several ranks with the "
+        "stacks of all; 0: never (docs/operations.md)",
+        min=0,
+        max=10**9,
     )
     # A larger one overflows what torch counts timeouts in.
     collective_timeout_s: int = key(

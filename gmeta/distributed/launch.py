@@ -6,15 +6,11 @@ import signal
 import socket
 import sys
 import uuid
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Sequence
 from tempfile import TemporaryDirectory
 
+from gmeta.distributed.forked_ranks import AGENT_PID_VARIABLE, fork_ranks
 from gmeta.errors import GMetaError, UserError
-
-# For ranks: the process here that runs their agent.
-AGENT_PID_VARIABLE = "GMETA_AGENT_PID"
-STORE_TIMEOUT_S = 10.0
 
 
 def has_agent() -> bool:
@@ -34,52 +30,15 @@ def restarts() -> tuple[int, int]:
     return used, allowed
 
 
-def check_reachable() -> None:
-    """Raise UserError or GMetaError where this rank of several would wait for others in vain."""
-    name = os.environ.get("GLOO_SOCKET_IFNAME", "")
-    # The loopback's last.
-    interfaces = sorted((each for _, each in socket.if_nameindex()), key=lambda each: each == "lo")
-    if missing := set(filter(None, name.split(","))) - {*interfaces}:
-        raise UserError(
-            f"GLOO_SOCKET_IFNAME = {name!r}: this host has no interface {min(missing)!r}, but "
-            f"{', '.join(interfaces)}. Name the one by which the other hosts reach this one"
-        )
-    first, port = os.environ.get("MASTER_ADDR", ""), os.environ.get("MASTER_PORT", "0")
-    world_size = int(os.environ.get("WORLD_SIZE", "1"))
-    is_spread = world_size > int(os.environ.get("LOCAL_WORLD_SIZE", world_size))
-    # gloo, which carries ids, tells the others the address that this host's name stands for. Where
-    # the first host's is the loopback's, too, all are on this host.
-    own = socket.gethostname()
-    if is_spread and not name and _is_loopback(own) and not _is_loopback(first):
-        raise UserError(
-            f"this host's name, {own!r}, stands for the loopback's address, by which no other host "
-            f"reaches it: set GLOO_SOCKET_IFNAME to the interface that they reach, of "
-            f"{', '.join(interfaces)}"
-        )
-    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
-        try:
-            # A rank whose agent was killed first would try it again for minutes.
-            socket.create_connection((first, int(port)), STORE_TIMEOUT_S).close()
-        except ConnectionRefusedError as error:
-            raise GMetaError(
-                f"torchrun, which started this rank, no longer answers at {first}:{port}: start "
-                "the job again"
-            ) from error
-        except OSError:
-            pass  # a network that may come back: joining the job waits for it
-
-
-def _is_loopback(host: str) -> bool:
-    """Return whether a host's first address is the loopback's, which gloo takes if it has none."""
-    with suppress(socket.gaierror):
-        address = str(socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)[0][4][0])
-        return address.startswith(("127.", "::1"))
-    return True
-
-
-def launch(arguments: Sequence[str], nproc_per_node: int, port: int, max_restarts: int) -> int:
-    """Run `python -m gmeta ARGUMENTS` as `nproc_per_node` ranks; return the job's exit code. Raises
-    GMetaError: a rank was killed."""
+def launch(
+    arguments: Sequence[str],
+    nproc_per_node: int,
+    port: int,
+    max_restarts: int,
+    preload: Sequence[str] = (),
+) -> int:
+    """Run `gmeta ARGUMENTS` as `nproc_per_node` ranks, forked with the modules `preload` imported;
+    return the job's exit code. Raises GMetaError: a rank was killed."""
     # Not os.cpu_count(): a container may have fewer.
     cores = len(os.sched_getaffinity(0))
     # Imported here: a single rank, and --help, need no agent.
@@ -116,12 +75,12 @@ def launch(arguments: Sequence[str], nproc_per_node: int, port: int, max_restart
             )
             elastic_launch(config, sys.executable)("-m", "gmeta", *arguments)
 
-    return run_agent(start_agent)
+    return run_agent(start_agent, preload)
 
 
-def run_agent(start_agent: Callable[[], object]) -> int:
-    """Run torchrun's agent in this process; return the job's exit code. Raises GMetaError: a rank
-    was killed, or the job's nodes did not meet."""
+def run_agent(start_agent: Callable[[], object], preload: Sequence[str] = ()) -> int:
+    """Run torchrun's agent, whose ranks are forked with `preload` imported; return the job's exit
+    code. Raises GMetaError: a rank was killed, or the job's nodes did not meet."""
     from torch.distributed import DistError  # type: ignore[attr-defined]
     from torch.distributed.elastic.multiprocessing import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
@@ -129,7 +88,7 @@ def run_agent(start_agent: Callable[[], object]) -> int:
 
     os.environ[AGENT_PID_VARIABLE] = str(os.getpid())
     try:
-        with _pass_over_ended_ranks():
+        with fork_ranks(preload):
             start_agent()
     except SignalException as stopped:
         return 128 + stopped.sigval  # the ranks have said what they kept
@@ -156,25 +115,6 @@ def run_agent(start_agent: Callable[[], object]) -> int:
             "Run the same command with --resume: it goes on from the newest checkpoint"
         ) from error
     return 0
-
-
-@contextmanager
-def _pass_over_ended_ranks() -> Iterator[None]:
-    # The agent signals the process group of each rank as it ends the job. If a group is gone
-    # already, the job would report that failure in place of its first rank's.
-    from torch.distributed.elastic.multiprocessing.subprocess_handler import SubprocessHandler
-
-    close = SubprocessHandler.close
-
-    def close_quietly(handler: SubprocessHandler, death_sig: signal.Signals | None = None) -> None:
-        with suppress(ProcessLookupError):
-            close(handler, death_sig)
-
-    SubprocessHandler.close = close_quietly  # type: ignore[method-assign, assignment]
-    try:
-        yield
-    finally:
-        SubprocessHandler.close = close  # type: ignore[method-assign]
 
 
 def _check_port(port: int) -> None:

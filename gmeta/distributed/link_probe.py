@@ -1,17 +1,22 @@
-"""Measures the speed of each rank's own network link."""
+"""Measures the speed of each rank's own network link, and of its processor."""
 
+import logging
+import socket
+import statistics
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import final
 
 import torch
 import torch.distributed as dist
 
-from gmeta.distributed.ranks import Ranks
+from gmeta.distributed.ranks import Ranks, gather_values
 
 # No collective tells it: all ranks wait for the slowest.
 SWAP_BYTES = 65_536  # much more than a link's latency, much less than a step
 REPEATS = 2
+SLOW = 4.0  # times the median
+_log = logging.getLogger(__name__)
 
 
 @final
@@ -67,3 +72,35 @@ def _order_neighbours(rank: int, world_size: int) -> Iterator[int]:
     if world_size % 2:
         rounds[world_size - 1] = 2
     yield from (peer for _, peer in sorted([(rounds[left], left), (rounds[rank], right)]))
+
+
+def warn_of_slow_ranks(ranks: Ranks) -> None:
+    """Warn, on rank 0, of ranks whose link or processor takes many times as long as most ranks'.
+    Takes a second. Collective."""
+    probe = LinkProbe(ranks)
+    swap_s = min(probe.swap_s() for _ in range(3))
+    measured = gather_values((socket.gethostname(), swap_s, _product_s(ranks)), ranks)
+    for line in find_slow_ranks(measured or []):
+        _log.warning("%s", line)
+
+
+def find_slow_ranks(measured: Sequence[tuple[str, float, float]]) -> Iterator[str]:
+    """Yield a line for each slow rank; of each: host, seconds of a swap and of a product."""
+    for place, what in ((1, "network link"), (2, "processor")):
+        times_s = [float(of_rank[place]) for of_rank in measured]
+        usual_s = statistics.median(times_s) if times_s else 0.0
+        for rank, (host, *_) in enumerate(measured):
+            if times_s[rank] > SLOW * usual_s > 0:
+                yield (
+                    f"rank {rank} on {host} is slow, and all ranks will wait for it: its {what} "
+                    f"takes {1000 * times_s[rank]:.3g} ms where most take {1000 * usual_s:.3g}"
+                )
+
+
+def _product_s(ranks: Ranks) -> float:
+    matrix, times_s = torch.ones(512, 512, device=ranks.device), []
+    for _ in range(5):
+        began_s = time.perf_counter()
+        (matrix @ matrix).sum().item()  # waits for the device
+        times_s.append(time.perf_counter() - began_s)
+    return min(times_s)

@@ -15,8 +15,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import HashStore, Store  # type: ignore[attr-defined]
+from torch.distributed.rendezvous import rendezvous
 
-from gmeta.distributed.launch import check_reachable
+from gmeta.distributed.reachability import check_all_nodes, check_reachable
 from gmeta.distributed.transport.transport import Transport
 from gmeta.errors import GMetaError, UserError
 from gmeta.platform.numerics import keep_freed_memory
@@ -79,13 +80,14 @@ def start_ranks(device: str, timeout_s: int, store: Store | None = None) -> Rank
     try:
         if store is None and "RANK" in os.environ:
             check_reachable()
-            dist.init_process_group(backend, timeout=timeout)
-        else:
-            # One rank meets no other: a store in its own memory needs no port.
-            store = store or HashStore()
-            dist.init_process_group(
-                backend, store=store, rank=rank, world_size=world_size, timeout=timeout
-            )
+            store = next(rendezvous("env://", timeout=timeout))[0]
+            store.set_timeout(timeout)
+            check_all_nodes(store)
+        # One rank meets no other: a store in its own memory needs no port.
+        store = store or HashStore()
+        dist.init_process_group(
+            backend, store=store, rank=rank, world_size=world_size, timeout=timeout
+        )
         # torch tells groups apart by the order in which they are made: the same on every rank.
         control = dist.new_group(backend="gloo", timeout=timeout)
         rows = dist.new_group(backend="gloo", timeout=timeout)

@@ -10,7 +10,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from types import FrameType
 
-from gmeta.distributed.launch import AGENT_PID_VARIABLE, has_agent
+from gmeta.distributed.forked_ranks import AGENT_PID_VARIABLE
+from gmeta.distributed.launch import has_agent
 from gmeta.errors import GMetaError
 
 PR_SET_PDEATHSIG = 1

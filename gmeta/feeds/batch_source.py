@@ -43,7 +43,7 @@ class BatchSource(abc.ABC):
         """Return whether every episode of the epoch is in the model, on any rank."""
 
     @abc.abstractmethod
-    def checkpoint_files(self, step: int) -> Mapping[str, str]:
+    def checkpoint_files(self, step: int, *, in_memory: bool = False) -> Mapping[str, str]:
         """Return the files beside the model of this step, texts by name, on rank 0. Collective."""
 
     @abc.abstractmethod

@@ -14,7 +14,12 @@ import numpy as np
 from gmeta.access.errors import AntdtError, RefusedError
 from gmeta.antdt.client.client import ShardClient
 from gmeta.antdt.client.stream import UnitRange, UnitStream
-from gmeta.antdt.manifests.shard_manifest import MANIFEST_FILE_NAME, ShardManifest, load_manifest
+from gmeta.antdt.manifests.shard_manifest import (
+    MANIFEST_FILE_NAME,
+    ShardManifest,
+    load_manifest,
+    parse_manifest,
+)
 from gmeta.antdt.model import MAX_EPOCHS, MAX_SHARDS_PER_LEASE_CALL, DatasetSpec
 from gmeta.data.accumulate import MicroBatches
 from gmeta.data.episodes import Episodes
@@ -95,9 +100,15 @@ class LeasedBatchSource(BatchSource):
     """Shards leased from the data-shard service: each rank leases the next ones at its own pace."""
 
     def __init__(
-        self, settings: BatchSettings, dataset: Dataset, ranks: Ranks, checkpoint: Path | None
+        self,
+        settings: BatchSettings,
+        dataset: Dataset,
+        ranks: Ranks,
+        checkpoint: Path | None,
+        manifest: str = "",
     ) -> None:
-        """Roll the service back to the checkpoint on rank 0, then let the other ranks join."""
+        """Roll the service back to the manifest, or else the checkpoint, on rank 0, then let the
+        other ranks join."""
         data, run = settings.data, settings.run
         split = dataset.split(data.train_split)
         self._ranks = ranks
@@ -142,7 +153,7 @@ class LeasedBatchSource(BatchSource):
                 nonlocal address
                 address = service_address(data) or self._start_service(run.dir, ranks, undo)
                 join()
-                self._restore(spec, checkpoint, run.dir)
+                self._restore(spec, checkpoint, manifest, run.dir)
 
             run_on_first(begin, ranks)
             # After the roll-back, which ends the generation of workers that registered before it.
@@ -166,8 +177,11 @@ class LeasedBatchSource(BatchSource):
             )
         return undo.enter_context(start_embedded_service(run_dir)).address
 
-    def _restore(self, spec: DatasetSpec, checkpoint: Path | None, run_dir: str) -> None:
+    def _restore(
+        self, spec: DatasetSpec, checkpoint: Path | None, later: str, run_dir: str
+    ) -> None:
         manifest = None if checkpoint is None else load_manifest(checkpoint)
+        manifest = parse_manifest(later) if later else manifest
         try:
             # First, so that other data under this name are refused before anything is rolled back.
             self.client.register_dataset(spec)
@@ -285,14 +299,17 @@ class LeasedBatchSource(BatchSource):
                 self._epoch_ended = self._stream.ended
         return self._epoch_ended
 
-    def checkpoint_files(self, step: int) -> Mapping[str, str]:
+    def checkpoint_files(self, step: int, *, in_memory: bool = False) -> Mapping[str, str]:
         """Return the shard manifest: exactly what of the data is in the model of this step. Raises
         AntdtError, on all ranks: one of them lost a lease, or the service."""
         files: dict[str, str] = {}
 
         def prepare() -> None:
-            self._manifest = self.client.prepare_checkpoint(f"step-{step:08d}", step)
-            files[MANIFEST_FILE_NAME] = self._manifest.to_json()
+            name = "memory" if in_memory else "step"
+            manifest = self.client.prepare_checkpoint(f"{name}-{step:08d}", step)
+            files[MANIFEST_FILE_NAME] = manifest.to_json()
+            if not in_memory:  # else nobody commits it
+                self._manifest = manifest
 
         run_on_all(self._flush, self._ranks)  # every rank's progress is with the service
         run_on_first(prepare, self._ranks)  # no rank reports the next step before this is done

@@ -13,10 +13,15 @@ from metaio.format.dataset import Dataset
 
 
 def open_batch_source(
-    settings: BatchSettings, dataset: Dataset, ranks: Ranks, checkpoint: Path | None
+    settings: BatchSettings,
+    dataset: Dataset,
+    ranks: Ranks,
+    checkpoint: Path | None,
+    manifest: str = "",
 ) -> BatchSource:
-    """Return the source that `data.source` names, where `checkpoint` stands in the data. Raises
-    UserError: the checkpoint was trained with the other source, or from other data."""
+    """Return the source that `data.source` names, where `checkpoint` stands in the data, or where
+    rank 0's shard manifest of a later step does. Raises UserError: the checkpoint was trained with
+    the other source, or from other data."""
     leased = settings.data.source == "service"
     if checkpoint is not None and (checkpoint / MANIFEST_FILE_NAME).exists() != leased:
         raise UserError(
@@ -25,5 +30,5 @@ def open_batch_source(
             "means nothing to the other. Set data.source as it was, or choose another run.dir"
         )
     if leased:
-        return LeasedBatchSource(settings, dataset, ranks, checkpoint)
+        return LeasedBatchSource(settings, dataset, ranks, checkpoint, manifest)
     return StaticBatchSource(settings, dataset, ranks, is_fresh=checkpoint is None)

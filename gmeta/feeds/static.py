@@ -57,7 +57,7 @@ class StaticBatchSource(BatchSource):
         """Return whether the epoch's last step was taken."""
         return epoch_step >= self.num_steps
 
-    def checkpoint_files(self, step: int) -> Mapping[str, str]:
+    def checkpoint_files(self, step: int, *, in_memory: bool = False) -> Mapping[str, str]:
         """Return nothing: progress.json says it all."""
         return {}
 

@@ -12,6 +12,7 @@ from contextlib import contextmanager, suppress
 from multiprocessing import forkserver, resource_tracker, util
 from multiprocessing.context import ForkServerContext
 from multiprocessing.process import BaseProcess
+from typing import Any
 
 from gmeta.errors import GMetaError
 from gmeta_keys.stop_flag import StopFlag
@@ -42,6 +43,21 @@ def forking_context(preload: Sequence[str]) -> ForkServerContext:
     if multiprocessing.parent_process() is None:  # else the folder may be that of the parent
         _folders[os.getpid()] = util.get_temp_dir()
     return context
+
+
+def server_pid() -> int:
+    """Return the process that others are forked from, after `forking_context`."""
+    server: Any = forkserver
+    pid: int = server._forkserver._forkserver_pid
+    return pid
+
+
+def let_server_end() -> None:
+    """In a forked process: let the server end with the process that started it, however that
+    ends, and not only with this one."""
+    server: Any = forkserver
+    os.close(server._forkserver._forkserver_alive_fd)
+    server._forkserver._forkserver_alive_fd = None
 
 
 _folders: dict[int, str] = {}  # of the server's socket, by the process that asked for it

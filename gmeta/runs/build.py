@@ -21,7 +21,7 @@ from gmeta.config.inputs import (
     SupportFeaturesConfig,
 )
 from gmeta.config.labels import LabelsConfig
-from gmeta.config.sharding import check_sequences, check_sharding
+from gmeta.config.sharding import check_sequences, check_sharding, keeps_tables_beyond
 from gmeta.config.table_names import module_name
 from gmeta.config.table_widths import widths_of_tables
 from gmeta.config.train_config import DataConfig, TrainConfig
@@ -110,6 +110,15 @@ def build(config: TrainConfig) -> tuple[Dataset, MetaLearner]:
             f"outer.sparse_weight_decay = {config.outer.sparse_weight_decay} is of rows that learn "
             'in our own tables: it needs sharding.exchange = "host", and no algorithm.options.'
             "train_base = false. Set them so, or leave it 0"
+        )
+    if config.run.memory_checkpoint_every_steps and (
+        config.sharding.exchange != "host" or keeps_tables_beyond(config.sharding)
+    ):
+        raise ConfigError(
+            f"run.memory_checkpoint_every_steps = {config.run.memory_checkpoint_every_steps} knows "
+            'which rows of tables on the device change: it needs sharding.exchange = "host" and '
+            'sharding.placement "auto" or "device", by no exception either. Set them so, or leave '
+            "it 0"
         )
     # Right before the model is built: all ranks must begin with equal layers.
     torch.manual_seed(config.run.seed)

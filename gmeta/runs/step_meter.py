@@ -1,8 +1,8 @@
 """Loss, speed and data wait of all ranks."""
 
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 import torch
 from torch import Tensor
@@ -13,8 +13,11 @@ from gmeta.distributed.ranks import Ranks, sum_over_ranks, wait_for_hosts
 class StepMeter:
     """Loss, speed and data wait of the steps since the last reading, over all ranks."""
 
-    def __init__(self, ranks: Ranks) -> None:
-        self._ranks = ranks
+    def __init__(
+        self, ranks: Ranks, pause: Callable[[], AbstractContextManager[object]] = nullcontext
+    ) -> None:
+        """Measure all ranks' steps; `pause` makes a context in which none is under way."""
+        self._ranks, self._pause = ranks, pause
         self._wait_s = 0.0
         self._reset()
 
@@ -41,10 +44,11 @@ class StepMeter:
     @contextmanager
     def exclude_time(self) -> Iterator[None]:
         """Leave the time of the block out of the speed of steps. Collective."""
-        wait_for_hosts(self._ranks)
-        self._loss.item()  # waits for what the device still has to do
-        began = time.perf_counter()
-        yield
+        with self._pause():
+            wait_for_hosts(self._ranks)
+            self._loss.item()  # waits for what the device still has to do
+            began = time.perf_counter()
+            yield
         self._began += time.perf_counter() - began
 
     def read(self, wait_s: float) -> dict[str, float | None]:

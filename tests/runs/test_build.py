@@ -191,3 +191,20 @@ def test_regularisation_and_units_that_contradict_others_are_refused(
     raw["labels"]["standardise"] = True
     raw[section] = {**raw[section], **keys}
     assert catch_message(ConfigError, build, config_from_dict(raw)) == message
+
+
+@pytest.mark.parametrize("sharding", [{"exchange": "torchrec"}, {"placement": "file"}])
+def test_memory_checkpoints_need_tables_whose_changes_are_known(
+    data: Path, sharding: dict[str, str]
+) -> None:
+    keys = {
+        "data": {"path": str(data), "valid_split": ""}, "model": {"name": "melu"},
+        "outer": {"loss": "mse"}, "sharding": sharding,
+        "run": {"memory_checkpoint_every_steps": 5},
+    }  # fmt: skip
+    message = catch_message(ConfigError, build, config_from_dict(keys))
+    assert message == (
+        "run.memory_checkpoint_every_steps = 5 knows which rows of tables on the device change: it "
+        'needs sharding.exchange = "host" and sharding.placement "auto" or "device", by no '
+        "exception either. Set them so, or leave it 0"
+    )

@@ -17,7 +17,7 @@ from multiprocessing.context import ForkServerContext, ForkServerProcess
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from gmeta.distributed.launch import AGENT_PID_VARIABLE
+from gmeta.distributed.forked_ranks import AGENT_PID_VARIABLE
 from tests.support.processes import with_imports_ready
 from tests.support.waiting import PATIENCE_S
 
@@ -190,6 +190,7 @@ def _fork_others_too(task: Task) -> None:
     from torch.distributed.elastic.multiprocessing.subprocess_handler import subprocess_handler
     from torch.distributed.elastic.rendezvous import dynamic_rendezvous
 
+    from gmeta.distributed import forked_ranks
     from gmeta.pipeline import stage_process as stages
     from gmeta.tuning import trials
 
@@ -213,6 +214,12 @@ def _fork_others_too(task: Task) -> None:
             module.forking_context = lambda preload: Context()
     handler: Any = subprocess_handler
     handler.Popen = rank
+    if not task.own_server:
+        asked: dict[str, Any] = {"stdout": None, "stderr": None, "start_new_session": True}
+        ranks: Any = forked_ranks
+        ranks.RankProcess = lambda preload, arguments, env, files: rank(
+            (sys.executable, "-m", "gmeta", *arguments), env, **asked
+        )
     # The agent names its own method for a log, again and again, by a look at all modules for every
     # frame that has no file: a forked process has several of those, and a second went to it.
     rendezvous: Any = dynamic_rendezvous

@@ -7,6 +7,7 @@ from contextlib import contextmanager
 
 from gmeta.distributed.launch import launch, under_torchrun
 from gmeta.errors import GMetaError, UserError
+from gmeta.platform.forking import forking_context
 
 
 def starts_ranks(nproc_per_node: int) -> bool:
@@ -14,11 +15,31 @@ def starts_ranks(nproc_per_node: int) -> bool:
     return nproc_per_node > 1 and not under_torchrun()
 
 
+def modules_of_ranks(command: str) -> list[str]:
+    """Return what a rank of `gmeta COMMAND` imports, in the order to import it."""
+    work = {"train": ["training_rank"], "evaluate": ["evaluation_rank"]}.get(command, [])
+    modules = [command, *(f"work.{name}" for name in work)]
+    return [
+        "gmeta.cli.main",
+        *(f"gmeta.cli.commands.{name}" for name in modules),
+        "gmeta.pipeline.preload_last",
+    ]
+
+
+def begin_imports(command: str) -> list[str]:
+    """Have the process that ranks are forked from import what they need, beside the checks of this
+    one; return the modules."""
+    modules = modules_of_ranks(command)
+    forking_context(modules)
+    return modules
+
+
 def start_ranks_here(
     arguments: Sequence[str], nproc_per_node: int, master_port: int, max_restarts: int
 ) -> None:
     """Start ranks that run `gmeta ARGUMENTS`, wait for them, and exit with their code unless 0."""
-    code = launch(arguments, nproc_per_node, master_port, max_restarts)
+    preload = modules_of_ranks(arguments[0])
+    code = launch(arguments, nproc_per_node, master_port, max_restarts, preload)
     if code:
         sys.exit(code)
 

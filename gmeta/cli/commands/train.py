@@ -75,6 +75,7 @@ def train(
                 from gmeta.cli.commands.work.training_rank import train_on_rank
             train_on_rank(resolved, is_new)
             return
+        on_ranks.begin_imports("train")
         with on_ranks.faster_import():
             from gmeta.cli.commands.work.preflight import check_for_ranks
         check_for_ranks(resolved, is_new)

@@ -155,6 +155,8 @@ class FastGroup:
         self.state = {name: row_store(values) for name, values in state.items()}
         # Called with the gradients [N, D] of sent rows; clipping holds them back instead.
         self.take: Callable[[RowsToSend, Tensor], None] = self.update
+        # Called with the distinct rows [U] of each update.
+        self.on_update: Callable[[Tensor], object] = lambda row_U: None
         self._update_rows = UPDATES[tables.optimizer]
         self.repeats = RepeatFinder(len(self.rows.values_RD))
 
@@ -181,7 +183,9 @@ class FastGroup:
     def update(self, to_update: RowsToSend, grad_ND: Tensor) -> None:
         """Take one optimizer step on these rows; repeated ones move by their gradients' sum."""
         if to_update.row_N.numel():
-            self._update_rows(self, *to_update.sum_gradients(grad_ND))
+            row_U, grad_UD = to_update.sum_gradients(grad_ND)
+            self.on_update(row_U)
+            self._update_rows(self, row_U, grad_UD)
 
 
 def sum_by_row(row_N: Tensor, grad_ND: Tensor) -> Tensor:

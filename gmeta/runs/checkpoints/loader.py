@@ -25,7 +25,7 @@ from gmeta.runs.run_progress import RunProgress
 # What algorithms learn beside the model: weights to begin with may be of a run without.
 PARTS_OF_ALGORITHMS = ("learner.encoder.", "learner.generator.", "learner.rates.")
 # What has a row for each id: weights, what an optimizer keeps of them, what is known of items.
-_TABLE_KEYS = (
+TABLE_KEYS = (
     f"model.{TABLES_PREFIX}",
     f"optimizer.state.{TABLES_PREFIX}",
     "model.learner.items.",
@@ -45,7 +45,7 @@ def load_checkpoint(
     whose names begin with one of `may_lack`; with `tables_may_grow` also rows of tables."""
     if optimizer is not None:
         # torch makes the state at the first step, and only what exists can be filled.
-        _initialise_optimizer_state(optimizer)
+        initialise_optimizer_state(optimizer)
     state = collect_state(sharded, optimizer)
     path = broadcast_checkpoint(path, ranks)
     # Each rank its share: all of it is read once, whatever their number.
@@ -61,7 +61,7 @@ def load_checkpoint(
         }
         wanted = {**state, "model": model}
         if tables_may_grow:
-            reader.index = fit_grown_index(reader.index, wanted, _TABLE_KEYS)
+            reader.index = fit_grown_index(reader.index, wanted, TABLE_KEYS)
         load_shards(wanted, storage_reader=reader, process_group=ranks.control)
     except DAMAGE as error:
         if lost := lost_contact(error):
@@ -110,9 +110,10 @@ def collect_state(
     return state
 
 
-def _initialise_optimizer_state(optimizer: CombinedOptimizer) -> None:
-    # torch's optimizers make state at their first step: this takes one with zero gradients. Weight
-    # decay may move the layers, so load them afterwards.
+def initialise_optimizer_state(optimizer: CombinedOptimizer) -> None:
+    """Make the state that a first step would; it may move the layers: load them afterwards."""
+    # torch's optimizers make it at their first step: this takes one with zero gradients, and weight
+    # decay moves the layers.
     for _, part in optimizer.optimizers:
         if isinstance(part, KeyedOptimizerWrapper):
             part.init_state()

@@ -18,6 +18,7 @@ from gmeta.antdt.manifests.audit import audit_manifest, check_descends
 from gmeta.antdt.manifests.shard_manifest import load_manifest
 from tests.antdt.faults.counting import count_tasks
 from tests.antdt.trained import trained_ranges
+from tests.runs.checkpoints.test_memory import die_in_a_step
 from tests.support.commands import SMALL_MODEL, environment, write_config
 from tests.support.forked import ForkedProcess, Task, forked
 from tests.support.waiting import PATIENCE_S, wait_until
@@ -60,9 +61,11 @@ def kill(pid: int) -> None:
 
 def process_of(job_pid: int, sign: str, rank: int | None = None) -> int:
     """The process of the job whose command line names `sign` (and that has this rank). A forked
-    rank is no child of the job: see `ForkedProcess.pid_of`."""
+    rank of the tests is no child of the job: see `ForkedProcess.pid_of`."""
     for pid in descendants(job_pid):
         try:
+            if Path(f"/proc/{pid}/comm").read_text() == f"gmeta-rank-{rank}\n":
+                return pid
             command = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
             variables = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
         except OSError:
@@ -115,6 +118,7 @@ def test_ranks_and_services_may_be_killed_and_every_task_is_trained_once_an_epoc
     restarts = f"--max-restarts={2 * NUM_KILLS}"
     # The launcher owns the service: it lives on while the ranks are restarted.
     endless = [*train, "run.epochs=1000", "--nproc-per-node=2", restarts]
+    endless += ["run.memory_checkpoint_every_steps=1"]  # the service goes back with the memory
     with job(tmp_path / "two", "gmeta", *endless) as running:
         wait_for_steps(run, 2, running)
         for number in range(NUM_KILLS):
@@ -141,3 +145,33 @@ def test_ranks_and_services_may_be_killed_and_every_task_is_trained_once_an_epoc
     assert check_lineage(run) == epochs_done + 2 + NUM_KILLS
     counts = json.loads((checkpoints(run)[-1] / "counts.json").read_text())
     assert list(counts.values()) == [epochs_done + 2 + NUM_KILLS] * NUM_TASKS
+
+
+def count_tasks_and_die() -> None:
+    """Count, and have rank 1 die in the middle of the second epoch, in its first life."""
+    count_tasks()
+    die_in_a_step(1)
+
+
+@pytest.mark.distributed
+@pytest.mark.timeout(1800)
+def test_a_job_that_goes_on_from_memory_trains_every_task_once_an_epoch(
+    tmp_path: Path, click_logs: Path
+) -> None:
+    run, folder = tmp_path / "run", tmp_path / "job"
+    folder.mkdir()
+    config = str(write_config(tmp_path / "train.toml", click_logs, run))
+    words = ["train", config, *SMALL_MODEL, "data.source=service", "run.max_steps=0"]
+    words += [
+        "run.epochs=2",
+        "run.checkpoint_every_steps=10",
+        "run.memory_checkpoint_every_steps=1",
+    ]
+    words += ["--nproc-per-node=2", "--max-restarts=1"]
+    task = Task("gmeta", tuple(words), environment(), folder, first=count_tasks_and_die)
+    with forked(task) as running:
+        assert running.wait(4 * PATIENCE_S) == 0, running.stderr
+        assert ", kept in memory" in running.stderr
+    assert check_lineage(run) == 2
+    counts = json.loads((checkpoints(run)[-1] / "counts.json").read_text())
+    assert list(counts.values()) == [2] * NUM_TASKS

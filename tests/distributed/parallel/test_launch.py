@@ -16,7 +16,8 @@ from torch.distributed.elastic.multiprocessing.subprocess_handler import Subproc
 from torch.distributed.elastic.rendezvous import RendezvousTimeoutError
 from torch.distributed.launcher import api
 
-from gmeta.distributed.launch import check_reachable, launch, run_agent, under_torchrun
+from gmeta.distributed.launch import launch, run_agent, under_torchrun
+from gmeta.distributed.reachability import check_reachable
 from gmeta.errors import GMetaError, UserError
 
 

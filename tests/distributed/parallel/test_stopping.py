@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from gmeta.distributed.launch import AGENT_PID_VARIABLE
+from gmeta.distributed.forked_ranks import AGENT_PID_VARIABLE
 from gmeta.distributed.stopping import AGENT_SERVES_VARIABLE
 from tests.support.waiting import PATIENCE_S
 

@@ -4,7 +4,9 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from gmeta.cli.commands.work.shared_error import report_once
+from gmeta.distributed.link_probe import warn_of_slow_ranks
 from gmeta.distributed.ranks import Ranks, explain_lost_peers, start_ranks, stop_ranks
+from gmeta.distributed.reachability import is_spread
 from gmeta.runs.rank_agreement import check_alike
 
 
@@ -17,5 +19,7 @@ def run_as_rank(
         # An error on one rank ends all of them: the others would wait in a collective.
         with report_once(ranks):
             check_alike(alike, ranks)
+            if is_spread():
+                warn_of_slow_ranks(ranks)
             work(ranks)
         stop_ranks()

@@ -1,0 +1,1 @@
+"""Checkpoints in the memory of launchers: what changed since the last checkpoint on disk."""
