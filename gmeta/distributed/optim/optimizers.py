@@ -50,7 +50,9 @@ class OuterOptimizer(CombinedOptimizer):
         place_row_states(self._tables)
         super().__init__([self._tables, self._dense])
         self._layers = list(layers.values())
-        self._rates = {"dense_lr": outer.dense_lr, "sparse_lr": outer.sparse_lr}
+        # What the schedule scales; a callback may set other rates.
+        self.full_rates = {"dense_lr": outer.dense_lr, "sparse_lr": outer.sparse_lr}
+        self._rates = self.full_rates
         self._sharded = sharded
         self._adam_groups = _adam_groups(sharded)
         for group in table_groups(sharded):
@@ -67,7 +69,7 @@ class OuterOptimizer(CombinedOptimizer):
         # Before the step's rows are looked up: fbgemm takes the rate with the lookup.
         outer = self._outer
         scale = rate_scale(outer.lr_schedule, outer.warmup_steps, step, total_steps)
-        self._rates = {"dense_lr": outer.dense_lr * scale, "sparse_lr": outer.sparse_lr * scale}
+        self._rates = {name: rate * scale for name, rate in self.full_rates.items()}
         for _, part in self.optimizers:
             is_dense = isinstance(part, KeyedOptimizerWrapper)
             for group in part.param_groups:

@@ -19,6 +19,7 @@ from gmeta.serving.server.request_errors import RequestError, bad_request
 from gmeta.serving.server.request_rows import RequestRows
 from gmeta.serving.server.task_cache import CachedTask, TaskCache
 from gmeta.serving.server.tensors import TASK_LENGTHS
+from gmeta.serving.server.traffic import Traffic
 from gmeta.serving.task_matching import cut_runs
 from gmeta.serving.task_states import AdaptedTensors, TaskState, split_tasks, stack_tasks
 from metaio.errors import MetaIOError
@@ -35,6 +36,7 @@ class _BatchShare:
     entry: CachedTask | None = None  # the cache's, where the request has no rows
     state: TaskState | None = None  # where it need not be adapted now
     cache: str = ""
+    known: str = "state"  # of the task, where no rows are to adapt by
     new_state: bytes = b""  # for the caller
     support_rows: int = 0
     encoded_support: EncodedColumns | None = None  # the support rows as ids and numbers
@@ -84,6 +86,7 @@ def answer_all(
     cache: TaskCache,
     requests: Sequence[InferenceRequest],
     observe: Observe,
+    traffic: Traffic | None = None,
 ) -> list[Outcome]:
     """Return the answer or the error of each request, all from this version of the model."""
     shares = [_BatchShare(request) for request in requests]
@@ -113,7 +116,17 @@ def answer_all(
         # Without adaptation all tasks have the one state.
         _predict(some, BEFORE, model, stack_tasks([model.unadapted] * len(some)))
     observe("predict", time.perf_counter() - began_s)
+    if traffic is not None:
+        _note_traffic([share for share in right if share.error is None], model, traffic)
     return [share.outcome(version) for share in shares]
+
+
+def _note_traffic(tasks: Sequence[_BatchShare], model: ServedModel, traffic: Traffic) -> None:
+    support = [one.encoded_support for one in tasks if one.encoded_support is not None]
+    query = [one.encoded_query for one in tasks if one.encoded_query is not None]
+    known = ["rows" if one.encoded_support is not None else one.known for one in tasks]
+    values = [one.outputs[PREDICTION] for one in tasks if PREDICTION in one.outputs]
+    traffic.note(model, known, values, (support, query))
 
 
 def _find_state(share: _BatchShare, model: ServedModel, version: str, cache: TaskCache) -> None:
@@ -126,7 +139,7 @@ def _find_state(share: _BatchShare, model: ServedModel, version: str, cache: Tas
         share.support = request.support
     elif request.task_key is None:
         # Neither rows nor a key: a task of which nothing is known, but perhaps events.
-        share.state = model.unadapted
+        share.state, share.known = model.unadapted, "none"
         return
     else:
         entry = cache.get(request.task_key)

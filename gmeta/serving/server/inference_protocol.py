@@ -3,8 +3,8 @@ grpc_service.py does so for gRPC."""
 
 import base64
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -69,6 +69,14 @@ class InferenceRequest:
         return next(len(side.lengths_T) for side in sides if side is not None)
 
 
+class Stage(NamedTuple):
+    """A part of a request's way, in seconds of time.perf_counter."""
+
+    name: str
+    began_s: float
+    ended_s: float
+
+
 @dataclass(frozen=True)
 class InferenceAnswer:
     """What was computed for a request, by kind of output, each [N], or [N, labels] of several."""
@@ -80,6 +88,7 @@ class InferenceAnswer:
     # renewed with a state.
     cache: str = ""
     state: bytes = b""  # for the caller to keep
+    stages: list[Stage] = field(default_factory=list)  # of its batch
 
     @property
     def parameters(self) -> dict[str, str | int]:
