@@ -40,7 +40,7 @@ from torch.func import functional_call, grad, vmap
 from gmeta.config.algorithm import AlgorithmConfig
 from gmeta.config.labels import LabelsConfig
 from gmeta.learner import MetaLearner
-from gmeta.losses.objectives import make_objectives
+from gmeta.losses.named_losses import make_objectives
 from gmeta_models import InputSizes, ModelConfig, build_model
 from metaio.read.batch import TaskBatch
 

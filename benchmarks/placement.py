@@ -42,9 +42,10 @@ from gmeta.distributed.tables.rows_to_send import RowsToSend
 from gmeta.learner import MetaLearner
 from gmeta_models import InputSizes, ModelConfig, build_model
 
-ROWS, QUICK_ROWS = 24_000_000, 8_000_000
+ROWS, QUICK_ROWS = 12_000_000, 4_000_000
+WARM_ROWS = 100_000  # at a time, for less memory
 SMALL_TABLES = (201, 25, 9, 51, 3_001)
-WIDTH, TASKS, ROWS_OF_TASK, SKEW = 32, 128, 10, 15.0
+WIDTH, TASKS, ROWS_OF_TASK, SKEW = 64, 128, 10, 15.0
 TURN_STEPS = 10
 TURNS, QUICK_TURNS = 12, 4
 CACHE_SHARE, OVERSIZE = 0.1, 4
@@ -104,7 +105,9 @@ class Steps:
             if isinstance(group, CachedGroup):
                 self.cached = group
                 popular = torch.arange(int(CACHE_SHARE * rows) - 1) * SPREAD % rows
-                HostMover([group]).admit([group], [RowsToSend(popular, None)], lambda: True)
+                mover = HostMover([group])
+                for some in popular.split(WARM_ROWS):
+                    mover.admit([group], [RowsToSend(some, None)], lambda: True)
 
     def turn(self, first: int) -> tuple[float, list[float]]:
         """Seconds a step, and the losses, of one turn's steps."""
@@ -167,6 +170,7 @@ def main() -> None:
             ends[placement], other = spawn.Pipe()
             arguments = other, placement, rows, num_steps, folder
             spawn.Process(target=work, args=arguments, daemon=True).start()
+            other.close()  # or the end of a process that is killed would not be heard
         limited = [ends[placement].recv() for placement in (MEMORY, FILE)][1]
         found: dict[str, list[Any]] = {MEMORY: [], FILE: []}
         for turn in range(turns + 1):

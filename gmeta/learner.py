@@ -191,13 +191,16 @@ class MetaLearner(nn.Module):
     def use_graphs(self, capture: Capture) -> str:
         """Run steps as CUDA graphs from now on; return why not, "" if it does."""
         # A replay repeats kernels alone: Python code of another package would run at capture only.
-        own = [part for part in (*self.model.modules(), self.rates) if not is_ours(part)]
+        losses = (loss.own.function for loss in self.objectives.outer.losses if loss.own)
+        parts = *self.model.modules(), self.rates, *losses
+        own = [part for part in parts if not is_ours(part)]
         if self.route != "fused":
             return f"{self._config.name} adapts this model in the general loop"
         if self.shares_events:
             return "tasks of many events are encoded together with other ranks"
         if own:
-            return f"{type(own[0]).__name__} is no part of gmeta, and may read values or draw them"
+            name = getattr(own[0], "__qualname__", type(own[0]).__name__)
+            return f"{name} is no part of gmeta, and may read values or draw them"
         if any(isinstance(part, DropoutReLU) for part in self.model.modules()):
             return "model.dropout draws anew in each step"
         encoder = () if self.events is None else self.events.modules()

@@ -3,7 +3,6 @@
 import sys
 from collections.abc import Mapping
 from contextlib import ExitStack
-from dataclasses import replace
 from pathlib import Path
 from typing import final
 
@@ -100,6 +99,7 @@ class TrainingRun:
         kept = self._memory.find()
         self.feed = open_batch_source(batches, self._dataset, ranks, newest, kept.manifest)
         self._progress = self._beginning.load(config.outer, self._sharded, self._optimizer, ranks)
+        self.hooks.show_trained(self._learner, self._optimizer, self._beginning.resumed_from)
         self._start_messages += self._beginning.messages
         self._forecasts = self._beginning.how == "continued" and config.run.prequential
         self._forecasts &= not kept.bodies
@@ -141,7 +141,7 @@ class TrainingRun:
 
     def work(self, stop: Stop) -> None:
         """Train epoch after epoch, to the end of the run. Raises StoppedError: SIGTERM ended it."""
-        self.hooks.begin(self._progress, self._total_steps, stop, self.feed.loggers)
+        self.hooks.begin(self._progress, self._total_steps, stop, self.feed)
         self.hooks.show_lines(self._start_messages)
         if self._forecasts:
             self._forecast()
@@ -203,12 +203,12 @@ class TrainingRun:
             loss: Tensor = self._sharded(episodes, weight=weight)
             loss.backward()
         self._guard.watch(self._progress, episodes, loss, learner.exchange.gradient_sum)
+        self.hooks.record_gradients(episodes, loss)
         self._optimizer.step()
         self.writer.poll()
         self.profiler.step()
-        step, epoch_step = self._progress.step + 1, self._progress.epoch_step + 1
-        self._progress = replace(self._progress, step=step, epoch_step=epoch_step)
-        self.hooks.record_step(self._progress, loss)
+        self._progress = self._progress.after_step()
+        self.hooks.record_step(self._progress, loss, episodes.num_rows)
         return loss
 
     def _after_step(self) -> None:
@@ -236,7 +236,7 @@ class TrainingRun:
             self._write_reading(epoch)
         # First: a checkpoint of this step says that training goes on with the next epoch.
         if epoch_over:
-            self._progress = replace(self._progress, epoch=epoch + 1, epoch_step=0)
+            self._progress = self._progress.after_epoch()
         if (
             config.data.valid_splits
             and self._progress.scored_step != self._progress.step
@@ -272,7 +272,7 @@ class TrainingRun:
             self._guard.check()
             self._optimizer.sync()
             self.writer.finish()
-            files = self.feed.checkpoint_files(self._progress.step)
+            files = self.hooks.with_callbacks(self.feed.checkpoint_files(self._progress.step))
             self.writer.save(self._progress, {**files, **self._agent.checkpoint_files()})
         self._saved_step = self._progress.step
 

@@ -25,7 +25,7 @@ from tests.support.waiting import PATIENCE_S
 ROOT = Path(__file__).resolve().parents[1]
 PAGE = (ROOT / "docs" / "extending.md").read_text()
 CHOSEN = [
-    *("model.name=fm", "model.options.scale=0.5", "algorithm.name=boil"),
+    *("model.name=fm", "model.options.scale=0.5", "outer.loss=focal", "algorithm.name=boil"),
     *('evaluation.metrics=["auc", "top_half"]', "data.valid_split=valid"),
     *('run.callbacks=["enough"]', 'run.loggers=["csv"]'),
 ]
@@ -51,7 +51,7 @@ def sources(tmp_path_factory: pytest.TempPathFactory) -> Path:
         (folder / path).write_text(text)
     written = {path for path, _ in found}
     tests = {"tests/test_fm.py", "tests/test_boil.py"}
-    names = ("fm", "boil", "coldstart", "metrics", "hooks", "data")
+    names = ("fm", "losses", "boil", "coldstart", "metrics", "hooks", "data")
     modules = {f"myrec/{name}.py" for name in names}
     assert written == {"pyproject.toml", *modules, *tests}
     return folder
@@ -171,9 +171,11 @@ def test_two_ranks_train_and_resume_it_and_the_export_is_loaded(
     assert [float(loss) for _, loss in rows] == losses(folder)
     assert not (folder / "tensorboard").exists()
     assert "top_half" in metrics(folder)[-1]["valid"]
+    assert metrics(folder)[0]["head_grad_norm"] > 0
     ran_on = json.loads((folder / "environment.json").read_text())
     mine = {"package": "myrec", "version": "1.2.0"}
-    named = ("model.name", "algorithm.name", "evaluation.metrics: top_half", "run.loggers: csv")
+    named = ("model.name", "algorithm.name", "outer.loss: focal")
+    named = (*named, "evaluation.metrics: top_half", "run.loggers: csv")
     assert ran_on["plugins"] == dict.fromkeys(named, mine)
 
     told = forked("gmeta", "evaluate", folder, "--no-trees", at=site)
@@ -200,10 +202,13 @@ def test_an_import_path_needs_no_entry_point_but_trust_where_it_comes_from_elsew
     (own / "ask_model.py").write_text(PREDICT)
     folder, model = tmp_path / "run", tmp_path / "model"
     config = write_config(tmp_path / "train.toml", click_logs, folder)
-    chosen = ["model.name=myrec.fm:FM", "run.max_steps=1"]
+    chosen = ["model.name=myrec.fm:FM", "outer.loss=myrec.losses:FOCAL", "run.max_steps=1"]
     forked("gmeta", "train", config, *SMALL_MODEL, *chosen, at=own)
     ran_on = json.loads((folder / "environment.json").read_text())
-    assert ran_on["plugins"] == {"model.name": {"package": "myrec", "version": "not installed"}}
+    mine = {"package": "myrec", "version": "not installed"}
+    assert ran_on["plugins"] == dict.fromkeys(
+        ("model.name", "outer.loss: myrec.losses:FOCAL"), mine
+    )
     export = ["export", folder, model]
     told = forked("gmeta", *export, at=own, code=1)
     assert "set GMETA_PLUGINS=myrec if you trust it" in told

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 from torch import Tensor
 
-from gmeta.losses.row_losses import in_float32, row_grads_N
+from gmeta.losses.row_losses import curvatures_N, in_float32, row_grads_N
 from gmeta.platform.numerics import multiply_in_float32
 
 if TYPE_CHECKING:
@@ -50,6 +50,8 @@ def grad_and_hessian_N(
     """Return gradient and Hessian of each row's loss by its output."""
     output_N = in_float32(output_N)
     label_N = label_N.to(output_N.dtype)
+    if loss.own is not None:
+        return row_grads_N(loss, output_N, label_N), curvatures_N(loss, output_N, label_N)
     if loss.kind == "bce":
         predicted_N = output_N.sigmoid()
         return predicted_N - label_N, predicted_N * (1.0 - predicted_N)

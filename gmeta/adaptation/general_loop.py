@@ -23,12 +23,13 @@ from gmeta.adaptation.layout.sides import Side, Sides, WorkingRows
 from gmeta.adaptation.learned_parts import NOTHING_LEARNED, LearnedParts
 from gmeta.adaptation.plain_update import PlainUpdate
 from gmeta.adaptation.rates import InnerRates, scale_grads
-from gmeta.losses.objectives import LabelLosses, Objectives, known_labels
+from gmeta.losses.objectives import LabelLosses, Objectives, known_labels, weigh_rows_N
 from gmeta.losses.row_losses import weighted_sum
 from gmeta_models.gated import GatedModel, row_layers
 from gmeta_models.inputs import RowInputs
 from gmeta_models.mlp import drop_units
 from gmeta_models.model_config import resolve_pooling
+from gmeta_models.model_outputs import split_output
 from gmeta_models.support_encoder import SupportRows
 
 
@@ -119,15 +120,22 @@ class GeneralLoop:
 
     def output_N(self, adapted: AdaptedModel, side: Side) -> Tensor:
         """Return the outputs on a side's rows, as logits for bce; [N, labels] of several labels."""
+        return self._outputs(adapted, side)[0]
+
+    def _outputs(self, adapted: AdaptedModel, side: Side) -> tuple[Tensor, Tensor | None]:
         with adapted.layers.apply(side.layout):
-            output: Tensor = self._model(self._inputs(side, adapted.rows_PD))
-        return self._objectives.outer.logits(output)
+            output, auxiliary_N = split_output(self._model(self._inputs(side, adapted.rows_PD)))
+        return self._objectives.outer.logits(output), auxiliary_N
 
     def losses_N(self, adapted: AdaptedModel, side: Side) -> Tensor:
-        """Return the loss of each row of a side, at the adapted parameters, with dropout."""
+        """Return the loss of each row of a side, at the adapted parameters, with dropout and what
+        the model adds of its own."""
         with drop_units(self._model):
-            output_N = self.output_N(adapted, side)
-        return _losses_N(self._objectives.outer, output_N, side)
+            output_N, auxiliary_N = self._outputs(adapted, side)
+        losses_N = _losses_N(self._objectives.outer, output_N, side)
+        if auxiliary_N is None:
+            return losses_N
+        return losses_N + weigh_rows_N(auxiliary_N.to(losses_N.dtype), side.weight)
 
     def _inputs(self, side: Side, rows_PD: Tensor) -> RowInputs:
         inputs, generator = side.inputs(rows_PD), self._learned.generator
@@ -184,11 +192,14 @@ class GeneralLoop:
         # Where the path is what learns (Reptile), its steps have dropout.
         drops = drop_units(self._model) if keep_path else nullcontext()
         with adapted.layers.apply(support.layout) as tape, drops:
-            output_N = self._model(self._inputs(support, rows_PD))
+            output_N, auxiliary_N = split_output(self._model(self._inputs(support, rows_PD)))
         inner = self._objectives.inner
         losses_N = _losses_N(inner, inner.logits(output_N), support)
         prior = self.config.support_prior
         loss_sum = weighted_sum(losses_N, support.layout.mean_weights_N(losses_N.dtype, prior))
+        # A model may read no row but through what its encoder made of events, and have layers that
+        # make its auxiliary loss alone.
+        may_be_unused = adapts_rows or auxiliary_N is not None
         wanted = [*tape.outputs, rows_PD] if adapts_rows else tape.outputs
         # All tasks at once: they share no adapted value, so the sum's gradient is each task's own.
         grads = torch.autograd.grad(
@@ -196,9 +207,8 @@ class GeneralLoop:
             wanted,
             create_graph=second_order,
             retain_graph=second_order or keep_path,
-            # A model may read no row but through what its encoder made of events.
-            allow_unused=adapts_rows,
-            materialize_grads=adapts_rows,
+            allow_unused=may_be_unused,
+            materialize_grads=may_be_unused,
         )
         adapted.layers.step(tape, grads[: len(tape.outputs)], second_order)
         return replace(
@@ -211,7 +221,8 @@ class GeneralLoop:
         """Return the parameters after one step in closed form (closed_form.py)."""
         layout, rate = support.layout, self.config.inner_lr
         with adapted.layers.apply(layout) as tape:
-            output_N = self._model(self._inputs(support, adapted.rows_PD))
+            made = self._model(self._inputs(support, adapted.rows_PD))
+            output_N, auxiliary_N = split_output(made)
         # One loss: check_solvable refused several when the learner was made.
         (loss,) = self._objectives.inner.losses
         known_N = known_labels(support.label_N, support.weight)
@@ -221,8 +232,9 @@ class GeneralLoop:
             grad_N, hessian_N = grad_N * support.weight, hessian_N * support.weight
         # A row's output is its own: the gradient of their sum holds each one's Jacobian.
         jacobians = torch.autograd.grad(
-            output_N.sum(), tape.outputs, create_graph=second_order, retain_graph=second_order
-        )
+            output_N.sum(), tape.outputs, create_graph=second_order, retain_graph=second_order,
+            materialize_grads=auxiliary_N is not None,
+        )  # fmt: skip
         with torch.set_grad_enabled(second_order):
             layers = adapted.layers.gradients_of(tape, jacobians)
             rows_TS = layout.pad(grad_N), layout.pad(hessian_N)

@@ -21,6 +21,7 @@ from gmeta.data.features.support_statistics import NO_STATISTICS
 from gmeta.data.reader import open_reader
 from gmeta.distributed.cluster_spec import CapacityOverrides, Cluster, Speeds
 from gmeta.distributed.groups.costs import with_groups
+from gmeta.distributed.sequence.plan_events import LongEventsCost, estimate_long_events
 from gmeta.distributed.sharding_estimate import (
     RESERVED,
     ShardingEstimate,
@@ -52,6 +53,7 @@ class Capacity:
     step: StepWork
     tasks_per_step: int  # of all ranks
     measured: bool  # the ids are the dataset's, not stated
+    long_events: LongEventsCost | None  # None: no ranks encode a task together
     # Other ways to use the network: groups of ranks, steps between averages, and their estimates.
     levels: tuple[tuple[ShardingConfig, ShardingEstimate], ...] = ()
 
@@ -62,11 +64,12 @@ def plan_capacity(
     """Return the plan and the cost of a step. Raises ConfigError where the tables do not fit."""
     features, learner, data, dataset = _build_model(config, overrides)
     width, seed = config.model.embedding_dim, config.run.seed
-    step = _describe_step(
+    step, events_T = _describe_step(
         data, seed, width, overrides, features, learner, dataset, cluster.world_size
     )
     # A stated share of distinct ids replaces the counted one.
     is_measured = dataset is not None and not overrides.unique_share
+    long_events = _cost_long_events(config, learner, events_T, step, cluster.world_size)
     widths = widths_of_tables(features, config.model)
     sizes = {table.name: (table.num_rows, widths[table.name]) for table in features.tables}
 
@@ -80,6 +83,8 @@ def plan_capacity(
         check_clipping(plan, config.outer.clip_norm)
         description = describe_plan(plan, group.world_size, chosen)
         found = estimate(description, sizes, chosen, config.outer, step, group, speeds)
+        if long_events is not None:
+            found = _add_long_events(found, long_events, cluster, speeds)
         if chosen.groups == 1:
             return found
         counted = dataset if is_measured and not overrides.rows_per_task else None
@@ -121,7 +126,35 @@ def plan_capacity(
         )
     compared = other_levels(config.sharding, found, cluster, usable)
     levels = tuple((chosen, estimate_for(chosen)) for chosen in compared)
-    return Capacity(found, step, data.tasks_per_step, is_measured, levels)
+    return Capacity(found, step, data.tasks_per_step, is_measured, long_events, levels)
+
+
+def _cost_long_events(
+    config: TrainConfig, learner: MetaLearner, events_T: list[int], step: StepWork, ranks: int
+) -> LongEventsCost | None:
+    sharding = config.sharding
+    if sharding.sequence == "none" or learner.events is None:
+        return None
+    long_T = [one for one in events_T if one >= sharding.sequence_from]
+    rows = round(step.rows / step.tasks)
+    try:
+        return estimate_long_events(learner.events, sharding.sequence, long_T, rows, ranks)
+    except ValueError as error:
+        raise ConfigError(str(error)) from error
+
+
+def _add_long_events(
+    found: ShardingEstimate, cost: LongEventsCost, cluster: Cluster, speeds: Speeds
+) -> ShardingEstimate:
+    """Return the estimate with what long tasks keep on a GPU, and send."""
+    link = speeds.nvlink if cluster.world_size <= cluster.ranks_per_host else speeds.network
+    part = {"events of long tasks": (cost.sent_bytes, cost.sent_bytes / link)}
+    return replace(
+        found,
+        device_bytes_W=found.device_bytes_W + cost.kept_bytes,
+        fixed_bytes=found.fixed_bytes + cost.kept_bytes,
+        parts=found.parts | part,
+    )
 
 
 def _build_model(
@@ -188,17 +221,17 @@ def _describe_step(
     learner: MetaLearner,
     dataset: Dataset | None,
     world_size: int,
-) -> StepWork:
-    """Return the work of one rank in a step."""
+) -> tuple[StepWork, list[int]]:
+    """Return the work of one rank in a step, and the events of each task of all ranks."""
     tasks: float = -(-data.tasks_per_step // world_size)
     ids: dict[str, float] = {}
     measured: dict[str, float] = {}
     # Without a dataset half of a task's rows are support.
     support = query = overrides.rows_per_task / 2
-    num_events = 0
+    events_T: list[int] = []
     if dataset is not None:
         measured_step = _measure_step(data, seed, dataset, world_size)
-        tasks, support, query, measured, num_events = measured_step
+        tasks, support, query, measured, events_T = measured_step
         ids = measured
         # The ids grow with the rows: what is counted is scaled, not replaced.
         if overrides.rows_per_task:
@@ -217,16 +250,20 @@ def _describe_step(
     ids = {name: min(ids[name], most[name]) for name in most}
     # Matrix products are counted for one task of the mean size, then scaled to the rows of a step.
     sides = max(round(support), 1), max(round(query), 1)
+    num_events = sum(events_T) // max(len(events_T), 1)
     flops = count_flops(learner, features, width, *sides, num_events)
     num_weights = sum(weight.numel() for weight in learner.parameters())
-    return StepWork(tasks, rows, ids, flops * rows / sum(sides), num_weights)
+    # Those of the measured batches, as often as a step of all ranks has so many tasks.
+    num_tasks = round(tasks * world_size)
+    of_step = (events_T * -(-num_tasks // max(len(events_T), 1)))[:num_tasks]
+    return StepWork(tasks, rows, ids, flops * rows / sum(sides), num_weights), of_step
 
 
 def _measure_step(
     data: DataConfig, seed: int, dataset: Dataset, world_size: int
-) -> tuple[float, float, float, dict[str, float], int]:
+) -> tuple[float, float, float, dict[str, float], list[int]]:
     """Return a rank's tasks in a step, their support and query rows, the ids of each table, and
-    the events of a task."""
+    the events of each task that was looked at."""
     # Measured in the first batches: the rest of the split is not read.
     names = [table.name for table in dataset.features.tables]
     split = data.train_split
@@ -235,7 +272,8 @@ def _measure_step(
         # A split smaller than a step would give no batch: as many ranks as it has tasks for.
         world_size = max(1, min(world_size, dataset.split(split).num_episodes // tasks))
         data = replace(data, tasks_per_step=tasks * world_size)
-    support = rows = num_tasks = num_events = 0
+    support = rows = num_tasks = 0
+    events_T: list[int] = []
     id_counts: list[list[int]] = []
     with open_reader(data, seed, dataset, split, world_size - 1, world_size) as reader:
         # An epoch's last step is smaller: it would lower the mean.
@@ -244,13 +282,13 @@ def _measure_step(
         ):
             support += int(batch.support_lengths_T.sum())
             rows, num_tasks = rows + batch.num_rows, num_tasks + batch.num_tasks
-            num_events += int(batch.num_events_T.sum())
+            events_T += batch.num_events_T.tolist()
             # An id of several bundles or blocks counts in each of them, as it travels with each.
             id_counts.append(batch.unique_lengths_B.tolist())
     ids = dict(zip(names, np.mean(id_counts, axis=0).tolist(), strict=True))
     of_step = num_tasks / len(id_counts) if data.blocks_per_step else tasks
     sides = support / num_tasks, (rows - support) / num_tasks
-    return of_step, *sides, ids, num_events // num_tasks
+    return of_step, *sides, ids, events_T
 
 
 def count_flops(

@@ -1,15 +1,9 @@
 """What can be chosen about the labels; the [labels] section of a training config."""
 
-import math
 from dataclasses import dataclass
-from typing import Literal, TypeAlias, get_args
 
+from gmeta.config.losses import NAMED_LOSSES, Loss, kind_of_loss
 from gmeta_keys import key
-
-Loss: TypeAlias = Literal["bce", "mse", "huber", "mae", "softmax", "pairwise"]
-LOSSES = get_args(Loss)
-# As row_losses.defined_labels_N has them, without torch; other losses take every finite number.
-RANGES = {"bce": (0.0, 1.0), "softmax": (0.0, math.inf)}
 
 
 @dataclass(frozen=True)
@@ -17,8 +11,7 @@ class LabelsConfig:
     """What is learnt of each label of a dataset that has several; docs/training.md."""
 
     loss: dict[str, str] = key(
-        dict,
-        "by label: bce, mse, huber, mae, softmax or pairwise; outer.loss of those not named here",
+        dict, "by label: its loss, as outer.loss has it, which is that of labels not named here"
     )
     weight: dict[str, float] = key(dict, "by label: what its loss is multiplied by; else 1")
     adapt: tuple[str, ...] = key((), "labels that the inner loop adapts on; []: all")
@@ -50,11 +43,7 @@ class LabelsConfig:
                         f"{has}. Name one of them, or take it out"
                     )
         for name, loss in self.loss.items():
-            if loss not in LOSSES:
-                raise ValueError(
-                    f"labels.loss.{name} = {loss!r} is not allowed: choose one of "
-                    f"{', '.join(LOSSES)}"
-                )
+            NAMED_LOSSES.check_named(loss, f"labels.loss.{name}")
         if self.moments and (
             len(self.moments) != 2 * max(len(names), 1) or min(self.moments[1::2]) <= 0
         ):
@@ -88,6 +77,10 @@ class LabelsConfig:
         """Return the place of the label that headline metrics are of."""
         return names.index(self.judged) if self.judged else 0
 
-    def loss_kinds(self, loss: str, names: tuple[str, ...]) -> tuple[str, ...]:
+    def losses_of(self, loss: str, names: tuple[str, ...]) -> tuple[str, ...]:
         """Return the loss of each label; `loss` is that of labels without one of their own."""
         return tuple(self.loss.get(name, loss) for name in names) or (loss,)
+
+    def loss_kinds(self, loss: str, names: tuple[str, ...]) -> tuple[Loss, ...]:
+        """Return the same, with a loss of ours in place of a package's own: `kind_of_loss`."""
+        return tuple(map(kind_of_loss, self.losses_of(loss, names)))

@@ -54,7 +54,7 @@ def _default(item: dataclasses.Field[Any]) -> Any:
 def _with_allowed(key: Mapping[str, Any], hint: Any) -> str:
     """Return the help of a key, with its bounds, and the values allowed unless it names them."""
     text: str = key["help"]
-    choices = get_args(hint) if get_origin(hint) is Literal else ()
+    choices = choices_of(hint)
     if not all(re.search(rf"\b{re.escape(choice)}\b", text) for choice in choices):
         return f"{text} (one of {', '.join(choices)})"
     if "min" not in key:
@@ -62,6 +62,12 @@ def _with_allowed(key: Mapping[str, Any], hint: Any) -> str:
     each = "each " if get_origin(hint) is tuple else ""
     least, *most = (f"{key[end]:,}".removesuffix(".0") for end in ("min", "max") if end in key)
     return f"{text} ({each}{least} to {most[0]})" if most else f"{text} ({each}at least {least})"
+
+
+def choices_of(hint: Any) -> tuple[str, ...]:
+    """Return the texts that a key's type names, beside which it may allow others."""
+    parts = (hint,) if get_origin(hint) is Literal else get_args(hint)
+    return tuple(text for one in parts if get_origin(one) is Literal for text in get_args(one))
 
 
 def settings_from_dict(kind: type[Settings], raw: Mapping[str, Any]) -> Settings:
@@ -73,8 +79,7 @@ def settings_from_dict(kind: type[Settings], raw: Mapping[str, Any]) -> Settings
 def _wrong_type(key: str, hint: Any, value: object) -> str:
     if dataclasses.is_dataclass(hint):
         return f"{key} = {value!r} is a value, not a section. Write [{key}] in the config"
-    if get_origin(hint) is Literal:
-        known = get_args(hint)
+    if known := choices_of(hint):
         near = difflib.get_close_matches(str(value), known, n=1)
         meant = f". Did you mean {near[0]}?" if near and isinstance(value, str) else ""
         return f"{key} = {value!r} is not allowed: choose one of {', '.join(known)}{meant}"

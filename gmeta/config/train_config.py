@@ -10,7 +10,7 @@ import tomllib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, Literal, cast, get_args, get_origin, get_type_hints
+from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 from gmeta.config.algorithm import ALGORITHM_OPTIONS, AlgorithmConfig
 from gmeta.config.evaluation import EvaluationConfig
@@ -21,7 +21,8 @@ from gmeta.config.inputs import (
     NeighboursConfig,
     SupportFeaturesConfig,
 )
-from gmeta.config.labels import LabelsConfig, Loss
+from gmeta.config.labels import LabelsConfig
+from gmeta.config.losses import NAMED_LOSSES, Loss, kind_of_loss
 from gmeta.config.settings import (
     WORDING,
     describe_keys,
@@ -119,10 +120,11 @@ ADAGRADS = ("rowwise_adagrad", "adagrad")  # the optimizers that keep sums of sq
 class OuterConfig:
     """The outer loop: loss and optimizers."""
 
-    loss: Loss = key(
+    loss: Loss | str = key(
         "bce",
         "bce: labels 0 and 1 (clicks); mse, huber, mae: any number (ratings); softmax, "
-        "pairwise: the order of a task's rows",
+        "pairwise: the order of a task's rows; or your own as package.module:Name "
+        "(docs/extending.md)",
     )
     negatives: Literal["task", "step", "popular"] = key(
         "task",
@@ -271,10 +273,20 @@ class TrainConfig:
     run: RunConfig = field(default_factory=RunConfig)
 
     def loss_of(self, label: str = "") -> Loss:
-        """Return the loss of a label, or of one given another (`buy|click`); "": the headline's."""
+        """Return the loss of a label, or of one given another (`buy|click`); "": the headline's;
+        in place of a package's own that of ours which it is like (kind_of_loss)."""
+        return kind_of_loss(self.loss_name(label))
+
+    def loss_name(self, label: str = "") -> str:
+        """Return the loss of a label as the config has it; see `loss_of`."""
         name = label.partition("|")[0] or self.labels.judged
         # A dataset's own names are checked where it is opened: labels.loss by LabelsConfig.check.
-        return cast(Loss, self.labels.loss.get(name, self.outer.loss))
+        return self.labels.loss.get(name, self.outer.loss)
+
+    @property
+    def loss_names(self) -> list[str]:
+        """Return all losses that the config names."""
+        return sorted({self.outer.loss, *self.labels.loss.values()})
 
     @property
     def has_support_inputs(self) -> bool:
@@ -342,7 +354,13 @@ def config_from_dict(raw: Mapping[str, Any], is_saved: bool = False) -> TrainCon
     """Return a config from nested dicts, as TOML or JSON gives them; `is_saved`: see
     with_current_keys. Raises ConfigError: an unknown key, a wrong type, or a value outside its
     bounds."""
-    return with_every_option(settings_from_dict(TrainConfig, with_current_keys(raw, is_saved)))
+    config = settings_from_dict(TrainConfig, with_current_keys(raw, is_saved))
+    if not is_saved:  # whoever reads a saved one checks that its packages are trusted, too
+        try:
+            NAMED_LOSSES.check_named(config.outer.loss, NAMED_LOSSES.key)
+        except ValueError as error:
+            raise ConfigError(str(error)) from error
+    return with_every_option(config)
 
 
 def with_every_option(config: TrainConfig) -> TrainConfig:

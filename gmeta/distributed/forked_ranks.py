@@ -10,6 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from io import TextIOWrapper
 from multiprocessing.connection import Connection
+from pathlib import Path
 from typing import Any
 
 from gmeta.platform.forking import forking_context, let_server_end, server_pid, start
@@ -70,6 +71,9 @@ def _run_rank(
             opened = os.open(path, os.O_WRONLY | os.O_APPEND)
             os.dup2(opened, number)
             os.close(opened)
+    if sys.platform == "linux":
+        # For ps and top: else a rank would have the server's name.
+        Path("/proc/self/comm").write_text(f"gmeta-rank-{env['RANK']}")
     os.environ.clear()
     os.environ.update(env)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})

@@ -49,7 +49,7 @@ def make_unsharded_tables(
     """Return the tables in a collection, or in one for each width, with `outer.sparse_optimizer`
     fused into their backward; without values: see initialise_tables. Tables in `storages`, by name,
     are kept beyond the device."""
-    tables = _collections(features, model)
+    tables = _collections(features, model, storages)
     epsilon = {} if outer.sparse_optimizer == "sgd" else {"eps": ADAGRAD_EPSILON}
     settings = {"lr": outer.sparse_lr, **epsilon}
     update_in_backward(tables, SPARSE_OPTIMIZERS[outer.sparse_optimizer], settings)
@@ -63,7 +63,13 @@ def make_unsharded_tables(
     return tables
 
 
-def _collections(features: Features, model: ModelConfig) -> nn.Module:
+def _leave_as_it_is(values: torch.Tensor) -> None:
+    """Do nothing to a table that is made."""
+
+
+def _collections(
+    features: Features, model: ModelConfig, storages: Mapping[str, TableStorage]
+) -> nn.Module:
     widths = widths_of_tables(features, model)
     num_rows = {table.name: table.num_rows for table in features.tables}
     found: dict[str, nn.Module] = {}
@@ -74,6 +80,8 @@ def _collections(features: Features, model: ModelConfig) -> nn.Module:
                 embedding_dim=widths[name],
                 num_embeddings=num_rows[name],
                 feature_names=[module_name(name)],
+                # TorchRec would fill all of a file with values that others replace.
+                init_fn=_leave_as_it_is if name in storages else None,
             )
             for name in names
         ]

@@ -72,7 +72,8 @@ def evaluate_run(
     config = own_config = replace(config, evaluation=evaluation or config.evaluation)
     checkpoint = broadcast_checkpoint(checkpoint_of(folder), ranks)
     check_config(checkpoint, config)
-    check_registered(root, config.model, config.algorithm, folder.read_environment())
+    made_on = folder.read_environment()
+    check_registered(root, config.model, config.algorithm, config.loss_names, made_on)
     run_algorithm, step = config.algorithm, parse_checkpoint_step(checkpoint)
     # What its validation splits chose earlier: another dataset may not have them.
     saved_adaptation = (
@@ -116,6 +117,7 @@ def evaluate_run(
         algorithm=config.algorithm.name,
         model=config.model.name,
         loss=config.loss_of(),
+        loss_name=config.loss_name(),
         evaluation=config.evaluation,
         step=progress.step,
         predictions=with_raw_ids(

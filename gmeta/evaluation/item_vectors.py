@@ -23,8 +23,8 @@ if TYPE_CHECKING:
     from metaio.format.dataset import Dataset
 
 ALL_ITEMS = -1  # in evaluation.candidates
-# Fetched at a time, and scored at a time.
-_ITEMS_AT_ONCE, _ROWS_AT_ONCE = 65_536, 512
+# Items fetched at a time, and pairs of a row and an item scored at a time: 32 MB.
+_ITEMS_AT_ONCE, _PAIRS_AT_ONCE = 65_536, 8_000_000
 
 
 @dataclass(frozen=True)
@@ -42,8 +42,9 @@ class ItemVectors:
         place_N, place_V = self.catalogue.find(item_N), self.catalogue.find(known_V)
         starts_N1, num_items = offsets(known_N), len(self.vectors_AD)
         found = np.empty((len(item_N), 2), np.int32)
-        for first in range(0, len(item_N), _ROWS_AT_ONCE):
-            stop = min(first + _ROWS_AT_ONCE, len(item_N))
+        rows_at_once = max(_PAIRS_AT_ONCE // max(num_items, 1), 1)
+        for first in range(0, len(item_N), rows_at_once):
+            stop = min(first + rows_at_once, len(item_N))
             score_NA = user_ND[first:stop] @ self.vectors_AD.mT
             own = torch.from_numpy(np.maximum(place_N[first:stop], 0))
             own_N1 = score_NA.gather(1, own.unsqueeze(1))

@@ -22,17 +22,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from gmeta.losses.ranking import list_grads, list_losses
-from gmeta.losses.row_losses import (
-    ANY_NUMBER,
-    LossFunction,
-    errors_N,
-    in_float32,
-    row_grads_N,
-    row_losses_N,
-)
+from gmeta.losses.row_losses import LossFunction, errors_N, in_float32, row_grads_N, row_losses_N
 
 if TYPE_CHECKING:
-    from gmeta.config.labels import LabelsConfig
     from gmeta.losses.ranking import TaskLists
 
 
@@ -191,7 +183,7 @@ class Objectives(NamedTuple):
     def of(
         cls, loss: str, huber_delta: float = 1.0, moments: tuple[tuple[float, float], ...] = ()
     ) -> Objectives:
-        """Return the objectives of one label that has this loss."""
+        """Return the objectives of one label that has this loss of ours."""
         losses = LabelLosses((LossFunction(loss, huber_delta),), (1.0,), (-1,), moments)
         return cls(losses, losses)
 
@@ -253,53 +245,12 @@ def known_labels(label: Tensor, weight: Tensor | None) -> Tensor:
     return label if weight is None else torch.where(weight > 0, label, 0.0)
 
 
-def make_objectives(
-    loss: str,
-    huber_delta: float,
-    config: LabelsConfig,
-    names: tuple[str, ...],
-    weighed: tuple[str, ...] = (),
-) -> Objectives:
-    """Return the objectives of a dataset's labels, `names`; of one without a name by `loss`. The
-    outer loop learns those in `weighed` by fake-negative weights, as its rows are shown twice."""
-    config.check(names)
-    moments: tuple[tuple[float, float], ...] = ()
-    if config.standardise and config.moments:
-        # Probabilities and scores have no units.
-        kinds, pairs = config.loss_kinds(loss, names), zip(*[iter(config.moments)] * 2, strict=True)
-        of_labels = zip(kinds, pairs, strict=True)
-        moments = tuple(pair if kind in ANY_NUMBER else (0.0, 1.0) for kind, pair in of_labels)
-    if not names:
-        return Objectives.of(loss, huber_delta, moments)
-    losses = tuple(LossFunction(config.loss.get(name, loss), huber_delta) for name in names)
-    before = tuple(
-        names.index(config.entire_space[name]) if name in config.entire_space else -1
-        for name in names
-    )
-    for name, own, at in zip(names, losses, before, strict=True):
-        if at >= 0 and {own.kind, losses[at].kind} != {"bce"}:
-            raise ValueError(
-                f"labels.entire_space has {name} among {names[at]}, of losses {own.kind} and "
-                f"{losses[at].kind}: a product is of probabilities. Give both the loss bce"
-            )
-    outer = tuple(
-        own._replace(comes_late=name in weighed) for name, own in zip(names, losses, strict=True)
-    )
-    for name, own in zip(names, outer, strict=True):
-        if own.comes_late and own.kind != "bce":
-            raise ValueError(
-                f'label {name} of the schema has unripe = "weigh", and the loss {own.kind}: a '
-                "weight is of a probability. Give it the loss bce, or let its rows wait"
-            )
-    weights = tuple(config.weight.get(name, 1.0) for name in names)
-    adapts = config.adapt or names
-    # The inner loop leaves a label out by the weight 0: the outputs stay the same.
-    inner = tuple(
-        weight if name in adapts else 0.0 for name, weight in zip(names, weights, strict=True)
-    )
-    return Objectives(
-        LabelLosses(losses, inner, before, moments), LabelLosses(outer, weights, before, moments)
-    )
+def weigh_rows_N(values_N: Tensor, weight: Tensor | None) -> Tensor:
+    """Return values that belong to a row, not to a label, as its loss counts them: times its
+    weight, 0 where no label is known; `weight` as `label_weights`."""
+    if weight is None:
+        return values_N
+    return values_N * (weight if weight.dim() == 1 else weight.amax(dim=1)).to(values_N.dtype)
 
 
 def _softplus(values: Tensor) -> Tensor:

@@ -5,13 +5,16 @@ Shape suffix: N rows"""
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+
+if TYPE_CHECKING:
+    from gmeta.config.losses import CustomLoss
 
 HALVES = (torch.bfloat16, torch.float16)
 RANKING = ("softmax", "pairwise")
@@ -32,12 +35,13 @@ class LossFunction(NamedTuple):
     `bce` on logits; with the error e, `mse`: e^2, without a factor 1/2; `mae`: |e|; `huber`,
     Huber's loss (1964): e^2 / 2 up to an error of d = `huber_delta`, then d (|e| - d / 2). The
     minimiser of `mae` is the median, that of `huber` lies between it and the mean. `softmax` and
-    `pairwise`: ranking.py."""
+    `pairwise`: ranking.py. Of a package's `own` loss `kind` only says what a model predicts."""
 
     kind: str
     huber_delta: float = 1.0
     # Of bce: rows are shown as of label 0 at first, and once more as of label 1 when it comes.
     comes_late: bool = False
+    own: CustomLoss | None = None
 
     @property
     def ranks(self) -> bool:
@@ -49,6 +53,9 @@ def row_losses_N(loss: LossFunction, output_N: Tensor, label_N: Tensor) -> Tenso
     """Return the loss of each row, in float32 at least."""
     output_N = in_float32(output_N)
     label_N = label_N.to(output_N.dtype)
+    if loss.own is not None:
+        losses_N = loss.own.call(loss.own.function, output_N, label_N)
+        return losses_N * late_weights_N(output_N, label_N) if loss.comes_late else losses_N
     if loss.kind == "bce":
         losses_N = F.binary_cross_entropy_with_logits(output_N, label_N, reduction="none")
         return losses_N * late_weights_N(output_N, label_N) if loss.comes_late else losses_N
@@ -66,6 +73,8 @@ def weighted_sum(losses_N: Tensor, weights_N: Tensor) -> Tensor:
 
 def row_grads_N(loss: LossFunction, output_N: Tensor, label_N: Tensor) -> Tensor:
     """Return the first derivative of each row's loss, differentiable once more."""
+    if loss.own is not None:
+        return _slopes_N(loss, output_N, label_N)
     if loss.kind == "bce":
         grads_N = output_N.sigmoid() - label_N
         return grads_N * late_weights_N(output_N, label_N) if loss.comes_late else grads_N
@@ -73,6 +82,33 @@ def row_grads_N(loss: LossFunction, output_N: Tensor, label_N: Tensor) -> Tensor
     if loss.kind == "huber":
         return error_N.clamp(-loss.huber_delta, loss.huber_delta)
     return error_N.sign() if loss.kind == "mae" else error_N * 2.0
+
+
+def _slopes_N(loss: LossFunction, output_N: Tensor, label_N: Tensor) -> Tensor:
+    is_graphed = torch.is_grad_enabled() and output_N.requires_grad
+    with torch.enable_grad():
+        seen_N = output_N if is_graphed else output_N.detach().requires_grad_()
+        # A row's loss is its own: the gradient of their sum holds each one's derivative.
+        total = row_losses_N(loss, seen_N, label_N).sum()
+        (slope_N,) = torch.autograd.grad(total, seen_N, create_graph=is_graphed)
+    return slope_N
+
+
+def curvatures_N(loss: LossFunction, output_N: Tensor, label_N: Tensor) -> Tensor:
+    """Return the second derivative of each row's `own` loss, at least 0."""
+    assert loss.own is not None
+    if loss.own.curvature is not None:
+        return loss.own.call(loss.own.curvature, output_N, label_N)
+    with torch.enable_grad():
+        seen_N = output_N if output_N.requires_grad else output_N.detach().requires_grad_()
+        slope_N = _slopes_N(loss, seen_N, label_N)
+        if not slope_N.requires_grad:  # a loss of straight lines
+            return torch.zeros_like(output_N)
+        (curve_N,) = torch.autograd.grad(
+            slope_N.sum(), seen_N, create_graph=True, materialize_grads=True
+        )
+    # Below 0 a solved step would lead uphill.
+    return curve_N.clamp(min=0.0)
 
 
 def late_weights_N(output_N: Tensor, label_N: Tensor) -> Tensor:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 from typing import Literal, TypeAlias
 
 from gmeta.config.evaluation import LIKED, EvaluationConfig
-from gmeta.config.labels import Loss
+from gmeta.config.losses import Loss
 from gmeta.errors import ConfigError
 from gmeta.metrics.custom_metrics import NAMED_METRICS, is_custom
 from gmeta.metrics.metric_info import CANDIDATE_TEXTS, OVER_CANDIDATES, TEXTS, MetricInfo

@@ -2,16 +2,15 @@
 
 import math
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from gmeta.errors import GMetaError
 from gmeta.metrics.terms import Floats, Ints, Terms, undefined_terms, with_influence
-from gmeta_keys.plugins import Registry, describe_package
+from gmeta_keys.plugins import Registry
 from gmeta_keys.translate_errors import format_foreign_error, translate_errors
 
 # N rows, T tasks, G groups of tasks
@@ -47,19 +46,6 @@ NAMED_METRICS: Registry[Metric] = Registry(
 def is_custom(name: str) -> bool:
     """Return whether a name is an import path or an entry point."""
     return bool(re.fullmatch(r"[\w.]+:[\w.]+", name)) or name in NAMED_METRICS.names()
-
-
-def check_trusted(path: Path, names: Iterable[str], made_on: Mapping[str, Any]) -> None:
-    """Raise GMetaError unless all custom metrics of the run at `path` are of packages that this
-    machine trusts; `made_on` is the run's environment."""
-    for name in names:
-        try:
-            NAMED_METRICS.check_trusted(name)
-        except ValueError as error:
-            problem = describe_package(made_on, f"{KEY}: {name}")
-            raise GMetaError(
-                f"{path} was made with {error}: docs/extending.md.{problem}"
-            ) from error
 
 
 def try_out(name: str) -> None:

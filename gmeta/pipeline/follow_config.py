@@ -71,6 +71,9 @@ class JudgeSection:
     split: str = key("gate", "split of the tasks that no increment trains")
     margin: float = key(0.0, "loss that may be worse by chance; 0: 1 % of the champion's", min=0)
     pool: int = key(7, "earlier increments to add where tasks are few", min=0, max=1000)
+    calibration: tuple[float, ...] = key(
+        (0.9, 1.1), "least and most mean prediction over mean label of clicks", min=0.0
+    )
     max_refused: int = key(
         3,
         "candidates refused in a row, each trained on from the model that serves, before the loop "
@@ -104,6 +107,11 @@ def load_follow_config(path: Path) -> FollowConfig:
             raise ConfigError(f"follow.{name} is empty: it is required. Set it in {path}")
     for name in ("stream", "runs", "channel", "best"):
         check_local(f"follow.{name}", getattr(config.follow, name))
+    band = config.judge.calibration
+    if len(band) != 2 or not band[0] <= 1 <= band[1]:
+        raise ConfigError(
+            f"judge.calibration = {list(band)} is no least and most around 1. Write e.g. [0.9, 1.1]"
+        )
     if config.kafka.servers:
         if not config.kafka.topic:
             raise ConfigError(f"kafka.topic is empty: it is required. Set it in {path}")

@@ -42,8 +42,8 @@ def read_days(loop: Pipeline) -> list[Day]:
                 window_s=(record.window[0] / ticks_per_s, record.window[1] / ticks_per_s),
                 verdict=loop.verdict(number) or {},
                 version=loop.channel.version(promoted or 0) if is_kept else None,
-                forecast=_read_scores(root / "run" / PREQUENTIAL_FILE),
-                frozen=_read_scores(root / FROZEN_FILE),
+                forecast=read_scores(root / "run" / PREQUENTIAL_FILE),
+                frozen=read_scores(root / FROZEN_FILE),
                 best_auc=_best_of(record, best),
                 took_s=_read_seconds(root / ENDED_FILE),
             )
@@ -51,8 +51,8 @@ def read_days(loop: Pipeline) -> list[Day]:
     return days
 
 
-def _read_scores(path: Path) -> dict[str, float]:
-    # For the page alone: what cannot be read is left out.
+def read_scores(path: Path) -> dict[str, float]:
+    """Return the scores of an increment in a file of a stage; what cannot be read is left out."""
     with suppress(OSError, ValueError, LookupError, TypeError):
         scores = read_json(path)["splits"][TRAINED_ON]["scores"]
         return {name: float(value) for name, value in scores.items() if value is not None}

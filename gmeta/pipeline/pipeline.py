@@ -15,7 +15,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, final
 
-from gmeta.config.labels import RANGES
+from gmeta.config.losses import RANGES
 from gmeta.config.train_config import load_config
 from gmeta.errors import GMetaError, NotFiniteError, UserError
 from gmeta.pipeline.follow_config import FollowConfig
@@ -67,6 +67,7 @@ class Pipeline:
         self._stream = config.follow.stream
         self._run_stage, self._last_line = run_stage, last_line
         self.under_way: RunningStage | None = None
+        self.failed_stage = ""  # the last that failed, until that is counted
         # Fingerprints of increments whose run was trained on them.
         self._run_on: set[str] = set()
         self._files, self._quarantine_checks = TakenFiles(self._stream), QuarantineChecks()
@@ -317,8 +318,7 @@ class Pipeline:
         # Rows with labels that a loss does not take would fail every training.
         train = load_config(self.config.follow.train, ["data.path=-", "run.dir=-"])
         for name in schema.label_columns:
-            loss = train.labels.loss.get(name, train.outer.loss)
-            if loss in RANGES:
+            if (loss := train.loss_of(name)) in RANGES:
                 least, most = RANGES[loss]
                 arguments += ["--label-range", f"{name}={least:g}:{most:g}"]
         arguments += ["--strict"] if self._is_strict else []
@@ -377,6 +377,7 @@ class Pipeline:
         arguments = ["judge", str(candidate), "--champion", str(self.channel.root)]
         arguments += ["--on", dataset, "--split", judge.split, "--pool", str(judge.pool)]
         arguments += ["--margin", str(judge.margin)] if judge.margin else []
+        arguments += ["--calibration", ":".join(map(str, judge.calibration))]
         arguments += ["--out", str(root / "verdict.json")]
         _, took_s = self._run(number, arguments, allowed=(0, SET_ASIDE))
         # This candidate may have been judged before, against another champion.
@@ -470,6 +471,7 @@ class Pipeline:
         finally:
             self.under_way = None
         if code not in allowed:
+            self.failed_stage = stage
             # The exit code says whether the user can correct it.
             kind = UserError if code == UserError.exit_code else GMetaError
             why = self._last_line(log).removeprefix("error: ")

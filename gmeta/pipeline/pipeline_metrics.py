@@ -33,6 +33,12 @@ _GAUGES: tuple[tuple[str, str, Callable[[PipelineStatus], float | None]], ...] =
     ("waiting_partitions", "closed partitions not yet in the stream", lambda now: now.waiting),
     ("held_files", "late or too few: part of the next increment", lambda now: now.held),
     ("refused_in_a_row", "candidates refused since the last promotion", lambda now: now.refused),
+    ("increment_rows", "training rows of the newest increment", lambda now: now.rows),
+    (
+        "calibration",
+        "mean prediction over mean label of the newest candidate, on rows it was judged by",
+        lambda now: now.calibration,
+    ),
     ("quarantined_files", "files that the screen refused", lambda now: now.quarantined),
     (
         "failing",
@@ -67,9 +73,15 @@ class PipelineMetrics:
         self._stages = Counter(
             "gmeta_follow_stages", "stages done", ["stage"], registry=self.registry
         )
+        self._failures = Counter(
+            "gmeta_follow_failures", "stages that failed", ["stage"], registry=self.registry
+        )
+        text = "scores of the newest increment by the model before it was trained on its labels"
+        self._forecast = Gauge("gmeta_follow_forecast", text, ["metric"], registry=self.registry)
         for stage in STAGES:
             # A series that is there from the start, at 0: a rate over it sees the first stage.
             self._stages.labels(stage)
+            self._failures.labels(stage)
             self._running.labels(stage).set_function(partial(self._running_s, stage))
 
     def count_stage(self, outcome: StageOutcome) -> None:
@@ -80,9 +92,14 @@ class PipelineMetrics:
     def refresh(self) -> None:
         """Read the status of the loop, which the gauges show from then on."""
         self.status = read_status(self._pipeline)
+        for metric, score in self.status.forecast.items():
+            self._forecast.labels(metric).set(score)
 
     def note_failure(self, why: str) -> None:
         """Set why the next stage fails; what waits is still counted."""
+        stage, self._pipeline.failed_stage = self._pipeline.failed_stage, ""
+        if stage:
+            self._failures.labels(stage).inc()
         # The status is read from what may be failing.
         with suppress(GMetaError, MetaIOError, OSError):
             self.refresh()

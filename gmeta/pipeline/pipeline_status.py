@@ -7,6 +7,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from gmeta.pipeline.outcome_reader import read_scores
+from gmeta.runs.run_folder import PREQUENTIAL_FILE
 from gmeta.serving.channel.channel import CurrentVersion
 from metaio.quantities import format_count, format_duration
 from metaio.stream.chain import format_event_time, list_increment_numbers, open_stream
@@ -16,6 +18,7 @@ if TYPE_CHECKING:
 
 # A window that begins so far ahead of now is wrong; so is one behind so many late partitions.
 _AHEAD_S, _MOST_LATE = 2 * 86_400, 3
+_LOOKED_AT = 3  # increments, for scores of the newest
 
 
 @dataclass(frozen=True)
@@ -37,6 +40,11 @@ class PipelineStatus:
     stuck: str = ""
     newest_alarms: tuple[str, ...] = ()
     fresh_s: float = 0.0
+    rows: int | None = None  # of the newest increment, to train on
+    # Of the newest increments that have them: scores of the model before it was trained on these
+    # labels, and the candidate's mean prediction over the mean label.
+    forecast: Mapping[str, float] = field(default_factory=dict)
+    calibration: float | None = None
 
     @property
     def quarantined(self) -> int:
@@ -104,6 +112,10 @@ def read_status(pipeline: Pipeline) -> PipelineStatus:
     served = [
         n for n in numbers if current is not None and pipeline.promoted_version(n) == current.number
     ]
+    # The newest may not be trained, or judged, yet.
+    newest = numbers[: -1 - _LOOKED_AT : -1]
+    forecasts = (read_scores(pipeline.folder(n) / "run" / PREQUENTIAL_FILE) for n in newest)
+    verdicts = (pipeline.verdict(n) or {} for n in newest)
     end_s = stream.record(served[-1]).window[1] / stream.ticks_per_s if served else None
     return PipelineStatus(
         prepared=numbers[-1],
@@ -111,5 +123,13 @@ def read_status(pipeline: Pipeline) -> PipelineStatus:
         event_end_s=end_s,
         refused=len(pipeline.refused_before(numbers[-1] + 1)),
         newest_alarms=tuple(stream.newest.report.get("alarms", ())),
+        rows=stream.newest.num_rows,
+        forecast=next(filter(None, forecasts), {}),
+        calibration=next(filter(None, (_read_calibration(one) for one in verdicts)), None),
         **shared,
     )
+
+
+def _read_calibration(verdict: Mapping[str, Any]) -> float | None:
+    measured = verdict.get("calibration")
+    return measured.get("value") if isinstance(measured, dict) else None

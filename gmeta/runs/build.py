@@ -1,6 +1,6 @@
 """From a config to dataset and model, without ranks or TorchRec: a launcher checks it first."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -21,6 +21,7 @@ from gmeta.config.inputs import (
     SupportFeaturesConfig,
 )
 from gmeta.config.labels import LabelsConfig
+from gmeta.config.losses import NAMED_LOSSES
 from gmeta.config.sharding import check_sequences, check_sharding, keeps_tables_beyond
 from gmeta.config.table_names import module_name
 from gmeta.config.table_widths import widths_of_tables
@@ -35,15 +36,17 @@ from gmeta.data.item_draws import ItemDraws
 from gmeta.data.label_checks import check_first_labels, scored_labels
 from gmeta.data.opening import open_data
 from gmeta.data.reader import task_cost_of
-from gmeta.errors import ConfigError, GMetaError
+from gmeta.errors import ConfigError
 from gmeta.learner import MetaLearner
-from gmeta.losses.objectives import Objectives, make_objectives
+from gmeta.losses.named_losses import make_objectives
+from gmeta.losses.objectives import Objectives
 from gmeta.losses.row_losses import defined_labels_N
 from gmeta.metrics.catalogue import custom_names, label_of
 from gmeta.metrics.custom_metrics import NAMED_METRICS, try_out
 from gmeta.runs.early_stop import make_early_stop
 from gmeta.runs.logging.hook_registry import NAMED_CALLBACKS, NAMED_LOGGERS, find_hooks
-from gmeta_keys.plugins import Registry, describe_package
+from gmeta.runs.trusted_names import check_trusted
+from gmeta_keys.plugins import Registry
 from gmeta_models.gated import head_layers
 from gmeta_models.initial_sum import keep_sum_units, list_sum_layers
 from gmeta_models.model_config import InputSizes, ModelConfig, SparseColumn
@@ -137,7 +140,7 @@ def build(config: TrainConfig) -> tuple[Dataset, MetaLearner]:
             labels = replace(labels, moments=moments)
         # A config may have the prior of an earlier run: then the inputs mean the same.
         if config.has_support_inputs and LabelPrior.from_config(settings) is None:
-            prior = estimate_label_prior(config.data.train_split, config.outer.loss, dataset)
+            prior = estimate_label_prior(config.data.train_split, config.loss_of(), dataset)
             settings = replace(settings, label_prior=prior)
         statistics = build_statistics(settings, dataset.features, items, config.neighbours)
         learner = build_learner(
@@ -238,24 +241,23 @@ def _list_custom_metrics(evaluation: EvaluationConfig, early_stop_metric: str) -
 
 
 def check_registered(
-    path: Path, model: ModelConfig, algorithm: AlgorithmConfig, made_on: Mapping[str, Any]
+    path: Path,
+    model: ModelConfig,
+    algorithm: AlgorithmConfig,
+    losses: Iterable[str],
+    made_on: Mapping[str, Any],
 ) -> None:
-    """Raise GMetaError unless this machine has, and trusts, the model and algorithm of a run or
-    export at `path`; `made_on` is its environment."""
-    for registry, name in _list_registered_names(model, algorithm):
-        try:
-            registry.check_trusted(name)
-        except ValueError as error:
-            needed = describe_package(made_on, registry.key)
-            raise GMetaError(f"{path} was made with {error}: docs/extending.md.{needed}") from error
+    """Raise GMetaError unless this machine has, and trusts, the model, algorithm and losses of a
+    run or export at `path`; `made_on` is its environment."""
+    check_trusted(path, _list_registered_names(model, algorithm, losses), made_on)
 
 
-def find_plugins(model: ModelConfig, algorithm: AlgorithmConfig) -> dict[str, dict[str, str]]:
-    """Return package and version of each model and algorithm of another package, by config key."""
-    found = {
-        registry.key: registry.package_of(name)
-        for registry, name in _list_registered_names(model, algorithm)
-    }
+def find_plugins(
+    model: ModelConfig, algorithm: AlgorithmConfig, losses: Iterable[str]
+) -> dict[str, dict[str, str]]:
+    """Return package and version of each model, algorithm and loss of another package, by key."""
+    named = _list_registered_names(model, algorithm, losses)
+    found = {key: registry.package_of(name) for key, (registry, name) in named.items()}
     return {key: package for key, package in found.items() if package}
 
 
@@ -271,14 +273,18 @@ def find_all_plugins(config: TrainConfig) -> dict[str, dict[str, str]]:
         *((NAMED_CALLBACKS, name) for name in run.callbacks),
     ]
     found = {f"{part.key}: {name}": part.package_of(name) for part, name in names_by_registry}
-    model_plugins = find_plugins(config.model, config.algorithm)
+    model_plugins = find_plugins(config.model, config.algorithm, config.loss_names)
     return model_plugins | {key: package for key, package in found.items() if package}
 
 
 def _list_registered_names(
-    model: ModelConfig, algorithm: AlgorithmConfig
-) -> tuple[tuple[Registry[Any], str], ...]:
-    return (NAMED_MODELS, model.name), (NAMED_ALGORITHMS, algorithm.name)
+    model: ModelConfig, algorithm: AlgorithmConfig, losses: Iterable[str]
+) -> dict[str, tuple[Registry[Any], str]]:
+    return {
+        NAMED_MODELS.key: (NAMED_MODELS, model.name),
+        NAMED_ALGORITHMS.key: (NAMED_ALGORITHMS, algorithm.name),
+        **{f"{NAMED_LOSSES.key}: {name}": (NAMED_LOSSES, name) for name in losses},
+    }
 
 
 def check_source(data: DataConfig) -> None:

@@ -94,14 +94,15 @@ def make_scoring(config: TrainConfig, label: str = "") -> Scoring:
 
 
 def describe_choices(
-    scoring: Scoring, early_stop: EarlyStop, valid_splits: tuple[str, ...], standardises: bool
-) -> str:
+    scoring: Scoring, early_stop: EarlyStop, valid_splits: tuple[str, ...], standardises: bool,
+    loss_name: str = "",
+) -> str:  # fmt: skip
     """Return the line that says by what a run was trained and chosen, and is compared now."""
     kept = f"checkpoints by {early_stop.metric} of {', '.join(valid_splits)}, " * bool(valid_splits)
     units = " of standardised labels" * standardises
     return (
-        f"judged by: {scoring.names[0]}; trained with {scoring.loss}{units}, {kept}inner rates by "
-        f"{scoring.measure}, trees fitted to {scoring.fitted_loss}"
+        f"judged by: {scoring.names[0]}; trained with {loss_name or scoring.loss}{units}, "
+        f"{kept}inner rates by {scoring.measure}, trees fitted to {scoring.fitted_loss}"
     )
 
 

@@ -8,10 +8,9 @@ from typing import Any
 
 from gmeta.config.train_config import TrainConfig
 from gmeta.errors import UserError
-from gmeta.metrics.catalogue import custom_names, label_of
-from gmeta.metrics.custom_metrics import check_trusted
 from gmeta.runs.early_stop import make_early_stop
 from gmeta.runs.run_folder import CONFIG_FILE, ENVIRONMENT_FILE, RunFolder
+from gmeta.runs.trusted_names import read_trusted_config
 
 MAX_DEPTH = 3  # folders below the given one: runs/DATA/NAME, and one more
 NOT_COMPARED = ("run.dir",)  # never the same
@@ -55,10 +54,8 @@ def _iterate_below(root: Path, depth: int) -> Iterator[RunFolder]:
 
 def summarise_run(folder: RunFolder) -> RunSummary:
     """Return a run's line."""
-    config, history = folder.read_config(), folder.read_metrics()
     # The first metric, or that of early stopping, decides; its code says what is better.
-    metric_name = [*config.evaluation.metrics, label_of(config.run.early_stop_metric)[0]]
-    check_trusted(folder.root, custom_names(metric_name), folder.read_environment())
+    config, history = read_trusted_config(folder), folder.read_metrics()
     early_stop = make_early_stop(config)
     metric = early_stop.metric
     scored = [

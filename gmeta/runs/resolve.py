@@ -28,12 +28,11 @@ def resolve(config: TrainConfig) -> TrainConfig:
         num_tasks = data.mean_tasks_per_step(trained.num_episodes, trained.num_rows)
         data = replace(data, tasks_per_step=num_tasks)
     config = replace(config, data=data, run=run)
-    labels, inputs, split, loss = (
-        config.labels, config.support_features, data.train_split, config.outer.loss,
-    )  # fmt: skip
+    labels, inputs, split = config.labels, config.support_features, data.train_split
     if labels.standardise and not labels.moments:
         # Weights keep their units; that they have some is checked with the checkpoint.
-        before, kinds = _read_earlier_config(run), labels.loss_kinds(loss, dataset.features.labels)
+        before = _read_earlier_config(run)
+        kinds = labels.loss_kinds(config.outer.loss, dataset.features.labels)
         known = before.labels.moments if before else ()
         moments = known or estimate_moments(split, kinds, dataset)
         config = replace(config, labels=replace(labels, moments=moments))
@@ -41,7 +40,7 @@ def resolve(config: TrainConfig) -> TrainConfig:
         # The stream's first run decides: another day's prior would change the inputs' meaning.
         before = _read_earlier_config(run)
         known = before.support_features.label_prior if before else ()
-        prior = known or tuple(estimate_label_prior(split, loss, dataset))
+        prior = known or tuple(estimate_label_prior(split, config.loss_of(), dataset))
         config = replace(config, support_features=replace(inputs, label_prior=prior))
     return config
 

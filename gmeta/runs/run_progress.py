@@ -1,6 +1,6 @@
 """A run's progress, which its checkpoints hold beside the model."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 
 @dataclass(frozen=True)
@@ -15,6 +15,14 @@ class RunProgress:
     best_score: float | None = None
     best_step: int = 0
     stale: int = 0
+
+    def after_step(self) -> "RunProgress":
+        """Return the progress one step on."""
+        return replace(self, step=self.step + 1, epoch_step=self.epoch_step + 1)
+
+    def after_epoch(self) -> "RunProgress":
+        """Return the progress at the beginning of the next epoch."""
+        return replace(self, epoch=self.epoch + 1, epoch_step=0)
 
     @property
     def is_best(self) -> bool:

@@ -14,6 +14,8 @@ import numpy.typing as npt
 from metaio.format.features import Features
 from metaio.ragged import Float32, Int64, index_entries, offsets, sum_rows
 
+IS_EVENT, EVENT_ALONE = 1.0, 2.0
+
 
 @dataclass(frozen=True)
 class EncodedColumns:
@@ -29,13 +31,20 @@ class EncodedColumns:
     values_V: npt.NDArray[np.integer[Any]]
     # W is 1 where rows have weights, else 0.
     weight_NW: Float32
-    # Of a model that reads events: seconds and whether the row is one; else E is 0.
+    # Of a model that reads events: seconds, and whether the row is one (IS_EVENT), or nothing else
+    # (EVENT_ALONE, among support rows: it has no label); else no columns.
     event_times: npt.NDArray[np.float64]
 
     @property
     def num_rows(self) -> int:
         """Return N."""
         return len(self.label_N)
+
+    @property
+    def is_alone_N(self) -> npt.NDArray[np.bool_]:
+        """Return which rows are events alone."""
+        is_alone_N: npt.NDArray[np.bool_] = (self.event_times == EVENT_ALONE)[:, 1:].any(axis=1)
+        return is_alone_N
 
 
 def split_rows(rows: EncodedColumns, lengths: Sequence[int]) -> list[EncodedColumns]:
@@ -47,6 +56,13 @@ def split_rows(rows: EncodedColumns, lengths: Sequence[int]) -> list[EncodedColu
         arrays["values_V"] = rows.values_V[value_ends[first] : value_ends[stop]]
         parts.append(EncodedColumns(**arrays))
     return parts
+
+
+def count_labelled(rows: EncodedColumns, lengths: Sequence[int]) -> list[int]:
+    """Return how many of consecutive stretches of `lengths` rows are no events alone."""
+    ends = offsets(lengths)
+    counts: list[int] = np.diff(offsets(~rows.is_alone_N)[ends]).tolist()
+    return counts
 
 
 def take_rows(rows: EncodedColumns, chosen: Int64) -> EncodedColumns:

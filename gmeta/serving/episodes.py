@@ -26,7 +26,8 @@ def task_batch(
     chosen_E: tuple[Int64, Int64],
     lengths_T: tuple[Int64, Int64],
 ) -> TaskBatch:
-    """Return a batch of the rows `chosen_E` (indices of each side), `lengths_T` of them a task."""
+    """Return a batch of the rows `chosen_E` (indices of each side), `lengths_T` of them a task;
+    those that are events alone are known to the others, and not among them."""
     support_E, query_E = chosen_E
     support_T, query_T = lengths_T
     # A block holds each task's support rows and then its query rows; here each side is one array.
@@ -36,6 +37,11 @@ def task_batch(
     # One task's query rows, as most requests have them, stand as they should.
     if not np.array_equal(order_N, np.arange(both.num_rows)):
         both = take_rows(both, order_N)
+    events, event_task = None, owners(support_T + query_T)
+    if (is_alone_N := both.is_alone_N).any():
+        events, event_task = take_rows(both, np.flatnonzero(is_alone_N)), event_task[is_alone_N]
+        both = take_rows(both, np.flatnonzero(~is_alone_N))
+        support_T = support_T - np.bincount(event_task, minlength=len(support_T))
     rows = Rows(
         # Numbered within the batch, which may hold several pieces of one long task.
         task_T=np.arange(len(support_T)),
@@ -49,23 +55,43 @@ def task_batch(
         weight_N=both.weight_NW.ravel(),
     )
     if features.events:
-        rows = _with_events(features, rows, both.event_times)
+        rows = _with_events(features, rows, both.event_times, events, event_task)
     return compose(features, [(build_block(features, rows), np.arange(len(support_T)))])
 
 
-def _with_events(features: Features, rows: Rows, event_times: npt.NDArray[np.float64]) -> Rows:
-    """Return the rows with their tasks' events: support rows, of which a query row knows all."""
+def _with_events(
+    features: Features,
+    rows: Rows,
+    event_times: npt.NDArray[np.float64],
+    alone: EncodedColumns | None,
+    task_of_alone: Int64,
+) -> Rows:
+    """Return the rows with their tasks' events: support rows, of which a query row knows all, and
+    those that are events alone."""
     is_support_N = find_firsts(rows.row_lengths_T, rows.support_lengths_T)
     singles = [name_event_column(feature.name) for feature in features.single]
-    timed = TimedRows(
-        task_N=owners(rows.row_lengths_T),
-        time_N=np.where(is_support_N, event_times[:, 0], np.inf),
-        tie_N=np.arange(len(event_times)),
-        is_event_N=is_support_N & (event_times[:, 1] > 0),
-        seconds_N=event_times[:, 0],
-        ids_NM=rows.ids_NF[:, [singles.index(feature.name) for feature in features.events]],
-        dense_NK=rows.dense_NK[:, [features.dense.index(name) for name in features.event_dense]],
-    )
+    columns = [singles.index(feature.name) for feature in features.events]
+    numbers = [features.dense.index(name) for name in features.event_dense]
+    parts = [
+        TimedRows(
+            task_N=owners(rows.row_lengths_T),
+            time_N=np.where(is_support_N, event_times[:, 0], np.inf),
+            tie_N=np.zeros(len(event_times)),
+            is_event_N=is_support_N & (event_times[:, 1] > 0),
+            seconds_N=event_times[:, 0],
+            ids_NM=rows.ids_NF[:, columns],
+            dense_NK=rows.dense_NK[:, numbers],
+        )
+    ]
+    if alone is not None:
+        time_N, is_event_N = alone.event_times[:, 0], np.ones(alone.num_rows, np.bool_)
+        ids_NM, dense_NK = alone.ids_NF[:, columns], alone.dense_NK[:, numbers]
+        tie_N = np.zeros(len(time_N))
+        own = TimedRows(task_of_alone, time_N, tie_N, is_event_N, time_N, ids_NM, dense_NK)
+        parts.append(own)
+    timed = TimedRows(*(np.concatenate(arrays) for arrays in zip(*parts, strict=True)))
+    # Those of one moment as they come.
+    timed = timed._replace(tie_N=np.arange(len(timed.tie_N)))
     events = TaskEvents(timed, features.event_delay, features.event_longest)
     # An episode of no row holds no event, and has no first row for their ids.
     has_rows_T = rows.row_lengths_T > 0

@@ -116,7 +116,8 @@ def export_run(
     checkpoint = _choose_checkpoint(run, step)
     check_free(out, overwrite)  # before the checkpoint is read, which may take minutes
     check_config(checkpoint, config)
-    check_registered(root, config.model, config.algorithm, run.read_environment())
+    made_on = run.read_environment()
+    check_registered(root, config.model, config.algorithm, config.loss_names, made_on)
     try:
         dataset, learner = build(config)
     except NoDatasetError as error:
@@ -240,6 +241,7 @@ def _make_description(
         labels=config.labels,
         positive_rating=config.evaluation.positive_rating,
         label_range=_find_label_range(config.data.train_split, dataset),
+        label_kinds=config.labels.loss_kinds(config.outer.loss, dataset.features.labels),
         source={
             "run": str(root),
             "step": step,
@@ -250,7 +252,7 @@ def _make_description(
             "exported_at": datetime.now(UTC).isoformat(timespec="seconds"),
             "gmeta": package_versions()["gmeta"],
             "torch": torch.__version__,
-            "plugins": find_plugins(config.model, config.algorithm),
+            "plugins": find_plugins(config.model, config.algorithm, config.loss_names),
         },
         files={},
     )

@@ -19,7 +19,8 @@ from gmeta.config.inputs import (
     NeighboursConfig,
     SupportFeaturesConfig,
 )
-from gmeta.config.labels import LabelsConfig, Loss
+from gmeta.config.labels import LabelsConfig
+from gmeta.config.losses import LOSSES, Loss
 from gmeta.config.table_widths import widths_of_tables
 from gmeta.config.train_config import config_from_dict
 from gmeta.errors import ConfigError, GMetaError, UserError
@@ -87,11 +88,19 @@ class ExportedConfig:
     labels: LabelsConfig = field(default_factory=LabelsConfig)
     positive_rating: float = 0.0  # evaluation.positive_rating of the run
     label_range: tuple[float, ...] = ()  # least and most of each label in training; (): not known
+    # Of each label the loss of ours that its own is like: what a model predicts is told without
+    # the code of a package. (): all are ours.
+    label_kinds: tuple[str, ...] = ()
 
     @property
     def losses(self) -> tuple[str, ...]:
-        """Return the loss of each label."""
-        return self.labels.loss_kinds(self.loss, self.features.labels)
+        """Return the loss of each label; of a package's own that of ours which it is like."""
+        return self.label_kinds or self.labels.losses_of(self.loss, self.features.labels)
+
+    @property
+    def loss_names(self) -> list[str]:
+        """Return all losses that the model adapts by."""
+        return sorted({self.loss, *self.labels.loss.values()})
 
     @property
     def judged(self) -> int:
@@ -223,6 +232,12 @@ def _parse_config(path: Path, body: dict[str, Any]) -> ExportedConfig:
         label_range = tuple(map(float, body.get("label_range", ())))
         if len(label_range) not in (0, 2 * features.num_labels):
             raise ValueError("its label_range is no least and most of each label")
+        names = parts.labels.losses_of(parts.outer.loss, features.labels)
+        label_kinds = tuple(body.get("label_kinds") or names)
+        allowed = [(name,) if name in LOSSES else LOSSES for name in names]
+        pairs = zip(label_kinds, allowed, strict=True)
+        if not all(kind in kinds for kind, kinds in pairs):
+            raise ValueError("its label_kinds are not those of its losses")
         columns, files = _parse_columns(body["columns"]), parse_entries(body["files"])
         needed = {LAYERS_FILE, *map(table_file, range(len(features.tables)))}
         # What is not listed is read without a comparison.
@@ -260,6 +275,7 @@ def _parse_config(path: Path, body: dict[str, Any]) -> ExportedConfig:
         labels=parts.labels,
         positive_rating=parts.evaluation.positive_rating,
         label_range=label_range,
+        label_kinds=label_kinds,
     )
 
 

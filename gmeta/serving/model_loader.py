@@ -66,7 +66,7 @@ def _load_again(folder: Path, config: ExportedConfig, device: str) -> ServedMode
 
 
 def _load_learner(folder: Path, config: ExportedConfig) -> MetaLearner:
-    check_registered(folder, config.model, config.algorithm, config.source)
+    check_registered(folder, config.model, config.algorithm, config.loss_names, config.source)
     tensors = read_tensors(folder / LAYERS_FILE)
     near = read_tensors(folder / NEIGHBOURS_FILE) if config.neighbours.column else {}
 
@@ -95,7 +95,7 @@ def _load_learner(folder: Path, config: ExportedConfig) -> MetaLearner:
 
     # Without values it takes no memory, whatever widths the config asks for; but what another
     # package makes is tried on rows, as in training, and may need values.
-    is_own = bool(find_plugins(config.model, config.algorithm))
+    is_own = bool(find_plugins(config.model, config.algorithm, config.loss_names))
     with nullcontext() if is_own else torch.device("meta"):
         wanted = build().state_dict()
     # Compared here, since torch reports a misfit in as many lines as there are layers.
@@ -109,6 +109,12 @@ def _load_learner(folder: Path, config: ExportedConfig) -> MetaLearner:
             "The files come from different exports: export the run again"
         )
     learner = build()
+    if learner.objectives.kinds != config.losses:
+        raise GMetaError(
+            f"{folder} predicts {', '.join(config.losses)}, but its losses as they are here "
+            f"{', '.join(learner.objectives.kinds)}. Install the release of their package that "
+            "made it, or export the run again"
+        )
     check_layers(tensors, learner.state_dict(), f"Export an earlier checkpoint to {folder}")
     learner.load_state_dict(tensors, strict=False)
     if learner.neighbours is not None:

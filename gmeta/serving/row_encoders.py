@@ -17,7 +17,7 @@ import torch
 
 from gmeta.errors import UserError
 from gmeta.losses.row_losses import ANY_NUMBER, defined_labels_N
-from gmeta.serving.encoded_rows import EncodedColumns, no_events
+from gmeta.serving.encoded_rows import EVENT_ALONE, IS_EVENT, EncodedColumns, no_events, take_rows
 from gmeta.serving.exported_folder import ExportedColumns
 from gmeta.serving.row_translation import RowTranslation
 from metaio.errors import DataError
@@ -25,7 +25,7 @@ from metaio.format.features import Features, FeatureSpec
 from metaio.prepare.episodes.encode import Encoder, FittedEncoding
 from metaio.prepare.schema.event_columns import find_events, read_event_times
 from metaio.prepare.schema.rules import SplitRule
-from metaio.prepare.schema.schema import Schema
+from metaio.prepare.schema.schema import Schema, make_event_schema
 from metaio.prepare.schema.values import (
     decode_views,
     hash_values,
@@ -57,6 +57,13 @@ class ColumnEncoder(Protocol):
 
     def encode(self, batch: pa.RecordBatch, with_label: bool) -> EncodedColumns:
         """Return the rows; labels are 0 without `with_label`. Raise DataError: a wrong column."""
+
+    def event_names(self) -> list[str]:
+        """Return the columns that `encode_events` reads, without the task column; [] where the
+        model was trained without events."""
+
+    def encode_events(self, batch: pa.RecordBatch, blank: EncodedColumns) -> EncodedColumns:
+        """Return the rows of `blank`, which are 0, as the events of a batch, and nothing else."""
 
     def example_values(self, count: int) -> dict[str, list[Any]]:
         """Return up to `count` values of each sparse column whose table says which it knows."""
@@ -126,16 +133,19 @@ class RawColumnEncoder:
 
     def encode(self, batch: pa.RecordBatch, with_label: bool) -> EncodedColumns:
         """Return the rows hashed, looked up and standardised as prepare did."""
-        # The encoder hashes tasks, which a caller with rows of one need not name.
-        if self._task not in batch.schema.names:
-            batch = batch.append_column(self._task, pa.array(np.zeros(batch.num_rows, np.int64)))
-        batch = _with_types(batch, self._null_types, pa.string())
+        batch = self._with_task(_with_types(batch, self._null_types, pa.string()))
         rows = self._encoder.encode(batch, with_label)
         names = [array.name for array in fields(EncodedColumns) if array.name != "event_times"]
         return EncodedColumns(
             **{name: getattr(rows, name) for name in names},
             event_times=self._find_events(batch, with_label),
         )
+
+    def _with_task(self, batch: pa.RecordBatch) -> pa.RecordBatch:
+        # The encoder hashes tasks, which a caller with rows of one need not name.
+        if self._task in batch.schema.names:
+            return batch
+        return batch.append_column(self._task, pa.array(np.zeros(batch.num_rows, np.int64)))
 
     def _find_events(self, batch: pa.RecordBatch, with_label: bool) -> npt.NDArray[np.float64]:
         """Return seconds and whether the row is an event [N, 2]; [N, 0] of a model without."""
@@ -145,7 +155,40 @@ class RawColumnEncoder:
         if with_label:
             found[:, 0] = read_event_times(schema.time, batch[schema.time.column])
             is_event = find_events(schema.events, batch)
-            found[:, 1] = is_event[:, 0] if is_event.shape[1] else 1.0
+            found[:, 1] = is_event[:, 0] if is_event.shape[1] else IS_EVENT
+        return found
+
+    @cached_property
+    def _event_encoder(self) -> Encoder:
+        own = make_event_schema(self._with_events or self._schema)
+        plain = replace(own, time=None, events=None, splits=SplitRule(), stream=None)
+        return self._encoder.with_schema(plain)
+
+    def event_names(self) -> list[str]:
+        """Return the columns of [events], its time, and what says whether a row is one."""
+        if self._with_events is None:
+            return []
+        return [n for n in make_event_schema(self._with_events).columns if n != self._task]
+
+    def encode_events(self, batch: pa.RecordBatch, blank: EncodedColumns) -> EncodedColumns:
+        """Return the events of a batch with their columns as prepare encoded them."""
+        schema = self._with_events
+        assert schema is not None  # has event_names
+        assert schema.time is not None
+        batch = self._with_task(_with_types(batch, self._null_types, pa.string()))
+        rows, own = self._event_encoder.encode(batch, with_label=False), self._event_encoder.schema
+        singles = [column.column for column in schema.single]
+        for index, single in enumerate(own.single):
+            blank.ids_NF[:, singles.index(single.column)] = rows.ids_NF[:, index]
+        for index, dense in enumerate(own.dense):
+            at = schema.dense_names.index(dense.column)
+            blank.dense_NK[:, at] = rows.dense_NK[:, index]
+        blank.event_times[:, 0] = read_event_times(schema.time, batch[schema.time.column])
+        blank.event_times[:, 1] = EVENT_ALONE
+        found = replace(blank, task_N=rows.task_N)
+        is_event = find_events(make_event_schema(schema).events, batch)
+        if is_event.shape[1]:
+            found = take_rows(found, np.flatnonzero(is_event[:, 0]))
         return found
 
     def example_values(self, count: int) -> dict[str, list[Any]]:
@@ -221,6 +264,14 @@ class IdColumnEncoder:
         # Nor events.
         columns = task_N, label_N, ids_NF, dense_NK, lengths_NM, values_V, weight_NW
         return EncodedColumns(*columns, no_events(features, num_rows))
+
+    def event_names(self) -> list[str]:
+        """Return []: datasets without a schema have no events."""
+        return []
+
+    def encode_events(self, batch: pa.RecordBatch, blank: EncodedColumns) -> EncodedColumns:
+        """Return `blank`: there are none."""
+        return blank
 
     def example_values(self, count: int) -> dict[str, list[Any]]:
         """Return ids spread over each table, without that of unknown values."""

@@ -16,6 +16,7 @@ import numpy.typing as npt
 import pyarrow as pa
 import torch
 from torch import Tensor
+from torch.nn.functional import embedding
 
 from gmeta.adaptation.closed_form import MOST_SERVED_ROWS
 from gmeta.adaptation.general_loop import AdaptedModel
@@ -30,11 +31,14 @@ from gmeta.serving.device import HOST, on_the_cpu
 from gmeta.serving.encoded_rows import (
     EncodedColumns,
     copy_shared_lists,
+    count_labelled,
     empty_rows,
     find_shared_bags,
+    join_rows,
     split_rows,
 )
 from gmeta.serving.episodes import find_tasks_P
+from gmeta.serving.event_memory import EventMemory, encode_events
 from gmeta.serving.exported_folder import ExportedConfig
 from gmeta.serving.finite_values import (
     adaptation_error,
@@ -56,7 +60,7 @@ from gmeta.serving.task_matching import TaskPredictions, predict_tasks
 from gmeta.serving.task_states import AdaptedTensors, TaskState, split_tasks, stack_tasks
 from gmeta_models.dot import Dot
 from gmeta_models.gated import row_layers
-from gmeta_models.sequence.encoder import EventVectors
+from gmeta_models.sequence.encoder import EventVectors, StateEncoder
 from metaio.ragged import Int64
 from metaio.read.batch import TaskBatch
 
@@ -141,19 +145,21 @@ class ServedModel:
         return self._reload, ()
 
     @on_the_cpu
-    def adapt(self, support: object) -> "AdaptedTask":
-        """Return the model adapted to one task by its labelled rows."""
-        rows = self.encode(support, "support", with_label=True)
+    def adapt(self, support: object = None, events: object = None) -> "AdaptedTask":
+        """Return the model adapted to one task by its labelled rows, which know the events before
+        them, as all of the task's rows to predict know all events; one of both may be missing."""
+        parts = [] if support is None else [self.encode(support, "support", with_label=True)]
+        if parts and (num_tasks := len(np.unique(parts[0].task_N))) > 1:
+            raise UserError(
+                f"support holds rows of {num_tasks} tasks: adapt takes those of 1. "
+                "Call predict_tasks for many tasks at once"
+            )
+        parts += [] if events is None else [self.encode_events(events)]
+        rows = join_rows(parts) if parts else empty_rows(self.config.features)
         if rows.num_rows == 0:
             raise UserError(
                 "support has 0 rows: at least 1 is needed to adapt. "
                 "Call predict of the model itself for a task of which nothing is known"
-            )
-        num_tasks = len(np.unique(rows.task_N))
-        if num_tasks > 1:
-            raise UserError(
-                f"support holds rows of {num_tasks} tasks: adapt takes those of 1. "
-                "Call predict_tasks for many tasks at once"
             )
         return AdaptedTask(self, self.adapt_encoded(rows, [rows.num_rows])[0], rows)
 
@@ -223,7 +229,14 @@ class ServedModel:
         row_N: Int64 | None = None,
     ) -> TaskPredictions:
         """Return the predictions of encoded rows, which hold their tasks; errors name query rows by
-        `row_N`. Raises NotFiniteError: a prediction is not finite."""
+        `row_N`. Raises NotFiniteError: a prediction is not finite; UserError: the tasks' events are
+        of another log."""
+        schema = self.config.columns.schema
+        if schema is not None and schema.event_files and self.learner.events is not None:
+            raise UserError(
+                "the model's events are of another log ([events] files), which rows of many tasks "
+                "do not bring. Call adapt(support, events) for each task, or a server"
+            )
 
         def run(batch: TaskBatch) -> tuple[Tensor, Tensor]:
             found = self.predict_batch(batch)
@@ -257,7 +270,7 @@ class ServedModel:
     @on_the_cpu
     def adapt_tasks(self, rows: EncodedColumns, lengths: Sequence[int]) -> AdaptedTensors:
         """Return the model adapted to several tasks, whose support rows stand task by task."""
-        self._check_support_rows(lengths)
+        self._check_support_rows(count_labelled(rows, lengths))
         adapts_rows = self._inner.plan.adapts_rows
         # A length may be 0: that of a task of which nothing is known.
         with self._exclusive(), torch.enable_grad():
@@ -311,6 +324,55 @@ class ServedModel:
         return split_tasks(adapted, len(lengths))
 
     @on_the_cpu
+    def append_encoded(self, state: TaskState, events: EncodedColumns) -> TaskState:
+        """Return the state of a task with further events, as if it had adapted with all of them:
+        those before the new ones are encoded no more, and it adapts anew only where a support row
+        knows a new one. Raises NotFiniteError: then the result is not finite."""
+        if not events.num_rows:
+            return state
+        known = state.support or empty_rows(self.config.features)
+        rows = join_rows([known, events])
+        labelled_s = known.event_times[~known.is_alone_N, 0]
+        knows_s = labelled_s.max(initial=-np.inf) - self.config.features.event_delay
+        if events.event_times[:, 0].min() < knows_s:
+            (found,) = self.adapt_encoded(rows, [rows.num_rows])
+            return found
+        encoder, whole = self.learner.events, replace(state, support=rows, memory=None)
+        if not isinstance(encoder, StateEncoder):
+            return whole
+        with self._exclusive(), torch.no_grad():
+            before = state.memory if self._goes_on(state, rows, events) else None
+            added = whole if before is None else replace(whole, support=events)
+            return replace(whole, memory=self._encode_events(encoder, added, before))
+
+    def _goes_on(self, state: TaskState, rows: EncodedColumns, events: EncodedColumns) -> bool:
+        """Return whether what is known of earlier events holds with further ones."""
+        if state.memory is None or events.event_times[:, 0].min() < state.memory.last_s:
+            return False
+        longest = self.config.features.event_longest
+        # Support rows need old events; without one the newest `longest` are all.
+        is_cut = rows.is_alone_N.all() and rows.num_rows > longest
+        return not longest or (events.num_rows <= longest and not is_cut)
+
+    def _encode_events(
+        self, encoder: StateEncoder, task: TaskState, before: EventMemory | None
+    ) -> EventMemory | None:
+        """Return what the events of a task leave, behind those `before` them; None without any."""
+        columns = self.learner.event_columns
+        assert columns is not None  # of every model with an encoder
+        assert task.support is not None
+        row = empty_rows(self.config.features, 1)  # that knows them all
+        batch = self._batches.make_query(stack_tasks([task]), row, [1])
+        (rectangle,) = columns.lay_out(batch).rectangles
+        times = task.support.event_times
+        num_events = int(rectangle.num_events_T)
+        if not num_events:
+            return None
+        seconds = np.sort(times[times[:, 1] > 0, 0])[-num_events:]
+        rectangle, rows_UD, before = self._to_device((rectangle, self._fetch_UD(batch), before))
+        return self._to_host(encode_events(encoder, rectangle, rows_UD, seconds, before))
+
+    @on_the_cpu
     def predict_encoded(
         self, states: Sequence[TaskState], rows: EncodedColumns, lengths: Sequence[int]
     ) -> Tensor:
@@ -346,7 +408,7 @@ class ServedModel:
         unfetched = self._batches.make_query(tasks, rows, lengths)
         batch, fetched_row_P, num_rows = with_row_copies(unfetched, adapts_rows)
         rows_PD = self._fetch_UD(batch)
-        vectors = self._event_inputs(unfetched, rows_PD)
+        vectors = self._event_inputs(unfetched, rows_PD, tasks, lengths)
         if fetched_row_P is not None:
             # Both ascending. Rows that the support did not use are as they were trained.
             key_P = self._key_U(batch)[fetched_row_P]
@@ -430,14 +492,27 @@ class ServedModel:
     def _to_predictions_N(self, output_N: Tensor) -> Tensor:
         return self.learner.objectives.outer.predictions(output_N)
 
-    def _event_inputs(self, batch: TaskBatch, rows_UD: Tensor) -> Tensor | None:
-        """Return the inputs that a batch's rows have of events; None of a model without."""
+    def _event_inputs(
+        self,
+        batch: TaskBatch,
+        rows_UD: Tensor,
+        tasks: AdaptedTensors | None = None,
+        lengths: Sequence[int] = (),
+    ) -> Tensor | None:
+        """Return the inputs that a batch's rows have of events, of `tasks` that remember theirs by
+        what they remember; None of a model without."""
         columns, encoder = self.learner.event_columns, self.learner.events
         if columns is None or encoder is None:
             return None
         layout, rows_UD = self._to_device((columns.lay_out(batch), rows_UD))
         with torch.no_grad():
-            vectors: EventVectors = encoder(layout, rows_UD)
+            if tasks is None or not tasks.remembers:
+                vectors: EventVectors = encoder(layout, rows_UD)
+            else:
+                state_TD = torch.cat([one.state_TD for one in tasks.memories if one is not None])
+                state_ND = state_TD.repeat_interleave(torch.tensor(lengths), dim=0)
+                target_ND = embedding(layout.target_NM, rows_UD).sum(dim=1)
+                vectors = EventVectors(self._to_device(state_ND), target_ND)
             return self._to_host(vectors.inputs_NX())
 
     def _with_events(self, side: Side, vectors_NX: Tensor | None) -> Side:
@@ -463,10 +538,24 @@ class ServedModel:
             self._check_labels(encoded)
         return encoded
 
+    def encode_events(self, rows: object) -> EncodedColumns:
+        """Return events of one task as ids, numbers and times. Raises UserError: the model reads
+        none, or they are of several."""
+        names, features = self._encoder.event_names(), self.config.features
+        if self.learner.events is None or not names:
+            raise UserError(
+                "the model reads no events: it was trained without model.events. Leave them out"
+            )
+        batch = select_columns(as_table(rows, "event"), names, [self.config.columns.task], "event")
+        found = self._encoder.encode_events(batch, empty_rows(features, batch.num_rows))
+        if (num_tasks := len(np.unique(found.task_N))) > 1:
+            raise UserError(f"the events are of {num_tasks} tasks: those of 1 are needed")
+        return found
+
     def _check_labels(self, rows: EncodedColumns) -> None:
         may_lack = bool(self.config.features.labels)
         known = self.config.losses, may_lack, self.config.label_range
-        check_labels(rows.label_N, self.config.columns.label, *known)
+        check_labels(rows.label_N[~rows.is_alone_N], self.config.columns.label, *known)
 
 
 class AdaptedTask:
@@ -512,6 +601,14 @@ class AdaptedTask:
             "the task was read from a state that carries no support rows. Adapt it by its rows, "
             "or leave out with_support"
         )
+
+    def append(self, events: object) -> None:
+        """Take further events of the task: predictions are then those of a task that adapted with
+        all of them, and those before are encoded no more. An event that a support row knows, being
+        older, has the task adapt anew."""
+        encoded = self._model.encode_events(events)
+        self._state = self._model.append_encoded(self._state, encoded)
+        self._support, self._content = self._state.support, b""
 
     def user_vector(self) -> Tensor:
         """Return the task's vector [D], for an index of the items' vectors; see user_vectors."""

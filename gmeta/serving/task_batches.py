@@ -48,7 +48,8 @@ class TaskBatches:
         """Return rows as query sides alone, with the statistics of each task's support."""
         nothing = empty_rows(self._features)
         batch = self.make((nothing, [0] * len(lengths)), (rows, lengths))
-        if not self.keeps_support:
+        reads_events = self._learner.events is not None and not tasks.remembers
+        if not (reads_events or self._learner.statistics.width):
             return batch
         known = [support or nothing for support in tasks.supports]
         known_lengths = [support.num_rows for support in known]
@@ -57,9 +58,9 @@ class TaskBatches:
         sides = (join_rows(known), known_lengths), (rows, lengths)
         both = self._learner.with_support(self.make(*sides))
         # Both sides stand in turn, task by task.
-        turns = np.array([known_lengths, lengths], np.int64).T.ravel()
+        turns = np.stack([both.support_lengths_T.numpy(), np.array(lengths)], axis=1).ravel()
         is_query_N = np.repeat(np.tile([False, True], len(lengths)), turns)
-        if self._learner.events is not None:
+        if reads_events:
             # Of the rows with their support the query alone, whose events the support is.
             order_N = np.flatnonzero(is_query_N)
             return reorder_rows(both, order_N, np.zeros(len(lengths), np.int64))

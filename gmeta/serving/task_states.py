@@ -12,6 +12,7 @@ from torch.nn.functional import pad
 
 from gmeta.adaptation.plain_update import LowRankUpdate, MaterialisedUpdate, PlainUpdate
 from gmeta.serving.encoded_rows import EncodedColumns
+from gmeta.serving.event_memory import EventMemory
 
 
 @dataclass(frozen=True)
@@ -24,8 +25,10 @@ class TaskState:
     rows_PD: Tensor
     # The place of each row among the rows of all tables; ascending, as it is bisected.
     key_P: Tensor
-    # Kept only where the model takes statistics of them.
+    # Kept only where the model takes statistics of them, or events, also those alone.
     support: EncodedColumns | None = None
+    # Of events that were appended; made anew where it is missing.
+    memory: EventMemory | None = None
 
     @property
     def num_bytes(self) -> int:
@@ -35,6 +38,7 @@ class TaskState:
             tensors += tensors_of(change)
         arrays = [] if self.support is None else vars(self.support).values()
         num_bytes = sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+        num_bytes += 0 if self.memory is None else self.memory.num_bytes
         return num_bytes + sum(int(array.nbytes) for array in arrays)
 
 
@@ -48,6 +52,12 @@ class AdaptedTensors:
     key_P: Tensor
     task_P: Tensor
     supports: Sequence[EncodedColumns | None]
+    memories: Sequence[EventMemory | None] = ()
+
+    @property
+    def remembers(self) -> bool:
+        """Return whether what each task's events say is known."""
+        return len(self.memories) > 0 and None not in self.memories
 
 
 def split_tasks(adapted: AdaptedTensors, num_tasks: int) -> list[TaskState]:
@@ -75,7 +85,9 @@ def stack_tasks(states: Sequence[TaskState]) -> AdaptedTensors:
         (one,) = states
         task_P = torch.zeros_like(one.key_P)
         return AdaptedTensors(
-            one.changes, one.gates_1JO, one.rows_PD, one.key_P, task_P, [one.support]
+            *(one.changes, one.gates_1JO, one.rows_PD, one.key_P, task_P),
+            [one.support],
+            [one.memory],
         )
     names = dict.fromkeys(name for state in states for name in state.changes)
     changes = {name: _stack_changes([one.changes.get(name) for one in states]) for name in names}
@@ -89,6 +101,7 @@ def stack_tasks(states: Sequence[TaskState]) -> AdaptedTensors:
         torch.cat([state.key_P for state in states]),
         torch.arange(len(states)).repeat_interleave(counts),
         [state.support for state in states],
+        [state.memory for state in states],
     )
 
 

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from gmeta.config.labels import LOSSES
+from gmeta.config.losses import LOSSES
 from gmeta.config.train_config import TrainConfig
 from gmeta.errors import UserError
 from gmeta.metrics.catalogue import predicted_by

@@ -34,7 +34,7 @@ from metaio.prepare.episodes.spool import BucketPlan, plan_buckets, split_by_buc
 from metaio.prepare.episodes.survey import Survey
 from metaio.prepare.schema.event_columns import EventClock
 from metaio.prepare.schema.schema import IdColumn, Schema, make_features
-from metaio.prepare.schema.side_columns import QUERY
+from metaio.prepare.schema.side_columns import EVENT_ONLY, QUERY
 from metaio.prepare.schema.values import Kind, infer_kind, parse_time
 from metaio.ragged import Int64
 
@@ -136,7 +136,9 @@ class Job:
         if splits.window_starts:
             chosen, split_N, side_N = copy_to_windows(splits, rows.split_N.astype(np.int64))
             copies = select_rows(rows, chosen)
-            rows = replace(copies, split_N=split_N.astype(np.int32), side_NS=side_N[:, None])
+            side_NS = np.where(copies.side_NS == EVENT_ONLY, EVENT_ONLY, side_N[:, None])
+            side_NS = side_NS.astype(np.int8)
+            rows = replace(copies, split_N=split_N.astype(np.int32), side_NS=side_NS)
         return split_by_bucket(self.plan, rows)
 
     def write_shard(
@@ -191,7 +193,8 @@ def make_job(
     types: dict[str, pa.DataType],
 ) -> Job:
     """Return the job: buckets, features and the cut in time, by the Arrow types of raw columns."""
-    rows = [survey.rows_of_split[name] for name in fitted.splits.names]
+    names = fitted.splits.names
+    rows = [survey.rows_of_split[name] + survey.events_of_split[name] for name in names]
     task, at = schema.task.column, schema.episodes.at
     kinds = {
         column.column: infer_column_kind(column, types[column.column]) for column in schema.sparse

@@ -3,7 +3,9 @@
 Shape suffixes: T tasks, N rows, H longest list or task, D embedding width, A items"""
 
 # As `synthetic`, but each day a tenth of the items and a fifth of the users are new, and each
-# genre's log-odds take a step of a random walk: yesterday's model is worse today.
+# genre's log-odds take a step of a random walk: yesterday's model is worse today. With `drift` each
+# user's taste turns into another and back through their opposites: which clicks still count, only
+# the order of the rows reveals.
 import json
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
@@ -80,10 +82,17 @@ query_rows = 5
 min_rows = 8
 max_rows = 64
 
-[stream]
+{events}[stream]
 gate = 0.1
 support = 20
 capacity_block = 1024
+"""
+EVENTS = """# Tastes drift: what was clicked, in its order.
+[events]
+columns = ["item", "genre", "brand"]
+where = "click = 1"
+longest = 50
+
 """
 SINGLES = ("genre", "brand", "age", "region", "device", "hour")
 
@@ -98,6 +107,7 @@ class DaysConfig:
     min_rows: int = 8  # of a user on a day
     max_rows: int = 16
     seed: int = 2019
+    drift: float = 0.0  # turns of a user's taste a day
     delay_h: float = 0.0  # mean hours until a click is reported; 0: at once
 
     def __post_init__(self) -> None:
@@ -152,7 +162,8 @@ def write_days(out: str, config: DaysConfig, overwrite: bool = False) -> None:
         (folder / DAYS_FILE).write_text(json.dumps(schema_text, indent=1))
         singles = "".join(f'[[single]]\ncolumn = "{name}"\nvocabulary = 1\n\n' for name in SINGLES)
         matures = f'matures = "{ATTRIBUTED_H}h"\n' if config.delay_h else ""
-        (folder / "schema.toml").write_text(SCHEMA.format(singles=singles, matures=matures))
+        parts = {"singles": singles, "events": EVENTS if config.drift else "", "matures": matures}
+        (folder / "schema.toml").write_text(SCHEMA.format(**parts))
         replace_folder(folder, target)
 
 
@@ -184,13 +195,17 @@ def day_table(config: DaysConfig, world: World, fashion: Float, day: int) -> pa.
     item_N = newest - back_N
     traits = {name: _trait(config, user_T, name) for name in ("age", "region", "device")}
     hour_N, position_N = rng.integers(0, 24, count), rng.integers(0, 10, count)
-    taste_TD = _tastes(config, world, user_T, born_T, day)
-    logit_N = TASTE_SCALE * np.einsum("nl,nl->n", taste_TD[place_N], world.item_latent_AD[item_N])
+    second_N = day * _SECONDS + hour_N * 3_600 + rng.integers(0, 3_600, count)
+    taste_ND = _tastes(config, world, user_T, born_T, day)[place_N]
+    if config.drift:
+        other_ND = _tastes(config, world, user_T, born_T, day, stream=26)[place_N]
+        angle_N = 2 * np.pi * config.drift * second_N[:, None] / _SECONDS
+        taste_ND = np.cos(angle_N) * taste_ND + np.sin(angle_N) * other_ND
+    logit_N = TASTE_SCALE * np.einsum("nl,nl->n", taste_ND, world.item_latent_AD[item_N])
     logit_N += world.popularity_A[item_N] + fashion[world.item_genre_A[item_N]]
     logit_N += world.age_effect[traits["age"]][place_N] + world.hour_effect[hour_N]
     logit_N += world.device_effect[traits["device"]][place_N] - 0.08 * position_N - 0.5
     probability_N = sigmoid(logit_N)
-    second_N = day * _SECONDS + hour_N * 3_600 + rng.integers(0, 3_600, count)
     tag_lengths_N = world.tag_lengths_A[item_N]
     tags = world.tags_AH[item_N]
     flat = tags[np.arange(tags.shape[1]) < tag_lengths_N[:, None]]
@@ -266,15 +281,16 @@ def _users(config: DaysConfig, day: int) -> tuple[Int64, Int64]:
 
 
 def _tastes(
-    config: DaysConfig, world: World, user_T: Int64, born_T: Int64, day: int
+    config: DaysConfig, world: World, user_T: Int64, born_T: Int64, day: int, stream: int = 23
 ) -> npt.NDArray[np.float64]:
-    """Return the tastes of users [T, D], which stay as they were when the user came."""
+    """Return the tastes of users [T, D], which stay as they were when the user came; those of
+    another stream of random numbers are other ones."""
     new = config.users_per_day // _NEW_USERS
     taste_TD = np.empty((len(user_T), world.centres.shape[1]))
     for born in range(day + 1):
         own = born_T == born
         if own.any():
-            rng = np.random.default_rng([config.seed, 23, born])
+            rng = np.random.default_rng([config.seed, stream, born])
             count = new if born else config.users_per_day
             first = config.users_per_day + new * (born - 1) if born else 0
             # Drawn for all users of that day: each keeps the same taste, whichever users return.

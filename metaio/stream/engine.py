@@ -15,19 +15,21 @@ import pyarrow as pa
 from metaio.format.dataset_writer import DatasetWriter
 from metaio.prepare.episodes.cut_episodes import DroppedRows, check_not_empty
 from metaio.prepare.episodes.encode import Encoder
-from metaio.prepare.episodes.encoded_rows import EncodedRows, select_rows
+from metaio.prepare.episodes.encoded_rows import EncodedRows, concatenate_rows, select_rows
+from metaio.prepare.episodes.event_rows import EventEncoder
 from metaio.prepare.episodes.ordered_map import Progress, count_parallel_buckets, map_in_order
 from metaio.prepare.episodes.spool import Spool, split_by_bucket
 from metaio.prepare.job import HashedTableUse, Job, PrepareOptions, Use, WrittenShard
 from metaio.prepare.schema.schema import Schema
 from metaio.prepare.schema.side_columns import EVENT_ONLY, QUERY, SUPPORT
-from metaio.prepare.source.source import DuckSource
+from metaio.prepare.source.source import DuckSource, EventBatches
 from metaio.ragged import Int64
 from metaio.stream.label_windows import LabelCounts, LabelWindow, LabelWindows, merge_rows
 from metaio.stream.newest_rows import (
     KeptRows,
     NewestRows,
     NewestRowsWriter,
+    add_events,
     clear_freed_ids,
     drop_old_rows,
     merge_in_task_order,
@@ -57,6 +59,7 @@ class WindowJob:
     state: Path | None  # of the increment before, where there is one
     num_rows: int
     labels: dict[str, LabelWindows]  # of each split
+    end: int  # of the window
 
     def open_old_rows(self, split: str) -> NewestRows:
         """Return the newest rows of the tasks of a split, from before the window."""
@@ -99,11 +102,13 @@ class Engine(Protocol):
         self,
         window: WindowJob,
         tables: dict[str, Numbering],
+        events: EventBatches,
         writer: DatasetWriter,
         state_folder: Path,
         report_progress: Progress,
     ) -> WrittenWindow:
-        """Encode all rows by `tables`; write shards, and to `state_folder` the newest rows."""
+        """Encode all rows, and events of another log, by `tables`; write shards, and to
+        `state_folder` the newest rows."""
 
 
 class LocalEngine:
@@ -136,6 +141,7 @@ class LocalEngine:
         self,
         window: WindowJob,
         tables: dict[str, Numbering],
+        events: EventBatches,
         writer: DatasetWriter,
         state_folder: Path,
         report_progress: Progress,
@@ -144,7 +150,7 @@ class LocalEngine:
         job, options = window.job, self._options
         # Inside the unfinished increment: on the same disk, and removed with it.
         spool = Spool(writer.folder / ".spool", job.schema)
-        self._encode(window, tables, spool, report_progress)
+        self._encode(window, tables, events, spool, report_progress)
         use = HashedTableUse(job)
 
         def buckets_of(split: str, buckets: range) -> Iterator[BucketResult]:
@@ -169,6 +175,7 @@ class LocalEngine:
         self,
         window: WindowJob,
         tables: dict[str, Numbering],
+        events: EventBatches,
         spool: Spool,
         report_progress: Progress,
     ) -> None:
@@ -184,6 +191,13 @@ class LocalEngine:
             spool.append(parts)
             done += num_rows
             report_progress("encoding", done, window.num_rows)
+        of_events = EventEncoder(encoder)
+        for parts in map_in_order(
+            self._options.threads,
+            lambda batch: split_by_bucket(job.plan, of_events.encode(batch)),
+            events(),
+        ):
+            spool.append(parts)
         spool.flush()
 
 
@@ -196,6 +210,8 @@ def write_bucket(
     labels = window.labels[job.fitted.splits.names[split]]
     kept, buckets = _find_kept_rows(window, labels), job.plan.list_buckets(split)
     old = old_rows.read_bucket(bucket - buckets.start, len(buckets))
+    old, old_events = _take_events(schema, old)
+    rows, events = _take_events(schema, rows)
     clock = window.screen.clock
     if clock.start is not None and (is_past_N := old.time_N < clock.start).sum() < old.num_rows:
         old = select_rows(old, np.flatnonzero(is_past_N))  # a person set the window back
@@ -208,8 +224,17 @@ def write_bucket(
     merged = merge_rows(schema, labels, past, rows)
     newest = kept.select(schema, merged.rows)
     newest = merge_in_task_order(schema, old, waiting, newest)
+    counts = labels.count(schema, merged, newest)
     cut = [_cut_window(schema, one.mask(merged), one, kept) for one in labels.windows]
-    shard = job.write_shard(folder, bucket, cut, use, labels.hidden)
+    parts = cut
+    if schema.event_files:
+        events = concatenate_rows(schema, [old_events, events])
+        events = clear_freed_ids(schema, drop_old_rows(events, clock.forget_before), window.freed)
+        parts = [_with_events(schema, one, events) for one in cut]
+        delay = 0 if job.clock is None else job.clock.delay
+        least = window.end - clock.late
+        newest = add_events(schema, newest, events, least, delay)
+    shard = job.write_shard(folder, bucket, parts, use, labels.hidden)
     episodes, side_N = cut[0], cut[0].side_NS[:, 0]
     present, task_N = np.unique(episodes.task_hash_N, return_inverse=True)
     # Tasks of the window that have earlier rows.
@@ -221,16 +246,32 @@ def write_bucket(
         lost["short_tasks"] = int((is_short_N & (side_N == QUERY)).sum())
         lost["left_out"] = num_query - shard.num_query_side - lost["short_tasks"]
     lost.update(labels.account(merged, num_query))
-    counts = labels.count(schema, merged, newest)
     return BucketResult(
         shard, newest, rows.num_rows, lost, len(present) - returning, returning, counts
     )
 
 
+def _take_events(schema: Schema, rows: EncodedRows) -> tuple[EncodedRows, EncodedRows]:
+    """Return the rows, and the events of another log among them."""
+    is_event_N = (
+        rows.is_event[:, 0] > 0 if schema.event_files else np.zeros(rows.num_rows, np.bool_)
+    )
+    if not is_event_N.any():
+        return rows, select_rows(rows, np.zeros(0, np.int64))
+    own, events = np.flatnonzero(~is_event_N), np.flatnonzero(is_event_N)
+    return select_rows(rows, own), select_rows(rows, events)
+
+
+def _with_events(schema: Schema, rows: EncodedRows, events: EncodedRows) -> EncodedRows:
+    """Return the rows of a window, and the events of their tasks."""
+    of_tasks = np.flatnonzero(np.isin(events.task_hash_N, rows.task_hash_N))
+    return concatenate_rows(schema, [rows, select_rows(events, of_tasks)])
+
+
 def _find_kept_rows(window: WindowJob, labels: LabelWindows) -> KeptRows:
     support, schema = find_stream_rule(window.job.schema).support, window.job.schema
     kept = KeptRows(support, waits_from=labels.waits_from)
-    if schema.events is None:
+    if schema.events is None or schema.event_files:
         return kept
     assert window.job.clock is not None  # of every schema with [events]
     delay, late = window.job.clock.delay, window.screen.clock.late
@@ -247,7 +288,7 @@ def _cut_window(
     is_past_N = (rows.time_N < window.start) & is_present_N
     side_N = np.full(rows.num_rows, -1, np.int8)
     side_N[is_query_N] = QUERY
-    if schema.events is not None:
+    if schema.events is not None and not schema.event_files:
         side_N[is_past_N] = EVENT_ONLY
     past = np.flatnonzero(is_past_N & (rows.time_N < window.support_before))
     side_N[past[kept.find_support(schema, select_rows(rows, past))]] = SUPPORT

@@ -16,7 +16,7 @@ import pyarrow as pa
 from metaio.errors import AccessError, DataError, TooFewRowsError
 from metaio.format.atomic_folder import lock_writer
 from metaio.format.storage import find_file_system, is_local
-from metaio.prepare.episodes.ordered_map import Progress
+from metaio.prepare.episodes.ordered_map import Progress, map_in_order
 from metaio.prepare.episodes.splits import Splits, list_split_names
 from metaio.prepare.episodes.survey import compute_mean_and_deviation
 from metaio.prepare.job import PrepareOptions
@@ -66,6 +66,7 @@ from metaio.stream.window import (
     WindowSummary,
     find_stream_rule,
     find_time_unit,
+    summarise_events,
 )
 from metaio.stream.window_checks import (
     describe_set_aside,
@@ -73,6 +74,7 @@ from metaio.stream.window_checks import (
     find_latest_time,
     summarise_window,
 )
+from metaio.stream.window_events import WindowEvents, open_window_events
 
 EngineFactory = Callable[[DuckSource, Schema, PrepareOptions], Engine]
 
@@ -206,13 +208,16 @@ def _append(
             raise RefusedFilesError(list(duplicates), list(duplicates.values()), "doubled")
         with nullcontext() if screening.strict else refuse_files(files.given):
             types, context = _check_types(before, source, screening)
-        found = _inspect_rows(before, engine, context, files, screening, is_alone, report_progress)
-        write_increment(found, engine, source, types, options, report_progress)
+        with open_window_events(before, types, options) as events:
+            looked = before, engine, context, files, events
+            found = _inspect_rows(*looked, options, screening, is_alone, report_progress)
+            write_increment(found, engine, source, types, options, report_progress)
     return files
 
 
 def _open_source(before: OpenedStream, options: PrepareOptions, inputs: list[str]) -> DuckSource:
-    memory_bytes = options.memory_bytes // 2  # the other half is for encoded rows
+    # Half for encoded rows, the other for one log or for two.
+    memory_bytes = options.memory_bytes // (4 if before.schema.event_files else 2)
     return DuckSource(inputs, before.schema, memory_bytes=memory_bytes, threads=options.threads)
 
 
@@ -297,6 +302,8 @@ def _inspect_rows(
     engine: Engine,
     context: SummaryContext,
     files: OfferedFiles,
+    events: WindowEvents,
+    options: PrepareOptions,
     screening: _Screening,
     is_alone: bool,
     report_progress: Progress,
@@ -314,6 +321,9 @@ def _inspect_rows(
     reasons = [] if screening.accept else find_faults(window, windows, rule, clock.unit)
     if reasons:
         raise RefusedFilesError(files.given, reasons, "unusual")
+    look = partial(summarise_events, context)
+    for part in map_in_order(options.threads, look, events.read()):
+        summary.add(part, context.admissions)
     # Frozen by the first increment, so that dense inputs keep their units.
     moments = before.moments
     if moments is None:
@@ -328,7 +338,7 @@ def _inspect_rows(
         tables[table], changes[table] = advance(
             old, merge_occurrences(summary.occurrences[table], least), admission
         )
-    return NextIncrement(before, summary, context, files, tables, changes, moments)
+    return NextIncrement(before, summary, context, files, events, tables, changes, moments)
 
 
 def _summarise(

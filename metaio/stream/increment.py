@@ -32,9 +32,10 @@ from metaio.stream.label_windows import LabelWindows, nest
 from metaio.stream.numbering import Numbering, TableChange, choose_capacity
 from metaio.stream.quarantine import refuse_files
 from metaio.stream.stream_state import StreamState, commit_state, open_new_state, write_tables
-from metaio.stream.taken_files import OfferedFiles, append_inputs
+from metaio.stream.taken_files import InputFile, OfferedFiles, append_inputs
 from metaio.stream.window import SummaryContext, WindowSummary, find_stream_rule, find_time_unit
 from metaio.stream.window_checks import find_alarms, measure_drift, summarise_window
+from metaio.stream.window_events import WindowEvents
 
 
 @dataclass(frozen=True)
@@ -45,9 +46,15 @@ class NextIncrement:
     summary: WindowSummary
     context: SummaryContext
     files: OfferedFiles
+    events: WindowEvents
     tables: dict[str, Numbering]
     changes: dict[str, TableChange]
     moments: dict[str, tuple[float, float]]
+
+    @property
+    def recorded(self) -> list[InputFile]:
+        """Return what the increment lists as inputs."""
+        return self.files.recorded + self.events.files
 
     @property
     def window(self) -> tuple[int, int]:
@@ -75,14 +82,16 @@ def write_increment(
         for name in found.context.splits.names
     }
     num_rows = found.summary.num_rows
-    window = WindowJob(job, screen, freed, before.state.folder, num_rows, labels)
+    window = WindowJob(job, screen, freed, before.state.folder, num_rows, labels, found.window[1])
     # In this order: a state counts once its increment exists, a description once there is one.
     with job.open(str(root / INCREMENTS / name_increment_folder(number))) as writer:
         description = before.description or _make_description(found, job, source.columns, types)
         with open_new_state(root, number) as partial:
             write_tables(partial, found.tables)
             with refuse_files(found.files.given):
-                written = engine.write(window, found.tables, writer, partial, report_progress)
+                written = engine.write(
+                    window, found.tables, found.events.read, writer, partial, report_progress
+                )
             job.write_vocabularies(writer.folder)
             write_bad_lines(writer.folder, source.bad_lines)
             _write_resets(writer.folder, found.changes)
@@ -105,7 +114,7 @@ def write_increment(
             writer.stream = StreamPlace(stream, number, before.parent, found.window, freed_rows)
             windows = [*before.state.windows, summarise_window(found.summary)]
             windows = windows[-find_stream_rule(schema).recent :]
-            inputs = append_inputs(before.state.inputs, found.files.recorded, number)
+            inputs = append_inputs(before.state.inputs, found.recorded, number)
             end, gate = found.window[1], labels[GATE]
             ripe = (gate.ripe_after, gate.opened) if gate.matures else ((), ())
             commit_state(partial, StreamState(found.tables, inputs, windows, end, *ripe))
@@ -119,7 +128,7 @@ def _make_job(found: NextIncrement, options: PrepareOptions, types: dict[str, pa
     vocabularies = {table: state.vocabulary() for table, state in found.tables.items()}
     fitted = FittedEncoding(vocabularies, found.moments, found.context.splits)
     # Earlier rows of the tasks pass through the same buckets, so they count.
-    survey = Survey(rows_of_split=look.rows_of_split.copy())
+    survey = Survey(0, look.rows_of_split.copy(), look.events_of_split)
     for name in found.context.splits.names:
         survey.rows_of_split[name] += found.before.state.open_newest_rows(name, schema).num_rows
     job = make_job(schema, options, fitted, survey, types)
@@ -173,7 +182,7 @@ def _make_report(found: NextIncrement, job: Job, num_late: int) -> dict[str, Any
         "tables": tables,
         "drift": moved,
         "alarms": find_alarms(look, num_late, moved, tables, rule, found.context.screen.clock.unit),
-        "inputs": [file._asdict() for file in found.files.recorded],
+        "inputs": [file._asdict() for file in found.recorded],
     }
 
 
@@ -193,5 +202,5 @@ def _make_description(
         "columns": sorted(columns),
     }
     # Derived from schema and first files, so that the same files make the same stream.
-    origin = [body["schema"], [file.xxh3 for file in found.files.recorded]]
+    origin = [body["schema"], [file.xxh3 for file in found.recorded]]
     return {"stream": xxhash.xxh3_64_hexdigest(canonical_json(origin)), **body}

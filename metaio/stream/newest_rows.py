@@ -26,7 +26,7 @@ from metaio.prepare.episodes.encoded_rows import (
 )
 from metaio.prepare.episodes.row_order import hash_row_identity, sort_rows
 from metaio.prepare.schema.schema import Schema
-from metaio.ragged import Int64, find_run_starts, offsets, ragged_indices, sum_rows
+from metaio.ragged import Int64, find_run_starts, offsets, places, ragged_indices, sum_rows
 
 
 @dataclass(frozen=True)
@@ -77,6 +77,28 @@ class KeptRows:
         counts_N1 = offsets(is_older_N)
         newer_N = np.repeat(counts_N1[stops_T], lengths_T) - counts_N1[:-1]
         return order_N, is_support_N, is_event_N & (~is_older_N | (newer_N <= self.longest))
+
+
+def add_events(
+    schema: Schema, rows: EncodedRows, events: EncodedRows, next_time: int, delay: int
+) -> EncodedRows:
+    """Return kept rows with the events of another log that they know, or rows to come from
+    `next_time` on, tasks in the order of their hash; `delay` in ticks."""
+    both = concatenate_rows(schema, [rows, events])
+    first = rows.num_rows
+    tasks, task_N = np.unique(both.task_hash_N, return_inverse=True)
+    asks_T = np.full(len(tasks), next_time)
+    np.minimum.at(asks_T, task_N[:first], rows.time_N)
+    order_N = np.lexsort((events.row_hash_N, events.time_N, task_N[first:])) + first
+    is_older_N = both.time_N[order_N] < asks_T[task_N[order_N]] - delay
+    older = order_N[is_older_N]
+    longest = schema.events.longest if schema.events is not None else 0
+    if longest:
+        lengths_T = np.bincount(task_N[older])
+        newer_N = np.repeat(lengths_T, lengths_T) - places(lengths_T)
+        older = older[newer_N <= longest]
+    chosen = np.concatenate([np.arange(first), older, order_N[~is_older_N]])
+    return select_rows(both, chosen[np.argsort(both.task_hash_N[chosen], kind="stable")])
 
 
 def split_by_tasks(rows: EncodedRows, task_hashes: UInt64) -> tuple[EncodedRows, Int64]:

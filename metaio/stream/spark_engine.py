@@ -3,7 +3,6 @@ tables and one record of each distinct value of the window."""
 
 # Summaries, encoding, joins and files are the functions of the one-machine engine, so both make the
 # same increment to the byte. Workers map the files of the state, which all of them see.
-import os
 import shutil
 import tempfile
 from collections.abc import Callable, Iterator
@@ -26,9 +25,8 @@ from metaio.prepare.engines.spark_batches import (
     make_keyed_batch,
     make_payload_batch,
     map_batches,
-    quote_columns,
+    read_frame,
     repartition_by_bucket,
-    translate_failures,
 )
 from metaio.prepare.episodes.encode import Encoder
 from metaio.prepare.episodes.encoded_rows import EncodedRows, concatenate_rows
@@ -36,7 +34,7 @@ from metaio.prepare.episodes.ordered_map import Progress
 from metaio.prepare.episodes.spool import split_by_bucket
 from metaio.prepare.job import HashedShardUse, HashedTableUse, PrepareOptions
 from metaio.prepare.schema.schema import Schema
-from metaio.prepare.source.source import DuckSource, check_counts
+from metaio.prepare.source.source import DuckSource, EventBatches, check_counts
 from metaio.stream.engine import BucketResult, WindowJob, WrittenWindow, adopt_buckets, write_bucket
 from metaio.stream.newest_rows import NewestRows, NewestRowsWriter
 from metaio.stream.numbering import Numbering, Occurrences, merge_occurrences
@@ -74,8 +72,13 @@ class _SparkEngine:
                 f"the stream's schema has [transform] with {schema.transform.function!r}, which "
                 "runs on one machine. Leave --spark out"
             )
+        if schema.event_files:
+            raise DataError(
+                "the stream's schema has [events] files, which are read on one machine. Leave "
+                "--spark out"
+            )
         self._session, self._names = session, source.names
-        self._rows = _read_frame(session, source.names, schema)
+        self._rows = read_frame(session, source.names, schema)
         # 200 is Spark's own default.
         self._parts = int(session.conf.get("spark.sql.shuffle.partitions") or 200)
 
@@ -114,6 +117,7 @@ class _SparkEngine:
         self,
         window: WindowJob,
         tables: dict[str, Numbering],
+        events: EventBatches,
         writer: DatasetWriter,
         state_folder: Path,
         report_progress: Progress,
@@ -153,23 +157,6 @@ class _SparkEngine:
     def _make_range(self, stop: int) -> "DataFrame":
         """Return the numbers below `stop`, dealt to about as many tasks as a shuffle has."""
         return self._session.range(0, stop, 1, min(stop, self._parts))
-
-
-@translate_failures()
-def _read_frame(session: "SparkSession", names: list[str], schema: Schema) -> "DataFrame":
-    """Return the used columns of all files; raise DataError where Spark cannot read them."""
-    from pyspark.errors import AnalysisException
-
-    # Hadoop takes a bare path for one of its default file system, and calls S3 s3a.
-    urls = [name if "://" in name else f"file://{os.path.abspath(name)}" for name in names]
-    urls = [f"s3a{url[2:]}" if url.startswith("s3://") else url for url in urls]
-    try:
-        return session.read.parquet(*urls).select(quote_columns(schema.columns))
-    except AnalysisException as error:
-        raise DataError(
-            f"Spark cannot read {urls[0]}: {str(error).splitlines()[0]} Correct the path, and "
-            "write columns that stand in the names of folders into the files"
-        ) from error
 
 
 def _name_files(parts: Path, bucket: int) -> tuple[Path, Path]:

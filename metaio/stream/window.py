@@ -19,9 +19,10 @@ from metaio.prepare.episodes.ordered_map import should_merge
 from metaio.prepare.episodes.splits import Splits, assign_splits, count_split_rows
 from metaio.prepare.episodes.survey import Moments, add_moments, list_values, measure_moments
 from metaio.prepare.schema.label_columns import read_labels
+from metaio.prepare.schema.raw_columns import read_dense
 from metaio.prepare.schema.rules import StreamRule
-from metaio.prepare.schema.schema import LabelColumn, Schema
-from metaio.prepare.schema.values import to_time_ticks
+from metaio.prepare.schema.schema import LabelColumn, Schema, make_event_schema
+from metaio.prepare.schema.values import to_float32, to_time_ticks
 from metaio.ragged import Int64
 from metaio.stream.chain import TICKS_PER_S
 from metaio.stream.numbering import Occurrences, merge_occurrences
@@ -169,6 +170,7 @@ class WindowSummary:
     nulls: Counter[str] = field(default_factory=Counter)
     moments: dict[str, Moments] = field(default_factory=dict)
     occurrences: dict[str, list[Occurrences]] = field(default_factory=dict)  # by table
+    events_of_split: Counter[str] = field(default_factory=Counter)  # of [events] files
 
     def add(self, other: "WindowSummary", admissions: dict[str, int]) -> None:
         """Add what other rows hold."""
@@ -179,6 +181,7 @@ class WindowSummary:
         self.set_aside.update(other.set_aside)
         self.times.update(other.times)
         self.rows_of_split.update(other.rows_of_split)
+        self.events_of_split.update(other.events_of_split)
         self.nulls.update(other.nulls)
         add_moments(self.moments, other.moments)
         for table, parts in other.occurrences.items():
@@ -230,12 +233,37 @@ def summarise_batch(context: SummaryContext, batch: pa.RecordBatch) -> WindowSum
         in_train &= ~clock.is_late(time_N)  # those that correct a row are no more occurrences
     train, train_time_N = batch.filter(pa.array(in_train)), time_N[in_train]
     found.moments = measure_moments(schema, train)
+    found.occurrences = _find_occurrences(context, schema, train, train_time_N)
+    return found
+
+
+def summarise_events(context: SummaryContext, batch: pa.RecordBatch) -> WindowSummary:
+    """Return how many events of a batch of another log each split has, and the occurrences of the
+    values of training tasks; raise DataError for numbers that make no sense, such as NaN."""
+    schema = make_event_schema(context.schema)
+    task_hash_N, _ = hash_tasks(schema, batch)
+    split_N = assign_splits(schema, context.splits, batch, task_hash_N)
+    for dense in schema.dense:
+        numbers = read_dense(dense, batch[dense.column].drop_null())
+        to_float32(dense.column, numbers, "dense")
+    assert schema.time is not None
+    time_N = to_time_ticks(schema.time.column, batch[schema.time.column])
+    train = batch.filter(pa.array(split_N == 0))
+    occurrences = _find_occurrences(context, schema, train, time_N[split_N == 0])
+    events_of_split = count_split_rows(context.splits, split_N)
+    return WindowSummary(occurrences=occurrences, events_of_split=events_of_split)
+
+
+def _find_occurrences(
+    context: SummaryContext, schema: Schema, train: pa.RecordBatch, time_N: Int64
+) -> dict[str, list[Occurrences]]:
+    found: dict[str, list[Occurrences]] = {}
     for column in schema.sparse:
         if column.vocabulary is not None:
             values, rows_V = list_values(schema, column, train)
             values = values.cast(context.value_types[column.table_name])
-            own = Occurrences.of(values, train_time_N[rows_V], column.vocabulary)
-            found.occurrences.setdefault(column.table_name, []).append(own)
+            own = Occurrences.of(values, time_N[rows_V], column.vocabulary)
+            found.setdefault(column.table_name, []).append(own)
     return found
 
 

@@ -15,6 +15,7 @@ from gmeta_models.mlp import is_mlp, outputs_of_rows
 if TYPE_CHECKING:
     from gmeta_models.inputs import RowFeatures, RowInputs
     from gmeta_models.model_config import Pooling
+    from gmeta_models.model_outputs import ModelOutput
 
 
 class DecisionModel(nn.Module, ABC):
@@ -52,6 +53,12 @@ class DecisionModel(nn.Module, ABC):
         layers = self.dense_layers
         return rows if layers is None else rows._replace(dense_NK=layers(rows.dense_NK))
 
+    def auxiliary_N(self, rows: RowFeatures) -> Tensor | None:
+        """Return a loss of each row beside that of its labels (model_outputs.py), from that row
+        alone, as `decision_inputs_NX` takes it, and finite for a row of zeros; None: there is
+        none."""
+        return None
+
     def seen_NX(self, inputs: RowInputs) -> Tensor:
         """Return the inputs of the decision layers for rows that are not pooled yet."""
         rows = self.through_dense(inputs.pooled(self.pooling, self.history))
@@ -69,6 +76,17 @@ class DecisionModel(nn.Module, ABC):
             and (self.dense_layers is None or is_mlp(self.dense_layers, activate_last=True))
         )
 
-    def forward(self, inputs: RowInputs) -> Tensor:
-        """Return one output a row: [N]; of several [N, outputs]."""
-        return outputs_of_rows(self.decision_layers(self.seen_NX(inputs)))
+    @property
+    def has_auxiliary(self) -> bool:
+        """Tell whether the model makes an auxiliary loss."""
+        return type(self).auxiliary_N is not DecisionModel.auxiliary_N
+
+    def forward(self, inputs: RowInputs) -> ModelOutput:
+        """Return one output a row: [N]; of several [N, outputs]; or with it `auxiliary_N`."""
+        if not self.has_auxiliary:
+            return outputs_of_rows(self.decision_layers(self.seen_NX(inputs)))
+        # Once for both: an inner step differentiates by what each call of a layer returns.
+        rows = self.through_dense(inputs.pooled(self.pooling, self.history))
+        output = outputs_of_rows(self.decision_layers(self.decision_inputs_NX(rows)))
+        auxiliary_N = self.auxiliary_N(rows)
+        return output if auxiliary_N is None else (output, auxiliary_N)

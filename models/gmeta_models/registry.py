@@ -23,6 +23,7 @@ from gmeta_models.inputs import RowInputs
 from gmeta_models.melu import MeLU
 from gmeta_models.mmoe import MMoE
 from gmeta_models.model_config import InputSizes, ModelConfig
+from gmeta_models.model_outputs import split_output
 from gmeta_models.options import MODEL_OPTIONS, OPTION_WORDING
 from gmeta_models.ple import PLE
 
@@ -109,7 +110,7 @@ def check_outputs(model: nn.Module, config: ModelConfig, sizes: InputSizes) -> N
             dense_NK=value_N11[:, 0].repeat(1, sizes.num_dense),
         )
         with _translate_errors(config, "score rows", "forward"), torch.enable_grad():
-            output = model(inputs)
+            output, auxiliary_N = split_output(model(inputs))
         shape = list(output.shape) if isinstance(output, torch.Tensor) else type(output).__name__
         if not isinstance(output, torch.Tensor) or shape != wanted:
             raise ValueError(
@@ -121,7 +122,16 @@ def check_outputs(model: nn.Module, config: ModelConfig, sizes: InputSizes) -> N
                 f"model.name = {config.name!r} makes outputs without a gradient, and would learn "
                 "nothing. Leave out .detach(), .item() and torch.no_grad() in its forward"
             )
-        return output
+        if auxiliary_N is None:
+            return output
+        if not isinstance(auxiliary_N, torch.Tensor) or list(auxiliary_N.shape) != [rows]:
+            made = list(auxiliary_N.shape) if isinstance(auxiliary_N, torch.Tensor) else auxiliary_N
+            raise ValueError(
+                f"model.name = {config.name!r} makes the auxiliary loss {made} of {rows} rows; a "
+                f"tensor of [{rows}] is needed. Correct the second of what its forward returns"
+            )
+        # Side by side: the loss of a row must not depend on other rows either.
+        return torch.cat([output.view(rows, -1), auxiliary_N.unsqueeze(1)], dim=1)
 
     with in_eval_mode(model):  # as it is served
         outputs_of(0.0)

@@ -42,14 +42,8 @@ class Registry(Generic[Part]):
         """Return what `name` stands for; imports the package that has it."""
         if name in self.known:
             return self.known[name]
-        path = name if ":" in name else self._entries().get(name)
-        if path is None:
-            near = difflib.get_close_matches(name, self.names(), n=1)
-            hint = f"Did you mean {near[0]!r}? " if near else ""
-            raise ValueError(
-                f"{self.key} = {name!r} is unknown: known are {', '.join(self.names())}. {hint}"
-                "Choose one of them, or name yours as package.module:Name (docs/extending.md)"
-            )
+        self.check_named(name, self.key)
+        path = name if ":" in name else self._entries()[name]
         part = _import_part(self.key, name, path)
         if not self.fits(part):
             raise ValueError(
@@ -57,6 +51,17 @@ class Registry(Generic[Part]):
                 "that (docs/extending.md)"
             )
         return part  # type: ignore[no-any-return]
+
+    def check_named(self, name: str, key: str) -> None:
+        """Raise ValueError for a value of `key` that names nothing; imports nothing."""
+        if ":" in name or name in self.known or name in self._entries():
+            return
+        near = difflib.get_close_matches(name, self.names(), n=1)
+        hint = f"Did you mean {near[0]!r}? " if near else ""
+        raise ValueError(
+            f"{key} = {name!r} is unknown: known are {', '.join(self.names())}. {hint}"
+            "Choose one of them, or name yours as package.module:Name (docs/extending.md)"
+        )
 
     def check_trusted(self, name: str) -> None:
         """Raise ValueError for a name from somebody's files that would import untrusted code."""

@@ -8,13 +8,18 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from gmeta.cli.capacity import count_flops, plan_capacity
 from gmeta.cli.commands.plan import parse_amount
 from gmeta.config.train_config import TrainConfig, config_from_dict
 from gmeta.distributed.cluster_spec import CapacityOverrides, Cluster, Speeds
+from gmeta.distributed.sequence.plan_events import estimate_long_events
 from gmeta.errors import UserError
 from gmeta.runs.build import build
+from gmeta_models import ModelConfig
+from gmeta_models.sequence.encoder import StateEncoder
+from gmeta_models.sequence.registry import build_encoder
 from metaio import open_dataset
 from metaio.read.reader import BatchReader
 from metaio.recipes import synthetic
@@ -166,6 +171,63 @@ def test_the_operations_of_layers_over_events_are_six_a_weight_and_event(tmp_pat
         config_of(path, model=model), CapacityOverrides({}), cluster_of(2), SPEEDS
     )
     assert capacity.step.flops > 6 * of_layers
+
+
+@pytest.mark.parametrize(
+    ("encoder", "options"),
+    [("sasrec", {}), ("sasrec", {"attention": "linear"}), ("hstu", {}), ("din", {})],
+)
+def test_the_plan_tells_what_long_tasks_send_and_keep(
+    tmp_path: Path, encoder: str, options: dict[str, Any]
+) -> None:
+    path = Path(prepared(tmp_path, log(), schema()))
+    model = {"name": "melu", "embedding_dim": 8, "hidden": [4], "events": encoder}
+    model["event_options"] = options
+    none, some = (
+        plan_capacity(
+            config_of(path, model=model, sharding={"sequence": kind, "sequence_from": 20}),
+            CapacityOverrides({}),
+            cluster_of(2),
+            SPEEDS,
+        )
+        for kind in ("none", "ring")
+    )
+    assert none.long_events is None
+    assert some.long_events is not None
+    assert some.long_events.tasks > 2
+    more = some.estimate.device_bytes_W - none.estimate.device_bytes_W
+    assert more == pytest.approx([some.long_events.kept_bytes] * 2)
+    sent, seconds = some.estimate.parts["events of long tasks"]
+    assert sent == some.long_events.sent_bytes > 0
+    assert seconds > 0
+
+
+@pytest.mark.parametrize("dropout", [0.0, 0.1])
+def test_what_a_long_task_keeps_is_what_torch_saves(dropout: float) -> None:
+    model = ModelConfig(
+        "melu", embedding_dim=16, events="sasrec", event_options={"dropout": dropout}
+    )
+    encoder = build_encoder(model, 1)
+    assert isinstance(encoder, StateEncoder)
+    events, kept = 999, dict[int, torch.Tensor]()
+    weights = {one.untyped_storage().data_ptr() for one in encoder.parameters()}
+
+    def keep(tensor: torch.Tensor) -> torch.Tensor:
+        kept[tensor.untyped_storage().data_ptr()] = tensor
+        return tensor
+
+    inputs = torch.randn(1, events + 1, 16, requires_grad=True)
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        states, _ = encoder.states_THD(inputs, torch.zeros(1, events + 1))
+    assert states.requires_grad
+    measured = sum(
+        tensor.untyped_storage().nbytes() for at, tensor in kept.items() if at not in weights
+    )
+    alone = estimate_long_events(encoder, "ring", [events], 1, 1)
+    assert alone.kept_bytes == pytest.approx(measured, rel=0.1)
+    assert alone.sent_bytes == 0
+    shared = estimate_long_events(encoder, "ring", [events], 1, 4)
+    assert shared.kept_bytes == pytest.approx(measured / 4, rel=0.1)
 
 
 @pytest.mark.parametrize("adapts_rows", [False, True])

@@ -11,9 +11,12 @@ import pytest
 import torch
 
 from gmeta.config.inputs import AugmentConfig
-from gmeta.data.augment import augment_batches, check_augment, drop_ids, resplit
+from gmeta.data.augment import augment_batch, augment_batches, check_augment, drop_ids, resplit
+from metaio import open_dataset
 from metaio.format.features import OOV_ROW, Features
 from metaio.read.batch import TaskBatch, empty_batch
+from metaio.read.compose import compose
+from tests.metaio.prepare.test_events import log, prepared, schema, stored_rows
 from tests.support.commands import SMALL_MODEL, losses, succeed, write_config
 from tests.support.reference import Task, batch_of, random_task, some_features
 
@@ -327,3 +330,17 @@ def test_a_config_that_does_not_fit_is_refused(config: AugmentConfig, message: s
     with pytest.raises(ValueError, match="augment") as caught:
         check_augment(config, FEATURES)
     assert str(caught.value) == message
+
+
+def test_rows_on_new_sides_know_the_events_that_they_knew(tmp_path: Path) -> None:
+    body = schema(negatives={"item": "item", "columns": ["kind"], "per_positive": 1})
+    dataset = open_dataset(prepared(tmp_path, log(), body))
+    block = dataset.read_block("train", 0)
+    batch = compose(dataset.features, [(block, np.arange(block.num_episodes))])
+    config = AugmentConfig(resplit_support=True, min_support_share=0.2, max_support_share=0.6)
+    found = augment_batch(batch, config, dataset.features, 3, 1, 0)
+    assert not torch.equal(found.dense_NK, batch.dense_NK)
+    # By the row's number; a negative has its positive's.
+    known = {row.number: row.events for row in stored_rows(batch)}
+    for row in stored_rows(found):
+        assert row.events == known[row.number]

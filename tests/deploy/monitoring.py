@@ -41,7 +41,7 @@ def dashboard_problems(path: Path) -> list[str]:
     """Expressions of a dashboard that are none."""
     return [
         f"{path.name}: {found}"
-        for expression in _expressions(json.loads(path.read_text()))
+        for expression in iterate_expressions(json.loads(path.read_text()))
         for found in expression_problems(expression)
     ]
 
@@ -57,15 +57,15 @@ def expression_problems(expression: str) -> list[str]:
     return []
 
 
-def _expressions(value: Any) -> Iterator[str]:
+def iterate_expressions(value: Any) -> Iterator[str]:
     if isinstance(value, dict):
         if isinstance(value.get("expr"), str):
             yield value["expr"]
         for each in value.values():
-            yield from _expressions(each)
+            yield from iterate_expressions(each)
     elif isinstance(value, list):
         for each in value:
-            yield from _expressions(each)
+            yield from iterate_expressions(each)
 
 
 def _promtool_problems(alerts: Path) -> list[str]:

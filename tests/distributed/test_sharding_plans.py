@@ -18,6 +18,7 @@ from gmeta.config.sharding import (
     ShardingConfig,
     check_sharding,
     kinds_of_tables,
+    sharding_to_evaluate,
 )
 from gmeta.config.train_config import OuterConfig, RunConfig, TrainConfig
 from gmeta.distributed.cluster_spec import Cluster
@@ -363,6 +364,21 @@ def test_a_placement_that_cannot_be_had_is_refused() -> None:
         "table 'item' is to be placed in \"uvm\" on the CPU, where all tables are in the host's "
         'memory. Set placement "auto", or "file" for tables beyond it, or run on CUDA'
     )
+
+
+def test_tables_beyond_memory_are_evaluated_there_on_whatever_device_there_is() -> None:
+    trained = ShardingConfig(
+        default="table_wise", placement="host", placements=("item=file", "user=device"),
+        cache_share=0.2, file_dir="/scratch", sequence="ulysses",
+    )  # fmt: skip
+    on_cuda, on_cpu = (sharding_to_evaluate(trained, on_cuda) for on_cuda in (True, False))
+    assert (on_cuda.placement, on_cpu.placement) == ("host", "auto")
+    for one in (on_cuda, on_cpu):
+        assert one.placements == ("item=file", "user=auto")
+        assert (one.default, one.cache_share, one.file_dir) == ("row_wise", 0.2, "/scratch")
+        assert one.sequence == "both"
+    of_torchrec = ShardingConfig(exchange="torchrec", placement="uvm")
+    assert sharding_to_evaluate(of_torchrec, True) == ShardingConfig()
 
 
 def refusal_of_planner(ranks: Ranks) -> str:

@@ -18,7 +18,8 @@ from gmeta.adaptation.algorithms.maml import QueryLoss
 from gmeta.adaptation.layout.ragged import RowLayout
 from gmeta.config.algorithm import AlgorithmConfig
 from gmeta.config.labels import LabelsConfig
-from gmeta.losses.objectives import LabelLosses, Objectives, label_weights, make_objectives
+from gmeta.losses.named_losses import make_objectives
+from gmeta.losses.objectives import LabelLosses, Objectives, label_weights
 from gmeta.runs.build import build_learner
 from gmeta_models import ModelConfig
 from metaio.format.features import Features

@@ -11,10 +11,11 @@ from gmeta.errors import ConfigError, GMetaError
 from gmeta.evaluation.report.intervals import bootstrap, percentile_interval
 from gmeta.metrics import custom_metrics as own
 from gmeta.metrics.catalogue import Scoring, custom_names, is_metric, label_of
-from gmeta.metrics.custom_metrics import NUM_GROUPS, Metric, check_trusted
+from gmeta.metrics.custom_metrics import NUM_GROUPS, Metric
 from gmeta.metrics.scores import evaluate_split, split_terms
 from gmeta.metrics.terms import Floats, Ints
 from gmeta.runs.build import check_hooks
+from gmeta.runs.trusted_names import check_trusted
 from gmeta_keys.plugins import NOT_INSTALLED
 from tests.support.refusals import catch_message
 
@@ -173,9 +174,11 @@ def test_a_name_of_something_else_is_refused() -> None:
 
 def test_a_strangers_run_imports_no_metric(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     made_on = {"plugins": {"evaluation.metrics: mine:M": {"package": "mine", "version": "2"}}}
-    monkeypatch.setattr(own.NAMED_METRICS.__class__, "find", pytest.fail)
+    metrics = own.NAMED_METRICS
+    named = {f"{own.KEY}: {name}": (metrics, name) for name in custom_names(["auc", "mine:M", ""])}
+    monkeypatch.setattr(metrics.__class__, "find", pytest.fail)
     with pytest.raises(GMetaError) as caught:
-        check_trusted(tmp_path, custom_names(["auc", "mine:M", ""]), made_on)
+        check_trusted(tmp_path, named, made_on)
     assert str(caught.value).startswith(
         f"{tmp_path} was made with evaluation.metrics = 'mine:M', code of the package 'mine', "
         "which is not installed as a plug-in here"
@@ -183,7 +186,7 @@ def test_a_strangers_run_imports_no_metric(tmp_path: Path, monkeypatch: pytest.M
     assert str(caught.value).endswith("It was made with mine 2.")
     made_on = {"plugins": {f"{own.KEY}: mine:M": {"package": "mine", "version": NOT_INSTALLED}}}
     with pytest.raises(GMetaError) as caught:
-        check_trusted(tmp_path, ["mine:M"], made_on)
+        check_trusted(tmp_path, named, made_on)
     assert str(caught.value).endswith(" It was made with mine, which was only on the path.")
     monkeypatch.setenv("GMETA_PLUGINS", "mine")
-    check_trusted(tmp_path, ["mine:M"], made_on)
+    check_trusted(tmp_path, named, made_on)

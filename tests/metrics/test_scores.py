@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 import gmeta.metrics.scores
 from gmeta.config.evaluation import EvaluationConfig
-from gmeta.config.labels import Loss
+from gmeta.config.losses import Loss
 from gmeta.errors import ConfigError
 from gmeta.metrics.catalogue import Scoring, metric_infos
 from gmeta.metrics.scores import evaluate_split, logloss, mae, split_terms

@@ -10,7 +10,7 @@ import pyarrow.parquet as pq
 import pytest
 
 import gmeta
-from gmeta.config.labels import LOSSES, RANGES
+from gmeta.config.losses import LOSSES, RANGES
 from gmeta.losses.row_losses import defined_labels_N
 from gmeta.pipeline.pipeline_status import read_status
 from gmeta.pipeline.stream_page import render_stream

@@ -143,6 +143,17 @@ DAMAGE: dict[str, tuple[Callable[[Path], object], str]] = {
         f"known are {', '.join(sorted([*MODELS, 'dot']))}. "
         "Use the release that made it, or install the package that has it: docs/extending.md.",
     ),
+    "a loss of a package that is not trusted": (
+        lambda model: edit_config(model, loss="evil.losses:LOSS", label_kinds=["bce"]),
+        "{model} was made with outer.loss = 'evil.losses:LOSS', code of the package 'evil', which "
+        "is not installed as a plug-in here: install the package if it declares entry points of "
+        "gmeta, or set GMETA_PLUGINS=evil if you trust it: docs/extending.md.",
+    ),
+    "a loss of a package that predicts nothing": (
+        lambda model: edit_config(model, loss="evil.losses:LOSS", label_kinds=["worst"]),
+        "{model}/config.json is not what an export writes (ValueError('its label_kinds are not "
+        f"those of its losses')). {COPY}",
+    ),
     "a table of another type": (
         narrower_table,
         "{model}/table-00001.safetensors holds values float16 [8, 4]; config.json promises values "

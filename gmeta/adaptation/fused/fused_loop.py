@@ -20,8 +20,8 @@ from gmeta.adaptation.fused.mlp import AdaptedMlp
 from gmeta.adaptation.layout.common_features import CommonInputs
 from gmeta.adaptation.layout.padded_layout import FusedLayout, kind_of_device
 from gmeta.adaptation.rates import LayerRate, scale_grads
-from gmeta.losses.objectives import RowLoss, known_labels
-from gmeta.losses.row_losses import HALVES
+from gmeta.losses.objectives import RowLoss, known_labels, weigh_rows_N
+from gmeta.losses.row_losses import HALVES, in_float32
 from gmeta_models.gated import GatedModel
 from gmeta_models.mlp import DropoutReLU, dropout_of
 
@@ -73,7 +73,9 @@ class FusedLoop(ABC, Generic[Adapted]):
         """Return how batches are laid out for this loop; `in_buckets`: in few shapes."""
         has_constant_inputs, first_weight = not self.moves_inputs, self._decision.layers[0].weight
         gated = isinstance(self._model, GatedModel)
-        may_split = has_constant_inputs and self._model.features_from is not None
+        # An auxiliary loss sees all features of a row.
+        is_split = self._model.features_from is not None and not self._model.has_auxiliary
+        may_split = has_constant_inputs and is_split
         return FusedLayout(
             pooling=self._model.pooling,
             history=self._model.history,
@@ -112,15 +114,27 @@ class FusedLoop(ABC, Generic[Adapted]):
         return [by_layer.get(layer) for layer in self._decision.layers]
 
     def _inputs_NX(self, rows_PD: Tensor, features: PaddedFeatures) -> Tensor:
-        return self._decision_inputs_NX(features.values(rows_PD), None)
+        return self._decision_inputs_NX(self._through_dense(features.values(rows_PD), None))
 
-    def _decision_inputs_NX(self, features: RowFeatures, dense_NO: Tensor | None) -> Tensor:
-        """Return the decision layers' inputs; `dense_NO` are outputs of dense layers that adapt."""
+    def _through_dense(self, features: RowFeatures, dense_NO: Tensor | None) -> RowFeatures:
+        """Return rows as the decision inputs are made of them; `dense_NO` are outputs of dense
+        layers that adapt."""
         if dense_NO is None:
-            features = self._model.through_dense(features)
-        else:
-            features = features._replace(dense_NK=dense_NO.relu())
-        return _in_autocast(self._model.decision_inputs_NX(features)).contiguous()
+            return self._model.through_dense(features)
+        return features._replace(dense_NK=dense_NO.relu())
+
+    def _decision_inputs_NX(self, seen: RowFeatures) -> Tensor:
+        return _in_autocast(self._model.decision_inputs_NX(seen)).contiguous()
+
+    def _auxiliary_sum(self, seen: RowFeatures, tasks: PaddedTasks) -> Tensor | None:
+        """Return the sum over the tasks of the mean auxiliary loss of their query rows, which are
+        the last of the rows that are `seen`."""
+        auxiliary_N = self._model.auxiliary_N(seen) if self._model.has_auxiliary else None
+        if auxiliary_N is None:
+            return None
+        query = tasks.query
+        mine_N = in_float32(auxiliary_N)[len(auxiliary_N) - query.num_rows :]
+        return torch.dot(weigh_rows_N(mine_N, query.weight), query.mean_weights_N(mine_N.dtype))
 
 
 @dataclass(frozen=True)
@@ -183,7 +197,7 @@ class MovingLoop(FusedLoop[MovingInputModel]):
                     _in_autocast(features.dense_NK), tasks.support
                 )
             moving.append(dense_NO if dense_NO.requires_grad else dense_NO.requires_grad_())
-        inputs_SX = self._decision_inputs_NX(features, dense_NO)
+        inputs_SX = self._decision_inputs_NX(self._through_dense(features, dense_NO))
         with torch.set_grad_enabled(second_order):
             activations, grads = decision.step_gradients(
                 inputs_SX if second_order else inputs_SX.detach(), adapted.loss, lowest=0
@@ -208,9 +222,12 @@ class MovingLoop(FusedLoop[MovingInputModel]):
         features, dense_NO = tasks.features[1].values(adapted.rows_PD), None
         if adapted.dense is not None:
             dense_NO = adapted.dense.forward(_in_autocast(features.dense_NK), tasks.query)[-1]
-        inputs_NX = self._decision_inputs_NX(features, dense_NO)
+        seen = self._through_dense(features, dense_NO)
+        inputs_NX = self._decision_inputs_NX(seen)
         outputs_NO = adapted.decision.forward(inputs_NX, tasks.query, self._dropout)[-1]
-        return _row_loss(tasks.query, self._objectives.outer, outputs_NO.dtype).sum(outputs_NO)
+        loss = _row_loss(tasks.query, self._objectives.outer, outputs_NO.dtype).sum(outputs_NO)
+        auxiliary = self._auxiliary_sum(seen, tasks)
+        return loss if auxiliary is None else loss + auxiliary
 
 
 @dataclass(frozen=True)
@@ -224,6 +241,7 @@ class ConstantInputMlp:
     loss: RowLoss  # of the support rows
     rates: list[LayerRate]  # of each layer, the first included
     scaled_grads_SO: Tensor | None = None  # of the first layer's outputs, added up over the steps
+    auxiliary: Tensor | None = None  # of the query rows, which no step moves
 
 
 @final
@@ -237,7 +255,8 @@ class StillLoop(FusedLoop[ConstantInputMlp]):
         rows_PD = rows.values_PD
         gated, constant_SX = isinstance(self._model, GatedModel), None
         if second_order:
-            inputs = self._inputs_NX(rows_PD, tasks.features[0])
+            seen = self._through_dense(tasks.features[0].values(rows_PD), None)
+            inputs = self._decision_inputs_NX(seen)
             # One tensor holds both sides, the support first: see PaddedTasks.
             support_SX = inputs[: tasks.support.num_rows]
         else:
@@ -245,7 +264,8 @@ class StillLoop(FusedLoop[ConstantInputMlp]):
             # it is kept for the gates alone, which learn by it.
             with torch.set_grad_enabled(gated):
                 support_SX = self._inputs_NX(rows_PD, tasks.features[0])
-            inputs, constant_SX = self._inputs_NX(rows_PD, tasks.features[1]), support_SX.detach()
+            seen = self._through_dense(tasks.features[1].values(rows_PD), None)
+            inputs, constant_SX = self._decision_inputs_NX(seen), support_SX.detach()
         first, *upper = self._decision.layers
         weight_OX, bias = first.weight.to(inputs.dtype), first.bias.to(inputs.dtype)
         common, in_common_T = None, None
@@ -271,7 +291,9 @@ class StillLoop(FusedLoop[ConstantInputMlp]):
             # A step's gradients are linear in the loss, so its rate can scale the loss, once for
             # all: 2 to 7 % of a step on a CPU, a launch for each layer and inner step on a GPU.
             loss, rates = loss.times(rate), [1.0] * len(rates)
-        return ConstantInputMlp(support, query, mlp, adapts, loss, rates)
+        return ConstantInputMlp(
+            support, query, mlp, adapts, loss, rates, auxiliary=self._auxiliary_sum(seen, tasks)
+        )
 
     def step(self, adapted: ConstantInputMlp, second_order: bool) -> ConstantInputMlp:
         """Return w - a g, for the layers' weights w of each task and the gradients g of its support
@@ -301,8 +323,9 @@ class StillLoop(FusedLoop[ConstantInputMlp]):
         inputs_NO = adapted.query.after_steps_NO(adapted.scaled_grads_SO).relu()
         if (dropout := self._dropout) is not None:
             inputs_NO = dropout.drop_out(inputs_NO)
-        loss = _row_loss(tasks.query, self._objectives.outer, adapted.query.outputs_NO.dtype)
-        return loss.sum(adapted.upper.forward(inputs_NO, tasks.query, dropout)[-1])
+        row_loss = _row_loss(tasks.query, self._objectives.outer, adapted.query.outputs_NO.dtype)
+        loss = row_loss.sum(adapted.upper.forward(inputs_NO, tasks.query, dropout)[-1])
+        return loss if adapted.auxiliary is None else loss + adapted.auxiliary
 
 
 @dataclass(frozen=True)

@@ -1,5 +1,6 @@
 """`gmeta channel judge`, `promote`, `rollback` and `publish`."""
 
+import math
 from pathlib import Path
 from typing import Annotated
 
@@ -122,23 +123,40 @@ def judge(
     pool: Annotated[
         int, typer.Option(min=0, max=1000, help="earlier increments to add where tasks are few")
     ] = 7,
+    calibration: Annotated[
+        str, typer.Option(help="LEAST:MOST mean prediction over mean label, of clicks")
+    ] = "0.9:1.1",
     out: Annotated[Path | None, typer.Option(help="JSON file for the verdict")] = None,
 ) -> None:
     """Compare a run with the model that a channel serves, on tasks that neither was trained on.
 
     gmeta channel judge runs/day-2 --champion channels/clicks
 
-    Promotes (exit code 0) where all predictions are finite, their mean is within 0.9 to 1.1 of the
-    labels', and the loss, paired task by task, is at most a margin worse at 95 %. Refuses with exit
-    code 3, and keeps the verdict in the channel. Nothing is promoted: that is `gmeta channel
+    Promotes (exit code 0) where all predictions are finite, their mean is within --calibration of
+    the labels', and the loss, paired task by task, is at most a margin worse at 95 %. Refuses with
+    exit code 3, and keeps the verdict in the channel. Nothing is promoted: that is `gmeta channel
     promote`."""
     _check_places(candidate, champion)
     if out is not None:
         check_local("--out", out)
     with faster_import():
         from gmeta.cli.commands.work.channel_changes import judge_candidate
-    if not judge_candidate(candidate, champion, on, split, margin, pool, out):
+    band = _parse_band(calibration)
+    if not judge_candidate(candidate, champion, on, split, margin, pool, band, out):
         raise typer.Exit(REFUSED)
+
+
+def _parse_band(text: str) -> tuple[float, float]:
+    try:
+        least, most = map(float, text.split(":"))
+        if 0 <= least <= 1 <= most < math.inf:
+            return least, most
+    except ValueError:
+        pass
+    raise UserError(
+        f"--calibration = {text!r} is no band around 1: LEAST:MOST is allowed, from 0 to 1 "
+        "and from 1 on. Write e.g. 0.9:1.1"
+    )
 
 
 def _check_places(candidate: Path, channel: Path) -> None:

@@ -15,10 +15,10 @@ from gmeta.config.evaluation import EvaluationConfig
 from gmeta.config.train_config import TrainConfig, overridden
 from gmeta.distributed.stopping import end_with_agent
 from gmeta.errors import UserError
-from gmeta.metrics.catalogue import Scoring, custom_names, predicts_alike
-from gmeta.metrics.custom_metrics import check_trusted
+from gmeta.metrics.catalogue import Scoring, predicts_alike
 from gmeta.platform.files.local_paths import check_local
 from gmeta.runs.run_folder import RunFolder
+from gmeta.runs.trusted_names import read_trusted_config
 
 # Each is one more pass over the split, and as many more predictions in memory.
 MOST_DRAWS = 1_000
@@ -99,11 +99,8 @@ def evaluate(
     check_local("--out", out := out or run / "evaluation")
     sizes = _support_sizes(support_sizes)
     roots = [run, *(against or [])]
-    configs = [RunFolder(root).read_config() for root in roots]
-    for root, each in zip(roots, configs, strict=True):
-        # A run's config may name a metric of its own, which is code: it is not run untrusted.
-        foreign = custom_names(each.evaluation.metrics)
-        check_trusted(root, foreign, RunFolder(root).read_environment())
+    # A run's config may name a metric or a loss of its own, which is code: it is not run untrusted.
+    configs = [read_trusted_config(RunFolder(root)) for root in roots]
     _check_comparable(roots, configs, label)
     _check_writable(out)
     config, overrides = configs[0], overrides or []

@@ -1,9 +1,10 @@
 """The argument by which commands replace values of a training config."""
 
-from typing import Annotated, Any, Literal, get_args, get_origin
+from typing import Annotated, Any
 
 import typer
 
+from gmeta.config.settings import choices_of
 from gmeta.config.train_config import types_of_keys
 
 METAVAR = "[SECTION.KEY=VALUE]..."
@@ -22,7 +23,7 @@ def complete_override(context: typer.Context, incomplete: str) -> list[str]:
 def _choices(hint: Any) -> tuple[str, ...]:
     if hint is bool:
         return ("true", "false")
-    return tuple(map(str, get_args(hint))) if get_origin(hint) is Literal else ()
+    return choices_of(hint)
 
 
 Overrides = Annotated[

@@ -30,7 +30,9 @@ DAILY_ROWS = (DaysConfig.min_rows, DaysConfig.max_rows)
 # The options that each way of preparing reads, beside --overwrite: others are refused.
 OPTIONS = {
     "--recipe synthetic": {"recipe", "tasks", "items", "rows", "seed"},
-    "--recipe synthetic-days": {"recipe", "days", "tasks", "items", "rows", "seed", "delay"},
+    "--recipe synthetic-days": {
+        *("recipe", "days", "tasks", "items", "rows", "seed", "delay", "drift")
+    },
     "--recipe movielens-1m": {"recipe", "validation", "order", "history", "seed"},
     "--recipe metaemb": {"recipe", "validation", "seed"},
     "--recipe movielens-100k": {"recipe", "label", "seed"},
@@ -80,6 +82,9 @@ RecipeName = Annotated[Recipe | None, typer.Option(help="a ready dataset instead
 Tasks = Annotated[int, typer.Option(min=1, help="synthetic: users of the train split, or of a day")]
 Days = Annotated[
     int, typer.Option(min=1, help="synthetic-days: logs of so many days, for a stream")
+]
+Drift = Annotated[
+    float, typer.Option(min=0.0, help="synthetic-days: turns of each user's taste a day")
 ]
 Delay = Annotated[
     float, typer.Option(min=0.0, help="synthetic-days: mean hours until a click is reported")
@@ -163,6 +168,7 @@ def prepare(
     recipe: RecipeName = None,
     tasks: Tasks = 4_000,
     days: Days = 5,
+    drift: Drift = 0.0,
     delay: Delay = 0.0,
     items: Items = 3_000,
     rows: RowsOfUser = (20, 40),
@@ -225,7 +231,8 @@ def prepare(
         sizes = (
             rows if rows_source is not None and rows_source.name == "COMMANDLINE" else DAILY_ROWS
         )
-        write_days(out, DaysConfig(days, tasks, items, *sizes, seed, delay_h=delay), overwrite)
+        days_config = DaysConfig(days, tasks, items, *sizes, seed, drift, delay_h=delay)
+        write_days(out, days_config, overwrite)
         consoles.print_result(days=days, logs=out, schema=f"{out}/schema.toml")
         consoles.make_console(stderr=True).print(
             f"written: {format_count(days, 'day')} of logs below {out}, and {out}/schema.toml  "

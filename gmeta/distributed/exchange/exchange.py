@@ -27,6 +27,10 @@ class Exchange(ABC):
         # One pass without a mask; a sum that overflows is as far off as one that is infinite.
         self.gradient_sum = grad_UD.sum()
 
+    def reading(self) -> dict[str, float]:
+        """Return what to log of the steps since the last call."""
+        return {}
+
     def prepare(self, episodes: "Collated") -> "Collated":
         """Return these episodes, on the host, with all done that can be before `enqueue`, in one
         block of pinned memory. Any thread may call it."""

@@ -106,6 +106,10 @@ class WireExchange(Exchange):
     def _prefetch(self, plan: RowPlan) -> "_WireFetch":
         return _WireFetch(self, plan)
 
+    def reading(self) -> dict[str, float]:
+        """Return the hit rate of this rank's caches, if there are any."""
+        return {} if self.mover is None else self.mover.reading()
+
     def admit(self, to_send: SendPlan, is_awaited: Callable[[], bool]) -> SendPlan:
         """Return a plan, its rows on the device, and in the caches of groups that have one."""
         if self.mover is not None:

@@ -67,7 +67,9 @@ class OuterOptimizer(CombinedOptimizer):
         place_row_states(self._tables)
         super().__init__([self._tables, self._dense])
         self._layers = list(layers.values())
-        self._rates = {"dense_lr": outer.dense_lr, "sparse_lr": outer.sparse_lr}
+        # What the schedule scales; a callback may set other rates.
+        self.full_rates = {"dense_lr": outer.dense_lr, "sparse_lr": outer.sparse_lr}
+        self._rates = self.full_rates
         self._sharded = sharded
         self._adam_groups = _adam_groups(sharded)
         for group in table_groups(sharded):
@@ -93,7 +95,7 @@ class OuterOptimizer(CombinedOptimizer):
         if self._local is not None:
             self._local.begin_step()
         scale = rate_scale(outer.lr_schedule, outer.warmup_steps, step, total_steps)
-        self._rates = {"dense_lr": outer.dense_lr * scale, "sparse_lr": outer.sparse_lr * scale}
+        self._rates = {name: rate * scale for name, rate in self.full_rates.items()}
         for _, part in self.optimizers:
             is_dense = isinstance(part, KeyedOptimizerWrapper)
             for group in part.param_groups:
@@ -122,14 +124,15 @@ class OuterOptimizer(CombinedOptimizer):
 
     def reading(self) -> dict[str, float | None]:
         """Return the last step's rates and its gradient's norm before clipping, of the layers and,
-        with outer.clip_norm, of all; None where it is not finite. Waits for the device."""
+        with outer.clip_norm, of all; None where it is not finite; and what the exchange tells of
+        the steps since the last reading. Waits for the device."""
         if self._clipping is not None:
             norms = self._clipping.norms()
         else:
             grads = [layer.grad for layer in self._layers if layer.grad is not None]
             norms = {"dense_grad_norm": float(torch.nn.utils.get_total_norm(grads))}
         finite = {name: norm if math.isfinite(norm) else None for name, norm in norms.items()}
-        return {**self._rates, **finite}
+        return {**self._rates, **finite, **self._sharded.local.exchange.reading()}
 
 
 def build_optimizer(sharded: DistributedLearner, outer: OuterConfig) -> OuterOptimizer:

@@ -47,6 +47,7 @@ class RowMover(ABC):
 
     def __init__(self, groups: Sequence[CachedGroup]) -> None:
         self._groups = groups
+        self._told = 0, 0
         # A row is on its way only while this is held.
         self._lock = threading.Lock()
         for group in groups:
@@ -82,6 +83,14 @@ class RowMover(ABC):
             if waiting:
                 time.sleep(POLL_S)
         return tuple(found[at] for at in range(len(groups)))
+
+    def reading(self) -> dict[str, float]:
+        """Return the share of steps' distinct rows since the last call that had a slot already."""
+        slots = [group.slots for group in self._groups]
+        asked, found = sum(one.num_asked for one in slots), sum(one.num_found for one in slots)
+        asked_now, found_now = asked - self._told[0], found - self._told[1]
+        self._told = asked, found
+        return {"cache_hit_rate": found_now / asked_now} if asked_now > 0 else {}
 
     def flush(self) -> None:
         """Write the changed rows of all caches to the tables, between steps."""

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from gmeta.config.labels import Loss
+from gmeta.config.losses import Loss
 from gmeta.data.sums import log_odds
 from gmeta.evaluation.baselines.episode_rows import NO_ITEM, EpisodeRows, Floats
 from gmeta.evaluation.baselines.training_sums import NO_FOLD, TrainingSums, assign_folds

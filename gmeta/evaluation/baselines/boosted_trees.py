@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from gmeta.config.labels import Loss
+from gmeta.config.losses import Loss
 from gmeta.data.row_groups import find_groups, redraw_groups
 from gmeta.data.sums import NUM_FOLDS
 from gmeta.evaluation.baselines.bias_model import to_predictions

@@ -9,7 +9,7 @@ import numpy.typing as npt
 import pyarrow as pa
 
 from gmeta.config.inputs import LabelPrior, NeighboursConfig
-from gmeta.config.labels import Loss
+from gmeta.config.losses import Loss
 from gmeta.config.train_config import DataConfig
 from gmeta.data.support_views import EvalProtocol, SupportView
 from gmeta.errors import UserError

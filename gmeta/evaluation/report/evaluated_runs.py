@@ -9,7 +9,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from gmeta.config.evaluation import EvaluationConfig
-from gmeta.config.labels import Loss
+from gmeta.config.losses import Loss
 from gmeta.errors import UserError
 from gmeta.evaluation.report.evaluation_schema import STAGES, FineTuning, Stage
 from gmeta.metrics.catalogue import Scoring, predicts_alike
@@ -63,6 +63,7 @@ class EvaluatedRun:
     limited: dict[int, pa.Table] = field(default_factory=dict)
     label: str = field(default="")
     other_losses: dict[str, Loss] = field(default_factory=dict)
+    loss_name: str = field(default="")  # as the config has it: it may be a package's own
 
     @property
     def scoring(self) -> Scoring:

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any, Literal, TypeAlias
 
 from gmeta.config.algorithm import PLAIN
-from gmeta.config.labels import Loss
+from gmeta.config.losses import Loss
 from gmeta.metrics.metric_info import MetricInfo
 
 SCHEMA = "gmeta.evaluation/1"

@@ -41,14 +41,20 @@ class LearningCurve:
 
 
 def make_learning_curves(
-    history: Sequence[dict[str, Any]], scoring: Scoring, label: str = "", num_labels: int = 1
+    history: Sequence[dict[str, Any]],
+    scoring: Scoring,
+    label: str = "",
+    num_labels: int = 1,
+    loss_name: str = "",
 ) -> list[LearningCurve]:
-    """Return the curves of the training loss and of the validation's headline metric."""
+    """Return the curves of the training loss and of the validation's headline metric; `loss_name`
+    is that of the config, if not the scoring's."""
     curves = []
     if points := _drop_short_end(_read_points(history, "loss")):
         steps, values = _thin(points)
         title, smooth = "Training loss", _smooth(values)
-        unit = LOSS_NAMES[scoring.loss] if num_labels == 1 else "of all labels"
+        loss_name = loss_name or scoring.loss
+        unit = LOSS_NAMES.get(loss_name, loss_name) if num_labels == 1 else "of all labels"
         curves += [LearningCurve(title, f"loss ({unit})", "series-0", steps, values, smooth)]
     valid = [
         {"step": line.get("step"), **line["valid"]}

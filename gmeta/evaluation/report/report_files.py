@@ -59,7 +59,8 @@ def _write_files(
     evaluation: Evaluation,
 ) -> ReportPaths:
     run = runs[0]
-    curves = make_learning_curves(run.history, run.scoring, run.label_logged, len(run.labels))
+    named = run.label_logged, len(run.labels), run.loss_name
+    curves = make_learning_curves(run.history, run.scoring, *named)
     charts = make_charts(evaluation, curves)
     chart_folder = folder / "charts"
     pictures = {

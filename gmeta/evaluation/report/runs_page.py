@@ -30,9 +30,10 @@ def render_runs(
         PlotSeries(one.run, "after", one.run, f"series-{at}", list(MARKS)[at])
         for at, one in enumerate(summaries)
     ]
+    configs = [folder.read_config() for folder in folders]
     curves = [
-        make_learning_curves(folder.read_metrics(), make_scoring(folder.read_config()))
-        for folder in folders
+        make_learning_curves(folder.read_metrics(), make_scoring(one), loss_name=one.loss_name())
+        for folder, one in zip(folders, configs, strict=True)
     ]
     titles = list(dict.fromkeys(curve.title for of_run in curves for curve in of_run))
     panels = [_make_panel(title, curves, series) for title in titles]
@@ -43,7 +44,7 @@ def render_runs(
     ]
     return load_template("gmeta.evaluation.report", "runs.html").render(
         summaries=summaries,
-        verdict=judge_runs(summaries, make_early_stop(folders[0].read_config()).higher_is_better),
+        verdict=judge_runs(summaries, make_early_stop(configs[0]).higher_is_better),
         tiles=tiles,
         charts=[draw_panels(chart)] if panels else [],
         differing=differing,

@@ -34,6 +34,11 @@ class Beginning:
     reset_rows: dict[str, Int64]
 
     @property
+    def resumed_from(self) -> Path | None:
+        """Return the run's own checkpoint that it goes on from, if any."""
+        return self.checkpoint if self.how == "resumed" else None
+
+    @property
     def messages(self) -> list[str]:
         """Return the lines on it for the screen."""
         if self.how == "weights":

@@ -1,10 +1,14 @@
 """Screen, metrics.jsonl, loggers and callbacks of a run."""
 
+from __future__ import annotations
+
+import json
+import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from types import MappingProxyType, TracebackType
-from typing import Any, TypeVar, final
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar, final
 
 from torch import Tensor
 
@@ -16,16 +20,34 @@ from gmeta.errors import GMetaError
 from gmeta.runs.early_stop import make_early_stop
 from gmeta.runs.logging.async_logger import AsyncLogger
 from gmeta.runs.logging.callback import Callback, Run
+from gmeta.runs.logging.callback_state import format_callbacks, gather_logged, read_callbacks
 from gmeta.runs.logging.file_loggers import JsonLines, TensorBoard
 from gmeta.runs.logging.hook_registry import find_hooks
 from gmeta.runs.logging.logger import Logger, Reading, RunInfo, Status
 from gmeta.runs.logging.progress_screen import ProgressScreen
+from gmeta.runs.logging.rank_metrics import LISTEN_VARIABLE, RankMetrics
 from gmeta.runs.run_folder import METRICS_FILE
 from gmeta.runs.run_progress import RunProgress
 from gmeta_keys.translate_errors import format_foreign_error, translate_errors
 
+if TYPE_CHECKING:  # for annotations: loggers start without what trains
+    from gmeta.data.accumulate import MicroBatches
+    from gmeta.data.episodes import Episodes
+    from gmeta.distributed.optim.optimizers import OuterOptimizer
+    from gmeta.learner import MetaLearner
+
 SCREEN_NAME = "the screen"
 Made = TypeVar("Made")
+
+
+class Feed(Protocol):
+    """Where a rank's batches come from: its loggers, and for how long it was waited for."""
+
+    loggers: Mapping[str, Logger]
+
+    @property
+    def wait_s(self) -> float:
+        """Return the seconds."""
 
 
 class _LoggerError(GMetaError):
@@ -48,8 +70,11 @@ class RunHooks:
         self._callbacks: dict[str, Callback] = {}
         self._stop = Stop()
         self._run = Run(self._info, ranks, self._stop)
+        self._trained: tuple[MetaLearner, OuterOptimizer] | None = None
+        self._resumed: Path | None = None
+        self._metrics: RankMetrics | None = None
 
-    def __enter__(self) -> "RunHooks":
+    def __enter__(self) -> RunHooks:
         return self
 
     def __exit__(
@@ -65,22 +90,30 @@ class RunHooks:
                 self._end_callbacks(status)
             ended = status
         finally:
+            if self._metrics is not None:
+                self._metrics.stop()
             for name in list(self._loggers):
                 self._call_logger(name, lambda logger: logger.end(ended))
 
-    def begin(
-        self,
-        progress: RunProgress,
-        total_steps: int,
-        stop: Stop,
-        also: Mapping[str, Logger] = MappingProxyType({}),
+    def show_trained(
+        self, learner: MetaLearner, optimizer: OuterOptimizer, resumed: Path | None
     ) -> None:
-        """Open the loggers, and those in `also`, and begin the callbacks, which may set `stop` from
+        """Let callbacks see what the run trains, and change it; if `resumed`, with what that
+        checkpoint keeps of them."""
+        self._trained, self._resumed = (learner, optimizer), resumed
+
+    def begin(
+        self, progress: RunProgress, total_steps: int, stop: Stop, feed: Feed | None = None
+    ) -> None:
+        """Open the loggers, the feed's own too, and begin the callbacks, which may set `stop` from
         here on. Collective. Raises GMetaError: one failed."""
         self._info = replace(self._info, done_steps=progress.step, total_steps=total_steps)
         self._stop, self._run = stop, Run(self._info, self._ranks, stop)
         self._run.epoch = progress.epoch
-        run_on_first(lambda: self._open_loggers(also), self._ranks)
+        if self._trained is not None:
+            self._run.learner, self._run.optimizer = self._trained
+        run_on_all(lambda: self._serve_metrics(feed), self._ranks)
+        run_on_first(lambda: self._open_loggers(feed.loggers if feed else {}), self._ranks)
         run_on_all(self._begin_callbacks, self._ranks)
 
     def show_lines(self, lines: Sequence[str]) -> None:
@@ -88,31 +121,53 @@ class RunHooks:
         if self._screen is not None:
             self._screen.show_lines(lines)
 
-    def record_step(self, progress: RunProgress, loss: Tensor) -> None:
-        """Record a step, with this rank's part of its loss."""
+    def record_gradients(self, batch: Episodes | MicroBatches, loss: Tensor) -> None:
+        """Record that a step's gradients are there."""
+        if self._callbacks:
+            own = loss.detach()
+            self._call_callbacks_or_stop(lambda each: each.on_backward(self._run, batch, own))
+
+    def record_step(self, progress: RunProgress, loss: Tensor, num_rows: int = 0) -> None:
+        """Record a step, with this rank's part of its loss and its rows."""
         self._run.step, self._run.epoch = progress.step, progress.epoch
+        if self._metrics is not None:
+            self._metrics.count_step(progress.step, num_rows)
         if self._callbacks:
             own = loss.detach()
             self._call_callbacks_or_stop(lambda each: each.on_step_end(self._run, own))
 
     def log(self, step: int, epoch: int, values: Mapping[str, Any]) -> None:
-        """Write a reading to all loggers."""
+        """Write a reading, and what callbacks logged since the last, to all loggers. Collective."""
+        if self._callbacks:
+            values = {**values, **gather_logged(self._run, values, self._ranks)}
+        if self._metrics is not None:
+            self._metrics.show(values)
         reading = self._write_reading(Reading(step, epoch, values))
         self._call_callbacks_or_stop(lambda each: each.on_log(self._run, reading))
 
     def record_validation(self, step: int, epoch: int, scores: Mapping[str, float | None]) -> None:
         """Write the metrics of the validation split; all ranks know them."""
+        if self._metrics is not None:
+            self._metrics.show_scores(scores)
         self._write_reading(Reading(step, epoch, {"valid": scores}))
         self._call_callbacks_or_stop(lambda each: each.on_validation_end(self._run, scores))
 
     def record_checkpoint(self, checkpoint: Path) -> None:
         """Record that a checkpoint is whole."""
+        if self._metrics is not None:
+            self._metrics.note_checkpoint()
         self._call_callbacks_or_stop(lambda each: each.on_checkpoint(self._run, checkpoint))
 
     def _write_reading(self, reading: Reading) -> Reading:
         for name in list(self._loggers):
             self._call_logger(name, lambda logger: logger.log(reading))
         return reading
+
+    def _serve_metrics(self, feed: Feed | None) -> None:
+        if os.environ.get(LISTEN_VARIABLE):
+            wait_s = (lambda: 0.0) if feed is None else (lambda: feed.wait_s)
+            self._metrics = RankMetrics(self._info, self._ranks, wait_s)
+            self._metrics.listen()
 
     def _open_loggers(self, also: Mapping[str, Logger]) -> None:
         assert self._screen is not None  # rank 0 has one
@@ -136,9 +191,26 @@ class RunHooks:
             # Those that did not begin are not ended.
             self._loggers[name] = logger
 
+    def with_callbacks(self, files: Mapping[str, str]) -> Mapping[str, str]:
+        """Return the files of a checkpoint with what it keeps of callbacks. Collective."""
+        if not self._callbacks:
+            return files
+        states: dict[str, Any] = {}
+
+        def ask(each: Callback) -> Any:
+            return json.loads(json.dumps(each.state_dict(), allow_nan=False))
+
+        run_on_all(lambda: states.update(self._call_callbacks(ask)), self._ranks)
+        return {**files, **format_callbacks(self._run, states, self._ranks)}
+
     def _begin_callbacks(self) -> None:
         named = self._named_callbacks.items()
         self._callbacks = {name: _make_hook("callback", name, kind) for name, kind in named}
+        if self._callbacks and self._resumed is not None:
+            states = read_callbacks(self._resumed, self._run)
+            for name in states.keys() & self._callbacks.keys():
+                with self._translate_errors_of(name):
+                    self._callbacks[name].load_state_dict(states[name])
         self._call_callbacks(lambda each: each.on_train_begin(self._run))
 
     def _call_logger(self, name: str, work: Callable[[Logger], None]) -> None:
@@ -154,12 +226,17 @@ class RunHooks:
             del self._loggers[name]
             self.show_lines([f"the logger {name!r} failed and is left out from here on: {error}"])
 
-    def _call_callbacks(self, work: Callable[[Callback], None]) -> None:
+    def _call_callbacks(self, work: Callable[[Callback], Made]) -> dict[str, Made]:
+        found = {}
         for name, callback in self._callbacks.items():
-            what = f"the callback {name!r} of run.callbacks failed behind step {self._run.step}"
-            remedy = "Mend it, or take it out; --resume goes on from the newest checkpoint"
-            with translate_errors(_make_error_translator(what, remedy)):
-                work(callback)
+            with self._translate_errors_of(name):
+                found[name] = work(callback)
+        return found
+
+    def _translate_errors_of(self, name: str) -> translate_errors:
+        what = f"the callback {name!r} of run.callbacks failed behind step {self._run.step}"
+        remedy = "Mend it, or take it out; --resume goes on from the newest checkpoint"
+        return translate_errors(_make_error_translator(what, remedy))
 
     def _call_callbacks_or_stop(self, work: Callable[[Callback], None]) -> None:
         try:

@@ -4,7 +4,7 @@ was trained on, the difference paired task by task.
 A candidate is promoted where its predictions are finite, their mean (for clicks only) is the
 labels' within 10 %, or nearer to it than the champion's, and its loss is at most a margin worse at
 95 %: a test of non-inferiority (Walker & Nowacki 2011, Understanding Equivalence and Noninferiority
-Testing).
+Testing). Both means weigh rows as training does.
 
 Shape suffixes: T tasks, N rows"""
 
@@ -18,6 +18,7 @@ import numpy as np
 
 from gmeta.evaluation.report.intervals import Interval, bootstrap, percentile_interval
 from gmeta.metrics.catalogue import Scoring, loss_metric, predicted_by
+from gmeta.metrics.row_metrics import logloss_N
 from gmeta.metrics.scores import split_terms
 from gmeta.metrics.terms import Terms, sum_T
 from gmeta.serving.channel.gate_predictions import GatePredictions, predict_gate, to_optional_values
@@ -77,9 +78,11 @@ def judge(
     split: str,
     margin: float | None = None,
     pool: int = 0,
+    band: tuple[float, float] = CALIBRATION,
 ) -> Verdict:
     """Return the verdict on an exported model against another (or none), on a split of
-    `datasets(0)`; query rows too few to tell a margin gain those of `datasets(1)` up to `pool`."""
+    `datasets(0)`; query rows too few to tell a margin gain those of `datasets(1)` up to `pool`. Its
+    mean prediction over the mean label is to lie in `band`."""
     served = load(candidate)
     # Its checksums were checked by whoever found it: it serves.
     champion_model = None if champion is None else load(champion, verify=False)
@@ -87,7 +90,7 @@ def judge(
     metric = loss_metric(scoring.loss)
     ours: list[GatePredictions] = []
     theirs: list[GatePredictions] = []
-    compared = _Comparison(scoring, metric, margin)
+    compared = _Comparison(scoring, metric, margin, band)
     for window in range(pool + 1):
         dataset = datasets(window)
         if dataset is None:
@@ -129,6 +132,7 @@ class _Comparison:
     scoring: Scoring
     metric: str
     margin: float | None
+    band: tuple[float, float] = CALIBRATION
 
     def is_narrow(self, ours: list[GatePredictions], theirs: list[GatePredictions]) -> bool:
         """Return whether the rows can tell a difference of the margin's size from none."""
@@ -156,19 +160,25 @@ class _Comparison:
             "rating": ["mae", "rmse"],
             "score": ["ndcg@10", "gauc", self.metric],
         }[predicted_by(self.scoring.loss)]
-        return split_terms(*_join_windows(predicted), self.scoring, names)
+        label_N, prediction_N, task_N, weight_N = _join_windows(predicted)
+        terms = split_terms(label_N, prediction_N, task_N, self.scoring, names)
+        if self.metric in _ROW_LOSSES and np.ptp(weight_N):
+            losses_N = _ROW_LOSSES[self.metric](label_N.astype(np.float64), prediction_N)
+            terms[self.metric] = _weighted_terms(losses_N, task_N, weight_N)
+        return terms
 
     def decide(self, ours: list[GatePredictions], theirs: list[GatePredictions]) -> Verdict:
         reasons: list[str] = []
         candidate = self._terms(ours)
-        label_N, prediction_N, task_N = _join_windows(ours)
+        label_N, prediction_N, task_N, weight_N = _join_windows(ours)
         is_finite = _are_finite(ours)
         if not is_finite:
             count = int(np.count_nonzero(~np.isfinite(prediction_N)))
             reasons.append(f"{count:,} of {prediction_N.size:,} predictions are not finite")
         calibration = None
         if is_finite and self.scoring.loss == "bce":
-            calibration, why = _measure_calibration(label_N, prediction_N, task_N)
+            rows = label_N, prediction_N, task_N, weight_N
+            calibration, why = _measure_calibration(*rows, self.band)
             # One that is nearer to 1 than the champion's is no reason to keep the champion.
             reasons += [] if theirs and _is_nearer(calibration, *_join_windows(theirs)) else why
         difference, margin, champion = None, None, {}
@@ -205,12 +215,34 @@ class _Comparison:
         )
 
 
-def _measure_calibration(label_N: Any, prediction_N: Any, task_N: Any) -> tuple[Measure, list[str]]:
+# Of the metrics that candidates are compared by, those that are a mean over rows.
+_ROW_LOSSES: dict[str, Callable[[Any, Any], Any]] = {
+    "logloss": logloss_N,
+    "mae": lambda label_N, prediction_N: np.abs(prediction_N - label_N),
+}
+
+
+def _weighted_terms(losses_N: Any, task_N: Any, weight_N: Any) -> Terms:
+    _, code_N = np.unique(task_N, return_inverse=True)
+    rows = weight_N * losses_N, weight_N
+    num_T, den_T = (sum_T(one, code_N, int(code_N.max()) + 1) for one in rows)
+    return Terms(float(num_T.sum() / den_T.sum()), num_T, den_T)
+
+
+def _measure_calibration(
+    label_N: Any,
+    prediction_N: Any,
+    task_N: Any,
+    weight_N: Any,
+    band: tuple[float, float] = CALIBRATION,
+) -> tuple[Measure, list[str]]:
     """Return the mean prediction over the mean label, and why that is refused, if it is."""
     # A task of several windows is one task: its rows depend on each other.
     _, code_N = np.unique(task_N, return_inverse=True)
     num_tasks = int(code_N.max()) + 1
-    label_T, prediction_T = (sum_T(one, code_N, num_tasks) for one in (label_N, prediction_N))
+    label_T, prediction_T = (
+        sum_T(one * weight_N, code_N, num_tasks) for one in (label_N, prediction_N)
+    )
     if not label_T.sum():
         return Measure(None, None, None), ["no gate row has a positive label: nothing to judge by"]
     value = float(prediction_T.sum() / label_T.sum())
@@ -221,25 +253,25 @@ def _measure_calibration(label_N: Any, prediction_N: Any, task_N: Any) -> tuple[
     ends = f"it {interval.reason}" if interval.reason else f"95 % {low:.3g} to {high:.3g}"
     problems = []
     # The interval must lie outside as a whole: few tasks alone refuse nobody.
-    if high < CALIBRATION[0] or low > CALIBRATION[1]:
+    if high < band[0] or low > band[1]:
         problems = [
             f"predictions are {value:.3g} of the labels on average ({ends}), allowed are "
-            f"{CALIBRATION[0]} to {CALIBRATION[1]}"
+            f"{band[0]:g} to {band[1]:g}"
         ]
     return _measure(value, interval), problems
 
 
-def _is_nearer(calibration: Measure, label_N: Any, prediction_N: Any, task_N: Any) -> bool:
-    champion = _measure_calibration(label_N, prediction_N, task_N)[0].value
+def _is_nearer(calibration: Measure, *rows: Any) -> bool:
+    champion = _measure_calibration(*rows)[0].value
     if calibration.value is None or champion is None:
         return False
     return abs(math.log(max(calibration.value, TINY))) < abs(math.log(max(champion, TINY)))
 
 
-def _join_windows(predicted: list[GatePredictions]) -> tuple[Any, Any, Any]:
-    windows = [(one.label_N, one.prediction_N, one.task_N) for one in predicted]
-    label_N, prediction_N, task_N = map(np.concatenate, zip(*windows, strict=True))
-    return label_N, prediction_N, task_N
+def _join_windows(predicted: list[GatePredictions]) -> tuple[Any, Any, Any, Any]:
+    windows = [(one.label_N, one.prediction_N, one.task_N, one.weight_N) for one in predicted]
+    label_N, prediction_N, task_N, weight_N = map(np.concatenate, zip(*windows, strict=True))
+    return label_N, prediction_N, task_N, weight_N
 
 
 def _are_finite(predicted: list[GatePredictions]) -> bool:

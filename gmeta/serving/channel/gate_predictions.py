@@ -16,6 +16,7 @@ import pyarrow.parquet as pq
 import torch
 from torch import Tensor
 
+from gmeta.data.features.regression import select_query_rows
 from gmeta.data.label_checks import check_labels
 from gmeta.errors import UserError
 from gmeta.metrics.terms import Array, Terms, Value
@@ -36,6 +37,7 @@ class GatePredictions:
     task_N: Array
     label_N: Array
     prediction_N: Array  # after adaptation: probabilities (bce) or ratings
+    weight_N: Array  # in its row's loss; 1 where the data has none
 
 
 def predict_gate(served: ServedModel, model: Path, dataset: Dataset, split: str) -> GatePredictions:
@@ -56,7 +58,10 @@ def predict_gate(served: ServedModel, model: Path, dataset: Dataset, split: str)
         judged_N = [each.reshape(len(after), -1)[:, judged] for each in (found.label_N, after)]
         is_known_N = ~judged_N[0].isnan()
         task_N = torch.repeat_interleave(batch.task_T, found.layout.lengths_T)
-        parts.append([values_N[is_known_N] for values_N in (task_N, *judged_N)])
+        # Of several labels each has the row's weight.
+        weight_N = select_query_rows(batch)[2].reshape(len(task_N), -1)[:, judged]
+        columns = task_N, *judged_N, weight_N if batch.weight_N.numel() else torch.ones(len(after))
+        parts.append([values_N[is_known_N] for values_N in columns])
     return GatePredictions(*(torch.cat(column).numpy() for column in zip(*parts, strict=True)))
 
 

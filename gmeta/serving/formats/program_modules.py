@@ -33,6 +33,7 @@ from gmeta.serving.formats.program_rows import (
 from gmeta.serving.served_model import EXPECTED_QUERY_ROWS, ServedModel
 from gmeta_models.gated import row_layers
 from gmeta_models.inputs import RowInputs
+from gmeta_models.model_outputs import split_output
 
 OUTPUT = "prediction"
 
@@ -70,7 +71,7 @@ class UnadaptedForward(nn.Module):
         )
         if self.generator is not None:
             rows = self.generator(rows)
-        return self._losses.predictions(self._losses.logits(self.model(rows)))
+        return self._losses.predictions(self._losses.logits(split_output(self.model(rows))[0]))
 
 
 @torch.no_grad()

@@ -44,7 +44,7 @@ class TritonPythonModel:
     def _predict(self, inputs: list[Tensor]) -> dict[str, Any]:
         # Triton has limits of its own.
         limits = RequestLimits(rows=1 << 31)
-        support, query = to_rows(self.columns, inputs, limits, shares_lists=False)
+        support, query, events = to_rows(self.columns, inputs, limits, shares_lists=False)
         if query is None:
             raise bad_request(
                 "the request has no rows to predict. Send inputs named like the columns"
@@ -52,8 +52,9 @@ class TritonPythonModel:
         before_N = self.model.predict(query.table).numpy()
         # Without support rows both outputs are the same.
         after_N = before_N
-        if support is not None:
-            after_N = self.model.adapt(support.table).predict(query.table).numpy()
+        if support is not None or events is not None:
+            known = (None if side is None else side.table for side in (support, events))
+            after_N = self.model.adapt(*known).predict(query.table).numpy()
         found = {PREDICTION: after_N, BEFORE: before_N}
         return {one.name: one.values_N(found[one.kind]) for one in self.columns.outputs}
 

@@ -19,6 +19,7 @@ from gmeta.serving.server.request_errors import RequestError, bad_request
 from gmeta.serving.server.request_rows import RequestRows
 from gmeta.serving.server.task_cache import CachedTask, TaskCache
 from gmeta.serving.server.tensors import TASK_LENGTHS
+from gmeta.serving.server.traffic import Traffic
 from gmeta.serving.task_matching import cut_runs
 from gmeta.serving.task_states import AdaptedTensors, TaskState, split_tasks, stack_tasks
 from metaio.errors import MetaIOError
@@ -35,10 +36,12 @@ class _BatchShare:
     entry: CachedTask | None = None  # the cache's, where the request has no rows
     state: TaskState | None = None  # where it need not be adapted now
     cache: str = ""
+    known: str = "state"  # of the task, where no rows are to adapt by
     new_state: bytes = b""  # for the caller
     support_rows: int = 0
     encoded_support: EncodedColumns | None = None  # the support rows as ids and numbers
     encoded_query: EncodedColumns | None = None  # the query rows
+    events: pa.Table | None = None  # of the task, those that the cache has first
     outputs: dict[str, npt.NDArray[np.float32]] = field(default_factory=dict)
     error: RequestError | None = None
     tasks: "list[_BatchShare]" = field(default_factory=list)  # of a request of several, each one's
@@ -83,6 +86,7 @@ def answer_all(
     cache: TaskCache,
     requests: Sequence[InferenceRequest],
     observe: Observe,
+    traffic: Traffic | None = None,
 ) -> list[Outcome]:
     """Return the answer or the error of each request, all from this version of the model."""
     shares = [_BatchShare(request) for request in requests]
@@ -90,6 +94,9 @@ def answer_all(
         _find_state(share, model, version, cache)
     began_s = time.perf_counter()
     _encode_sides(shares, model)
+    for share in shares:
+        if share.error is None and (share.request.events is not None or share.events is not None):
+            share.error = _take_events(share, model, version, cache)
     observe("encode", time.perf_counter() - began_s)
     right = [task for share in shares if share.error is None for task in share.split_tasks()]
     # Tasks that adapt now are predicted by the tensors they adapted in, neither split nor stacked.
@@ -109,7 +116,17 @@ def answer_all(
         # Without adaptation all tasks have the one state.
         _predict(some, BEFORE, model, stack_tasks([model.unadapted] * len(some)))
     observe("predict", time.perf_counter() - began_s)
+    if traffic is not None:
+        _note_traffic([share for share in right if share.error is None], model, traffic)
     return [share.outcome(version) for share in shares]
+
+
+def _note_traffic(tasks: Sequence[_BatchShare], model: ServedModel, traffic: Traffic) -> None:
+    support = [one.encoded_support for one in tasks if one.encoded_support is not None]
+    query = [one.encoded_query for one in tasks if one.encoded_query is not None]
+    known = ["rows" if one.encoded_support is not None else one.known for one in tasks]
+    values = [one.outputs[PREDICTION] for one in tasks if PREDICTION in one.outputs]
+    traffic.note(model, known, values, (support, query))
 
 
 def _find_state(share: _BatchShare, model: ServedModel, version: str, cache: TaskCache) -> None:
@@ -121,8 +138,8 @@ def _find_state(share: _BatchShare, model: ServedModel, version: str, cache: Tas
     if request.support is not None:
         share.support = request.support
     elif request.task_key is None:
-        # Neither rows nor a key: a task of which nothing is known.
-        share.state = model.unadapted
+        # Neither rows nor a key: a task of which nothing is known, but perhaps events.
+        share.state, share.known = model.unadapted, "none"
         return
     else:
         entry = cache.get(request.task_key)
@@ -135,6 +152,7 @@ def _find_state(share: _BatchShare, model: ServedModel, version: str, cache: Tas
             )
             return
         share.entry, share.support_rows = entry, entry.support.num_rows
+        share.events = entry.events
         # Another version's state is of other weights: the task adapts anew by its kept rows.
         if entry.state is not None and entry.version == version:
             share.state, share.cache = entry.state, "hit"
@@ -186,6 +204,47 @@ def _encode_sides(shares: Sequence[_BatchShare], model: ServedModel) -> None:
             share.encoded_query = encoded
 
 
+def _take_events(
+    share: _BatchShare, model: ServedModel, version: str, cache: TaskCache
+) -> RequestError | None:
+    """Give a request's task its events: a state at once, rows to adapt by beside them; return what
+    is wrong with them."""
+    request, new = share.request, share.request.events
+    try:
+        if new is not None:
+            tables = [new.table] if share.events is None else [share.events, new.table]
+            share.events = pa.concat_tables(tables, promote_options="permissive").combine_chunks()
+        assert share.events is not None
+        if share.events.num_rows > request.most_state_rows:
+            return RequestError(
+                413,
+                f"the task has {share.events.num_rows} events; at most {request.most_state_rows} "
+                "are kept. Send it anew with its newest, or start the server with a higher "
+                "--max-rows",
+            )
+        if share.state is None:
+            known = share.encoded_support or empty_rows(model.config.features)
+            share.encoded_support = join_rows([known, model.encode_events(share.events)])
+        elif new is not None:
+            share.state = model.append_encoded(share.state, model.encode_events(new.table))
+            _keep_appended(share, model, version, cache)
+    except (UserError, MetaIOError, pa.ArrowException) as error:
+        return bad_request(f"events: {error}")
+    return None
+
+
+def _keep_appended(share: _BatchShare, model: ServedModel, version: str, cache: TaskCache) -> None:
+    """Keep a state with further events where its task is kept, or give it to the caller."""
+    assert share.state is not None
+    key, entry = share.request.task_key, share.entry
+    if key is not None and entry is not None:
+        is_kept = cache.put(key, entry.support, share.state, version, share.events)
+        share.cache = "appended" if is_kept else "too_large"
+    if share.gives_state:
+        share.cache = "appended"
+        share.new_state = model.write_state(share.state, share.state.support)
+
+
 def _find_support_error(
     model: ServedModel, rows: EncodedColumns, lengths_T: Sequence[int]
 ) -> RequestError | None:
@@ -220,11 +279,12 @@ def _adapt_and_predict(
             key = share.request.task_key
             if not is_finite:  # never kept: later requests would be refused for this one's rows
                 share.error = _not_finite_error("adaptation to")
-            elif key is not None and share.entry is not None:
+            elif key is not None and share.entry is not None and share.request.events is None:
                 cache.restore(key, share.entry, state, version)
             elif key is not None and share.support is not None:
-                is_kept = cache.put(key, share.support.table, state, version)
-                share.cache = "stored" if is_kept else "too_large"
+                is_kept = cache.put(key, share.support.table, state, version, share.events)
+                kept = "stored" if share.entry is None else "appended"
+                share.cache = kept if is_kept else "too_large"
             if share.error is None and share.gives_state:
                 share.new_state = model.write_state(state, share.encoded_support)
     adapted_s = time.perf_counter()

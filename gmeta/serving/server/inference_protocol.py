@@ -3,8 +3,8 @@ grpc_service.py does so for gRPC."""
 
 import base64
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -16,6 +16,7 @@ from gmeta.serving.server.request_errors import RequestError, abbreviate, bad_re
 from gmeta.serving.server.request_rows import RequestRows, to_rows
 from gmeta.serving.server.server_limits import RequestLimits
 from gmeta.serving.server.tensors import (
+    EVENTS,
     TASK_LENGTHS,
     Tensor,
     check_head,
@@ -38,7 +39,8 @@ PLATFORM = "gmeta_export"
 
 @dataclass(frozen=True)
 class InferenceRequest:
-    """What a request asks for: rows to adapt by, a task key, query rows; any may be missing."""
+    """What a request asks for: rows to adapt by, a task key, query rows, events; any may be
+    missing."""
 
     support: RequestRows | None
     query: RequestRows | None
@@ -52,17 +54,27 @@ class InferenceRequest:
     request_id: str = ""
     # The outputs that travel as bytes behind the JSON.
     binary: frozenset[str] = frozenset()
+    events: RequestRows | None = None  # of the task, beside those that it has
 
     @property
     def num_rows(self) -> int:
-        """Count the rows of both sides."""
-        return sum(side.table.num_rows for side in (self.support, self.query) if side is not None)
+        """Count the rows of all sides."""
+        sides = (self.support, self.query, self.events)
+        return sum(side.table.num_rows for side in sides if side is not None)
 
     @property
     def num_tasks(self) -> int:
         """Count the tasks."""
-        sides = (self.support, self.query)
+        sides = (self.support, self.query, self.events)
         return next(len(side.lengths_T) for side in sides if side is not None)
+
+
+class Stage(NamedTuple):
+    """A part of a request's way, in seconds of time.perf_counter."""
+
+    name: str
+    began_s: float
+    ended_s: float
 
 
 @dataclass(frozen=True)
@@ -72,9 +84,11 @@ class InferenceAnswer:
     version: str
     outputs: Mapping[str, npt.NDArray[np.float32]]
     support_rows: int
-    # hit, stored, restored or too_large where a task key was given; kept or renewed with a state.
+    # hit, stored, restored, appended or too_large where a task key was given; kept, appended or
+    # renewed with a state.
     cache: str = ""
     state: bytes = b""  # for the caller to keep
+    stages: list[Stage] = field(default_factory=list)  # of its batch
 
     @property
     def parameters(self) -> dict[str, str | int]:
@@ -126,20 +140,21 @@ def make_inference(
         )
     # Checked before rows are made: rows of empty lists cost a caller nothing, but memory here.
     limits.check_rows(max((one.shape[0] for one in tensors if len(one.shape) == 2), default=0))
-    support, query = to_rows(columns, tensors, limits, shares_lists=True)
+    support, query, events = to_rows(columns, tensors, limits, shares_lists=True)
     state, returns_state = _parse_state(parameters), parameters.get(RETURN_STATE, False)
     if state is not None and (support is not None or key is not None):
         raise bad_request(
             f"parameter {TASK_STATE} stands beside support rows or {TASK_KEY}: a task is known by "
             "one of them. Leave out the others"
         )
-    has_task = support is not None or state is not None
+    has_task = any(one is not None for one in (support, state, events))
     if not isinstance(returns_state, bool) or (returns_state and not has_task):
         raise bad_request(
             f"parameter {RETURN_STATE} is {abbreviate(returns_state)}; allowed are true, with "
             f"support rows or {TASK_STATE}, and false. Correct it"
         )
-    if query is None and (support is None or not (key or returns_state)):
+    is_kept = bool(key or returns_state or (state is not None and events is not None))
+    if query is None and ((support is None and events is None) or not is_kept):
         raise bad_request(
             "the request has no rows to predict: send the model's columns as inputs; or support "
             f"rows alone with the parameter {TASK_KEY}, to keep the adapted task, or {RETURN_STATE}"
@@ -158,6 +173,7 @@ def make_inference(
         wanted,
         request_id,
         binary,
+        events,
     )
     limits.check_rows(inference.num_rows)
     of_one = {TASK_KEY: key is not None, TASK_STATE: state is not None, RETURN_STATE: returns_state}
@@ -336,6 +352,7 @@ def model_metadata(name: str, version: str, columns: ModelColumns) -> dict[str, 
     query = [_column_metadata(column.name, column) for column in columns.read]
     support_columns = {column.name: column for column in (*columns.read, *columns.labels)}
     support = [_column_metadata(f"support.{name}", each) for name, each in support_columns.items()]
+    events = [_column_metadata(f"{EVENTS}{name}", each) for name, each in columns.events.items()]
     outputs = []
     for output in columns.outputs:
         label_parameter = {"label": output.label} if output.label else {}
@@ -346,7 +363,7 @@ def model_metadata(name: str, version: str, columns: ModelColumns) -> dict[str, 
         "name": name,
         "versions": [version],
         "platform": PLATFORM,
-        "inputs": [*query, *support],
+        "inputs": [*query, *support, *events],
         "outputs": outputs,
     }
 

@@ -25,6 +25,7 @@ from gmeta.serving.server.inference_protocol import (
     InferenceAnswer,
     InferenceRequest,
     Outcome,
+    Stage,
     model_metadata,
 )
 from gmeta.serving.server.model_trial import failure_error, try_model
@@ -98,12 +99,22 @@ class InferenceService:
     def _run(self, requests: Sequence[InferenceRequest]) -> list[Outcome]:
         # Taken once: a batch is answered by one version, whatever comes meanwhile.
         loaded = self.loaded
-        observe = self.metrics.observe_stage
+        stages, traffic = list[Stage](), self.metrics.traffic
+
+        def observe(stage: str, seconds: float) -> None:
+            self.metrics.observe_stage(stage, seconds)
+            ended_s = time.perf_counter()
+            stages.append(Stage(stage, ended_s - seconds, ended_s))
+
         try:
-            outcomes = answer_all(loaded.model, loaded.version, self._cache, requests, observe)
+            outcomes = answer_all(
+                loaded.model, loaded.version, self._cache, requests, observe, traffic
+            )
         except ChangedFileError as error:  # until a whole version is there
             return [RequestError(503, str(error), retry_after_s=1) for _ in requests]
         for request, outcome in zip(requests, outcomes, strict=True):
+            if isinstance(outcome, InferenceAnswer):
+                outcome.stages.extend(stages)
             if request.task_key is not None or request.state is not None:
                 if isinstance(outcome, InferenceAnswer):
                     self.metrics.cache.labels(outcome.cache).inc()
@@ -127,7 +138,7 @@ class InferenceService:
         began_s, status, num_rows, message = time.perf_counter(), 500, 0, ""
         try:
             check()
-            with self.tracing.span(protocol, carrier) as set_attributes, self._held.share() as hold:
+            with self.tracing.span(protocol, carrier) as span, self._held.share() as hold:
                 self.check_model(model, version)
                 with (
                     self._batcher.reading(),
@@ -135,12 +146,15 @@ class InferenceService:
                 ):
                     request = await read(hold)
                 num_rows = request.num_rows
-                self.metrics.observe_stage("parse", time.perf_counter() - began_s)
+                parsed_s = time.perf_counter()
+                self.metrics.observe_stage("parse", parsed_s - began_s)
                 answer = await self._batcher.answer(request)
                 # A newer one may have come while the request waited.
                 if version and version != answer.version:
                     self.check_model(model, version)
-                set_attributes(rows=num_rows, version=answer.version, cache=answer.cache)
+                span.tell(rows=num_rows, version=answer.version, cache=answer.cache)
+                queue = Stage("queue", parsed_s, answer.stages[0].began_s)
+                span.add_stages([Stage("parse", began_s, parsed_s), queue, *answer.stages])
                 status = 200
                 return request, answer
         except RequestError as error:

@@ -11,9 +11,9 @@ from typing import Any
 from gmeta.errors import UserError
 from gmeta.serving.exported_folder import ExportedColumns, ExportedConfig
 from gmeta.serving.outputs import PREDICTION, Output, list_outputs
-from gmeta.serving.server.tensors import LENGTHS, SUPPORT
+from gmeta.serving.server.tensors import EVENTS, LENGTHS, SUPPORT
 from metaio.prepare.schema.conditions import parse_where
-from metaio.prepare.schema.schema import DenseColumn, LabelColumn
+from metaio.prepare.schema.schema import DenseColumn, LabelColumn, Schema, make_event_schema
 from metaio.quantities import format_count
 
 MOST_EXAMPLES = 10  # values of a column
@@ -50,6 +50,7 @@ class ModelColumns:
     item: str  # the column that candidates differ in
     # Columns that are read as lists of ids and as nothing else.
     lists: frozenset[str]
+    events: Mapping[str, InputColumn]  # of events, by name; {} where the model reads none
 
     @cached_property
     def default_outputs(self) -> tuple[Output, ...]:
@@ -64,7 +65,8 @@ class ModelColumns:
     @property
     def signature(self) -> dict[str, tuple[str, bool]]:
         """Return what a caller must send: models with the same one take the same requests."""
-        return {column.name: (column.datatype, column.is_list) for column in self.by_name.values()}
+        columns = self.by_name | {EVENTS + name: one for name, one in self.events.items()}
+        return {name: (column.datatype, column.is_list) for name, column in columns.items()}
 
 
 def describe_columns(
@@ -124,14 +126,17 @@ def describe_columns(
             for name, column in read.items()
             if column.role == "multi" and name not in single_names
         ),
+        _describe_events(config, read),
     )
     for name in model_columns.by_name:
         # Such a name could mean two things in a request.
         is_length = name.endswith(LENGTHS) and name[: -len(LENGTHS)] in {*read, "task"}
-        if name.startswith(SUPPORT) or is_length:
+        is_event = bool(model_columns.events) and name.startswith(EVENTS)
+        if name.startswith(SUPPORT) or is_length or is_event:
             raise UserError(
-                f"column {name} cannot be an input of a server: {SUPPORT}NAME are the support rows "
-                f"and NAME{LENGTHS} the lengths of lists. Rename the column before prepare"
+                f"column {name} cannot be an input of a server: {SUPPORT}NAME are the support "
+                f"rows, {EVENTS}NAME events and NAME{LENGTHS} the lengths of lists. Rename the "
+                "column before prepare"
             )
     return model_columns
 
@@ -191,17 +196,38 @@ def _label_columns(config: ExportedConfig) -> list[InputColumn]:
 
 
 def _event_columns(config: ExportedConfig) -> list[InputColumn]:
-    """Return the time and the columns of events.where that are no label."""
+    """Return the time, and the columns of events.where that are no label, of the log's rows."""
     schema = config.columns.schema
     if schema is None or schema.events is None or schema.time is None:
         return []
-    values = "seconds, or the unit of a log of numbers, or text as the log has it; the event's time"
-    found = {
-        schema.time.column: InputColumn(schema.time.column, "event", "INT64", False, values, (0,))
-    }
+    conditions = [] if schema.event_files else parse_where(schema.events.where)
+    named = [schema.time.column, *(condition.column for condition in conditions)]
+    described = _columns_beside(schema)
+    return [described[name] for name in dict.fromkeys(named) if name not in schema.label_columns]
+
+
+def _describe_events(
+    config: ExportedConfig, read: Mapping[str, InputColumn]
+) -> dict[str, InputColumn]:
+    """Return what events have, where the model encodes them."""
+    schema = config.columns.schema
+    if schema is None or schema.events is None or not config.model.events:
+        return {}
+    names = [name for name in make_event_schema(schema).columns if name != schema.task.column]
+    return {name: read.get(name) or _columns_beside(schema)[name] for name in names}
+
+
+def _columns_beside(schema: Schema) -> dict[str, InputColumn]:
+    """Return the time and the columns of events.where, by name."""
+    assert schema.time is not None  # of a schema with [events]
+    assert schema.events is not None
+    values, time = (
+        "seconds, or the unit of a log of numbers, or text as the log has it; the event's time",
+        schema.time.column,
+    )
+    found = {time: InputColumn(time, "event", "INT64", False, values, (0,))}
     for name, comparison, value in parse_where(schema.events.where):
-        if name not in schema.label_columns:
-            datatype = "BYTES" if isinstance(value, str) else "FP64"
-            values = f"decides whether the row is an event: {comparison} {value}"
-            found[name] = InputColumn(name, "event", datatype, False, values, (value,))
-    return list(found.values())
+        datatype = "BYTES" if isinstance(value, str) else "FP64"
+        values = f"decides whether the row is an event: {comparison} {value}"
+        found[name] = InputColumn(name, "event", datatype, False, values, (value,))
+    return found

@@ -1,6 +1,6 @@
 """An OpenAPI 3.1 document of a server, made of its model's columns and of the answers it gives."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from http import HTTPStatus
 from typing import Any, ClassVar
@@ -9,7 +9,7 @@ from gmeta.serving.server.inference_protocol import MAX_ID_CHARS, MAX_KEY_CHARS,
 from gmeta.serving.server.input_columns import InputColumn, ModelColumns
 from gmeta.serving.server.request_errors import GRPC_CODES
 from gmeta.serving.server.serve_config import ServeConfig
-from gmeta.serving.server.tensors import DATATYPES, LENGTHS, MAX_DIMENSION, SUPPORT
+from gmeta.serving.server.tensors import DATATYPES, EVENTS, LENGTHS, MAX_DIMENSION, SUPPORT
 
 Json = dict[str, Any]
 
@@ -163,13 +163,14 @@ def _make_object(required: str = "", /, **properties: Json) -> Json:
 def _make_schemas(columns: ModelColumns) -> Json:
     text, flag = {"type": "string"}, {"type": "boolean"}
     outputs = {"enum": [output.name for output in columns.outputs]}
-    kinds = {"enum": ["hit", "stored", "restored", "too_large"]}
+    kinds = {"enum": ["hit", "stored", "restored", "appended", "too_large"]}
     tensor: Json = {"name": text, "datatype": {"enum": list(DATATYPES)}, "shape": {"type": "array"}}
     values = {"type": "array", "items": {"type": "number"}}
     output = _make_object("name datatype shape", **tensor | {"name": outputs}, data=values)
     key = {"type": ["string", "null"], "minLength": 1, "maxLength": MAX_KEY_CHARS}
     tensors = {"type": "array", "items": _make_object("name datatype shape", **tensor)}
     inputs = [each for one in columns.by_name.values() for each in _describe_input(one)]
+    inputs += [each for one in columns.events.values() for each in _describe_input(one, [EVENTS])]
     if columns.ignored:  # whatever they hold
         name = {"enum": sorted(each + of for of in columns.ignored for each in ("", SUPPORT))}
         inputs.append(_make_object("name datatype shape data", **tensor | {"name": name}))
@@ -202,7 +203,7 @@ def _make_schemas(columns: ModelColumns) -> Json:
     }
 
 
-def _describe_input(column: InputColumn) -> list[Json]:
+def _describe_input(column: InputColumn, fronts: Sequence[str] = ("", SUPPORT)) -> list[Json]:
     """Return the schema of a column's inputs; of a list, the schema of its lengths too."""
     datatypes, kind = _TAKEN[column.datatype]
     value: Json = {"type": [kind, "null"] if "null allowed" in column.values else kind}
@@ -213,7 +214,7 @@ def _describe_input(column: InputColumn) -> list[Json]:
     return [
         _make_object(
             "name datatype shape data",
-            name={"enum": [name, SUPPORT + name], "description": text},
+            name={"enum": [front + name for front in fronts], "description": text},
             datatype={"enum": datatypes},
             shape=_SHAPE,
             # In one list, or in one for each row.

@@ -1,7 +1,7 @@
 """The rows of a request made of its tensors: inputs named like the model's columns are query rows;
-with `support.` in front, support rows. A column of one row is the same in all rows of its side. The
-input `task.lengths` says how many rows each of several tasks has; a column may then have a row for
-each task.
+with `support.` in front, support rows; with `events.`, events of one task. A column of one row is
+the same in all rows of its side. The input `task.lengths` says how many rows each of several tasks
+has; a column may then have a row for each task.
 
 Shape suffixes: T tasks, N rows"""
 
@@ -10,7 +10,7 @@ from __future__ import annotations
 import difflib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -19,7 +19,7 @@ import pyarrow.compute as pc
 
 from gmeta.serving.server.request_errors import bad_request
 from gmeta.serving.server.server_limits import RequestLimits
-from gmeta.serving.server.tensors import LENGTHS, MASK, SUPPORT, TASK_LENGTHS, Tensor
+from gmeta.serving.server.tensors import EVENTS, LENGTHS, MASK, SUPPORT, TASK_LENGTHS, Tensor
 from metaio.ragged import Int64, offsets, owners
 
 if TYPE_CHECKING:
@@ -44,33 +44,46 @@ class RequestRows:
         return cls(table, (table.num_rows,))
 
 
+class RequestSides(NamedTuple):
+    """The rows of a request; None: there are none."""
+
+    support: RequestRows | None
+    query: RequestRows | None
+    events: RequestRows | None
+
+
 def to_rows(
     columns: ModelColumns, tensors: Sequence[Tensor], limits: RequestLimits, shares_lists: bool
-) -> tuple[RequestRows | None, RequestRows | None]:
-    """Return the support and the query rows of a request, or None; with `shares_lists` query rows
-    have a list that is the same in all of them once. Raise RequestError."""
-    sides: tuple[dict[str, Tensor], dict[str, Tensor]] = ({}, {})
+) -> RequestSides:
+    """Return the rows of a request; with `shares_lists` query rows have a list that is the same in
+    all of them once. Raise RequestError."""
+    sides: dict[str, dict[str, Tensor]] = {SUPPORT: {}, "": {}, EVENTS: {}}
+    fronts = (SUPPORT, EVENTS) if columns.events else (SUPPORT,)
     for tensor in tensors:
-        is_support = tensor.name.startswith(SUPPORT)
-        side = sides[0 if is_support else 1]
-        name = tensor.name.removeprefix(SUPPORT) if is_support else tensor.name
-        if name in side:
+        front = next((one for one in fronts if tensor.name.startswith(one)), "")
+        name = tensor.name.removeprefix(front)
+        if name in sides[front]:
             raise bad_request(f"input {tensor.name} is there twice; once is allowed. Leave one out")
-        side[name] = tensor
-    support, query = sides
-    has_tasks = [TASK_LENGTHS in side for side in sides if side]
+        sides[front][name] = tensor
+    has_tasks = [TASK_LENGTHS in sides[front] for front in (SUPPORT, "") if sides[front]]
     if any(has_tasks) and not all(has_tasks):
         raise bad_request(
             f"one of {TASK_LENGTHS} and {SUPPORT}{TASK_LENGTHS} is missing: of several tasks each "
             "side needs the number of rows of each. Send both, or neither"
         )
+    if sides[EVENTS] and (any(has_tasks) or TASK_LENGTHS in sides[EVENTS]):
+        raise bad_request(
+            f"inputs {EVENTS}NAME are of one task, and {TASK_LENGTHS} of several. Send a request "
+            "for each task"
+        )
     lists = columns.lists if shares_lists else frozenset[str]()
-    found = (
+    found = RequestSides(
         # The inner loop reads the lists of support rows row by row.
-        _to_rows(columns, support, limits, frozenset()),
-        _to_rows(columns, query, limits, lists),
+        _to_rows(columns, columns.by_name, sides[SUPPORT], limits, frozenset()),
+        _to_rows(columns, columns.by_name, sides[""], limits, lists),
+        _to_rows(columns, columns.events, sides[EVENTS], limits, frozenset()),
     )
-    counts = [len(side.lengths_T) for side in found if side is not None]
+    counts = [len(side.lengths_T) for side in found[:2] if side is not None]
     if len(set(counts)) > 1:
         raise bad_request(
             f"{SUPPORT}{TASK_LENGTHS} and {TASK_LENGTHS} are of {' and '.join(map(str, counts))} "
@@ -80,9 +93,13 @@ def to_rows(
 
 
 def _to_rows(
-    columns: ModelColumns, side: Mapping[str, Tensor], limits: RequestLimits, shared: frozenset[str]
+    columns: ModelColumns,
+    known: Mapping[str, InputColumn],
+    side: Mapping[str, Tensor],
+    limits: RequestLimits,
+    shared: frozenset[str],
 ) -> RequestRows | None:
-    known, arrays = columns.by_name, dict[str, pa.Array]()
+    arrays = dict[str, pa.Array]()
     for name, tensor in side.items():
         if name in known:
             lengths = side.get(name + LENGTHS) if known[name].is_list else None
@@ -90,7 +107,7 @@ def _to_rows(
             if name + MASK in side and name + MASK not in known:
                 arrays[name] = _with_nulls(name, arrays[name], side[name + MASK])
         elif not (name == TASK_LENGTHS or _is_companion(name, known, side)):
-            _check_unread(columns, tensor.name, name, limits)
+            _check_unread(columns.ignored, known, tensor.name, name, limits)
     if not arrays:
         return None
     sizes = {name: len(array) for name, array in arrays.items()}
@@ -105,10 +122,15 @@ def _to_rows(
     return RequestRows(table, tuple(lengths_T.tolist()), frozenset(spread.shared_lists))
 
 
-def _check_unread(columns: ModelColumns, sent_name: str, name: str, limits: RequestLimits) -> None:
+def _check_unread(
+    ignored: frozenset[str],
+    known: Mapping[str, InputColumn],
+    sent_name: str,
+    name: str,
+    limits: RequestLimits,
+) -> None:
     """Raise RequestError for an input that is no column, unless such inputs are ignored."""
-    known = columns.by_name
-    if name in columns.ignored or limits.ignores_extra:
+    if name in ignored or limits.ignores_extra:
         return
     near = difflib.get_close_matches(name, known, n=1)
     raise bad_request(

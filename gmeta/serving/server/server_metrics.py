@@ -18,6 +18,7 @@ from gmeta.access.log import event
 from gmeta.errors import GMetaError
 from gmeta.platform.files.storage_errors import translate_storage_errors
 from gmeta.serving.server.shared_support import NO_ROOM
+from gmeta.serving.server.traffic import Traffic
 
 # The folder in which prometheus_client keeps the metrics of several processes.
 MULTIPROCESS_DIR = "PROMETHEUS_MULTIPROC_DIR"
@@ -79,6 +80,7 @@ class ServerMetrics:
         text = "1 while the folder holds a version that was refused."
         self.refused = most("gmeta_serve_model_refused", text)
         self.version = most(_VERSION, "1 for the version that answers.", ["model", "version"])
+        self.traffic = Traffic(registry)
         self._answering: tuple[str, str] | None = None
 
     def observe_stage(self, stage: str, seconds: float) -> None:

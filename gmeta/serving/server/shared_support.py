@@ -32,6 +32,7 @@ class SharedRows:
     support: pa.Table | None
     stamp: str
     expires_s: float
+    events: pa.Table | None = None
 
 
 @final
@@ -62,11 +63,14 @@ class SharedSupport:
             )
             self._db.execute("insert or ignore into total values (1, 0)")
 
-    def put(self, key: str, support: pa.Table, expires_s: float) -> str:
+    def put(
+        self, key: str, support: pa.Table, expires_s: float, events: pa.Table | None = None
+    ) -> str:
         """Keep a task's rows for all processes; return the stamp of this put, "" if it failed."""
         sink = io.BytesIO()
-        with pa.ipc.new_stream(sink, support.schema) as writer:
-            writer.write_table(support)
+        for table in [support] if events is None else [support, events]:
+            with pa.ipc.new_stream(sink, table.schema) as writer:
+                writer.write_table(table)
         rows, stamp = sink.getvalue(), uuid.uuid4().hex
         with self._lock:
             try:
@@ -107,8 +111,13 @@ class SharedSupport:
         if shared_rows is None or shared_rows[1] <= now_s:
             return None
         stamp, expires_s, rows = shared_rows
-        support = None if rows is None else pa.ipc.open_stream(rows).read_all()
-        return SharedRows(support, stamp, expires_s)
+        if rows is None:
+            return SharedRows(None, stamp, expires_s)
+        source = pa.BufferReader(rows)
+        support, events = pa.ipc.open_stream(source).read_all(), None
+        if source.tell() < len(rows):
+            events = pa.ipc.open_stream(source).read_all()
+        return SharedRows(support, stamp, expires_s, events)
 
     def close(self) -> None:
         """Close the file."""

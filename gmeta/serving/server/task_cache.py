@@ -25,12 +25,14 @@ class CachedTask:
     version: str  # that made the state
     stamp: str
     expires_s: float
+    events: pa.Table | None = None  # beside the support rows
 
     @property
     def num_bytes(self) -> int:
         """Return about how many bytes it takes."""
         state = self.state.num_bytes if self.state is not None else 0
-        return _ENTRY_BYTES + int(self.support.nbytes) + state
+        events = self.events.nbytes if self.events is not None else 0
+        return _ENTRY_BYTES + int(self.support.nbytes + events) + state
 
 
 @final
@@ -84,14 +86,23 @@ class TaskCache:
             entry is not None and shared_rows.expires_s < entry.expires_s
         ):
             return entry
-        return CachedTask(shared_rows.support, None, "", shared_rows.stamp, shared_rows.expires_s)
+        stamp, expires_s, events = shared_rows.stamp, shared_rows.expires_s, shared_rows.events
+        return CachedTask(shared_rows.support, None, "", stamp, expires_s, events)
 
-    def put(self, key: str, support: pa.Table, state: TaskState, version: str) -> bool:
-        """Keep a task whose support rows a caller sent; return whether there is room for it."""
-        expires_s = self._clock() + self._ttl_s
-        stamp = self._shared.put(key, support, expires_s) if self._shared is not None else ""
-        is_kept = self._insert(key, CachedTask(support, state, version, stamp, expires_s))
-        return is_kept or bool(stamp)
+    def put(
+        self,
+        key: str,
+        support: pa.Table,
+        state: TaskState,
+        version: str,
+        events: pa.Table | None = None,
+    ) -> bool:
+        """Keep a task whose rows a caller sent; return whether there is room for it."""
+        expires_s, stamp = self._clock() + self._ttl_s, ""
+        if self._shared is not None:
+            stamp = self._shared.put(key, support, expires_s, events)
+        entry = CachedTask(support, state, version, stamp, expires_s, events)
+        return self._insert(key, entry) or bool(stamp)
 
     def restore(self, key: str, entry: CachedTask, state: TaskState, version: str) -> None:
         """Keep the state that a newer version, or this process, made of kept support rows."""

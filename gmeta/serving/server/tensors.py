@@ -26,6 +26,7 @@ MAX_NAME_CHARS = 1024
 MAX_DIMENSION = 2**31 - 1
 # In front of a column's name: an input of support rows; behind it: one that says more of it.
 SUPPORT, LENGTHS, MASK = "support.", ".lengths", ".mask"
+EVENTS = "events."  # in front of an event's
 TASK_LENGTHS = f"task{LENGTHS}"
 # What JSON may hold for a datatype; null stands for an unknown value where the model allows one.
 _PYTHON_TYPES: dict[str, set[type]] = {

@@ -4,7 +4,9 @@ Survey the rows (vocabularies and means come from the train split), encode them 
 complete tasks on disk, then sort each bucket and write it as a shard."""
 
 from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import replace
+from functools import partial
 
 import pyarrow as pa
 
@@ -13,6 +15,7 @@ from metaio.format.dataset_writer import DatasetWriter
 from metaio.prepare.episodes.cut_episodes import DroppedRows, check_not_empty
 from metaio.prepare.episodes.encode import Encoder
 from metaio.prepare.episodes.encoded_rows import EncodedRows
+from metaio.prepare.episodes.event_rows import EventEncoder, survey_events
 from metaio.prepare.episodes.negatives import Catalogue
 from metaio.prepare.episodes.ordered_map import Progress, count_parallel_buckets, map_in_order
 from metaio.prepare.episodes.raw_ids import write_raw_ids
@@ -22,7 +25,7 @@ from metaio.prepare.episodes.survey import Survey, fit_encoding, list_survey_col
 from metaio.prepare.job import HashedTableUse, Job, PrepareOptions, WrittenShard, make_job
 from metaio.prepare.schema.schema import Schema
 from metaio.prepare.source.bad_lines import write_bad_lines
-from metaio.prepare.source.source import DuckSource
+from metaio.prepare.source.source import DuckSource, EventBatches, open_event_log
 from metaio.prepare.source.transform import describe_transform
 
 
@@ -37,11 +40,15 @@ def prepare(
     options = options or PrepareOptions()
     find_free_place(out, options.overwrite)  # before hours of reading
     report_progress = progress or (lambda phase, done, total: None)
-    memory_bytes = options.memory_bytes // 2  # the other half is for encoded rows
-    with DuckSource(inputs, schema, memory_bytes=memory_bytes, threads=options.threads) as source:
+    # Half for encoded rows, the other for one log or for two.
+    memory_bytes = options.memory_bytes // (4 if schema.event_files else 2)
+    limits = {"memory_bytes": memory_bytes, "threads": options.threads}
+    with DuckSource(inputs, schema, **limits) as source, ExitStack() as opened:
         total = source.survey()
         column = schema.splits.column
         types = source.arrow_types(schema.columns)
+        event_log = open_event_log(schema, schema.event_files, types, **limits)
+        events = opened.enter_context(event_log)
         # Names first: a row's split is an index into them.
         names = list_split_names(schema, source.find_distinct(column) if column else None)
         splits = make_splits(
@@ -55,11 +62,14 @@ def prepare(
             return lambda done: report_progress(phase, done, total)
 
         survey = _survey(source, schema, splits, options.threads, report("looking"))
+        count = partial(survey_events, schema, splits=splits)
+        for part in map_in_order(options.threads, count, events()):
+            survey.add(part)
         job = make_job(schema, options, fit_encoding(schema, survey, splits), survey, types)
         with job.open(out) as writer:
             # Inside the unfinished dataset: on the same disk, and removed with it.
             spool = Spool(writer.folder / ".spool", schema)
-            job = _encode(job, source, spool, report("encoding"))
+            job = _encode(job, source, events, spool, report("encoding"))
             _write_shards(job, writer, spool, source.left_out, report("writing"))
             write_raw_ids(writer.folder, schema, survey)
             write_bad_lines(writer.folder, source.bad_lines)
@@ -67,7 +77,11 @@ def prepare(
 
 
 def _encode(
-    job: Job, source: DuckSource, spool: Spool, report_progress: Callable[[int], None]
+    job: Job,
+    source: DuckSource,
+    events: EventBatches,
+    spool: Spool,
+    report_progress: Callable[[int], None],
 ) -> Job:
     """Deal all rows to buckets; return the job with the catalogue of items, if it needs one."""
     encoder, items, done = Encoder(job.schema, job.fitted), job.make_catalogue_builder(), 0
@@ -86,6 +100,11 @@ def _encode(
             items.add(found)
         done += num_rows
         report_progress(done)
+    of_events = EventEncoder(encoder)
+    for parts in map_in_order(
+        job.options.threads, lambda batch: job.deal(of_events.encode(batch)), events()
+    ):
+        spool.append(parts)
     spool.flush()
     return job if items is None else replace(job, catalogue=items.build())
 

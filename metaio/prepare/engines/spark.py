@@ -34,11 +34,13 @@ from metaio.prepare.engines.spark_batches import (
     make_payload_batch,
     map_batches,
     quote_columns,
+    read_frame,
     repartition_by_bucket,
 )
 from metaio.prepare.episodes.cut_episodes import DroppedRows, check_not_empty
 from metaio.prepare.episodes.encode import Encoder, check_file_nulls
 from metaio.prepare.episodes.encoded_rows import EncodedRows, concatenate_rows
+from metaio.prepare.episodes.event_rows import EventEncoder, survey_events
 from metaio.prepare.episodes.raw_ids import write_raw_ids
 from metaio.prepare.episodes.splits import (
     PLACE,
@@ -56,8 +58,11 @@ from metaio.prepare.job import (
     WrittenShard,
     make_job,
 )
-from metaio.prepare.schema.schema import Schema
+from metaio.prepare.schema.event_columns import check_event_types
+from metaio.prepare.schema.schema import Schema, make_event_schema
 from metaio.prepare.schema.values import check_cases, warn_of_mixed_units
+from metaio.prepare.source.input_files import list_file_names
+from metaio.prepare.source.source import check_counts
 from metaio.ragged import Int64
 
 if TYPE_CHECKING:
@@ -87,12 +92,16 @@ def prepare_with_spark(
     if schema.time is not None:
         _check_time_units(frame, schema.time.column, types[schema.time.column])
     splits = make_splits(schema, names, types, partial(_count_times, frame))
-    survey = _survey(frame, schema, splits)
+    events = _read_events(frame, schema, types)
+    survey = _survey(frame, events, schema, splits)
     job = make_job(schema, options, fit_encoding(schema, survey, splits), survey, types)
     placed, files = _with_places(frame, schema)
     job = _with_items(frame, job)
     columns = schema.columns + ([_FILE, _ROW] if files else [])
     rows = map_batches(placed, columns, _make_encoder(job, files), KEYED)
+    if events is not None:
+        of_events = make_event_schema(schema).columns
+        rows = rows.union(map_batches(events, of_events, _make_event_encoder(job), KEYED))
     with job.open(out) as writer:
         _write_shards(rows, job, writer, out)
         write_raw_ids(writer.folder, schema, survey)
@@ -181,6 +190,20 @@ def _check_frame(frame: "DataFrame", schema: Schema) -> None:
     check_file_nulls(schema, nulls)
 
 
+def _read_events(
+    frame: "DataFrame", schema: Schema, types: dict[str, pa.DataType]
+) -> "DataFrame | None":
+    """Return the rows of the files of [events]; None where the schema names none."""
+    if not schema.event_files:
+        return None
+    own, names = make_event_schema(schema), list_file_names(schema.event_files)
+    events = read_frame(frame.sparkSession, names, own)
+    check_counts(own, names, *count_nulls(events, own.columns))
+    found = dict(zip(own.columns, _arrow_types(events, own), strict=True))
+    check_event_types(schema, types, found)
+    return events
+
+
 def _check_time_units(frame: "DataFrame", column: str, kind: pa.DataType) -> None:
     """Warn of numeric times in two units."""
     from pyspark.sql import functions
@@ -202,15 +225,25 @@ def _arrow_types(frame: "DataFrame", schema: Schema) -> list[pa.DataType]:
     return list(collect_objects(map_batches(frame.limit(1), schema.columns, first))[0].types)
 
 
-def _survey(frame: "DataFrame", schema: Schema, splits: Splits) -> Survey:
+def _survey(
+    frame: "DataFrame", events: "DataFrame | None", schema: Schema, splits: Splits
+) -> Survey:
     def look(batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
         own = Survey()
         for batch in batches:
             own.add(survey_batch(schema, batch, splits))
         yield make_payload_batch(own)
 
+    def look_at_events(batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
+        for batch in batches:
+            yield make_payload_batch(survey_events(schema, batch, splits))
+
     total = Survey()
-    for part in collect_objects(map_batches(frame, list_survey_columns(schema), look)):
+    surveys = map_batches(frame, list_survey_columns(schema), look)
+    if events is not None:
+        columns = make_event_schema(schema).columns
+        surveys = surveys.union(map_batches(events, columns, look_at_events))
+    for part in collect_objects(surveys):
         total.add(part)
     return total
 
@@ -274,6 +307,15 @@ def _make_encoder(
                 file = pc.index_in(batch[_FILE], value_set=pa.array(files)).cast(pa.int64())
                 place = pc.add(pc.multiply(file, _ROWS_OF_A_FILE), batch[_ROW])
                 batch = batch.append_column(PLACE, place)
+            yield make_keyed_batch(job.deal(encoder.encode(batch)))
+
+    return encode
+
+
+def _make_event_encoder(job: Job) -> Callable[[Iterator[pa.RecordBatch]], Iterator[pa.RecordBatch]]:
+    def encode(batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
+        encoder = EventEncoder(Encoder(job.schema, job.fitted))
+        for batch in batches:
             yield make_keyed_batch(job.deal(encoder.encode(batch)))
 
     return encode

@@ -1,5 +1,6 @@
 """Moves pickled objects between Spark's driver and workers, as rows that are dealt by bucket."""
 
+import os
 import pickle
 import re
 from collections.abc import Callable, Iterator
@@ -11,10 +12,11 @@ from typing import TYPE_CHECKING, Any
 import pyarrow as pa
 
 from metaio import errors
-from metaio.errors import AccessError
+from metaio.errors import AccessError, DataError
+from metaio.prepare.schema.schema import Schema
 
 if TYPE_CHECKING:
-    from pyspark.sql import DataFrame
+    from pyspark.sql import DataFrame, SparkSession
 
 BatchFunction = Callable[[Iterator[pa.RecordBatch]], Iterator[pa.RecordBatch]]
 PAYLOAD = "payload binary"
@@ -117,3 +119,20 @@ def count_nulls(frame: "DataFrame", columns: list[str]) -> tuple[int, dict[str, 
     counts = [functions.count(functions.col(name)) for name in quote_columns(columns)]
     row = collect_rows(frame.agg(functions.count(functions.lit(1)), *counts))[0]
     return row[0], {c: row[0] - n for c, n in zip(columns, row[1:], strict=True)}
+
+
+@translate_failures()
+def read_frame(session: "SparkSession", names: list[str], schema: Schema) -> "DataFrame":
+    """Return the used columns of all files; raise DataError where Spark cannot read them."""
+    from pyspark.errors import AnalysisException
+
+    # Hadoop takes a bare path for one of its default file system, and calls S3 s3a.
+    urls = [name if "://" in name else f"file://{os.path.abspath(name)}" for name in names]
+    urls = [f"s3a{url[2:]}" if url.startswith("s3://") else url for url in urls]
+    try:
+        return session.read.parquet(*urls).select(quote_columns(schema.columns))
+    except AnalysisException as error:
+        raise DataError(
+            f"Spark cannot read {urls[0]}: {str(error).splitlines()[0]} Correct the path, and "
+            "write columns that stand in the names of folders into the files"
+        ) from error

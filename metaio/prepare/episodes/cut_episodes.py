@@ -1,6 +1,6 @@
 """Cuts the sorted rows of complete tasks into episodes of support and query rows.
 
-Shape suffixes: T tasks, N rows, E chosen episodes"""
+Shape suffixes: T tasks, N rows, M multi-id features, V values, E chosen episodes"""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from metaio.errors import DataError, TooFewRowsError
-from metaio.prepare.episodes.encoded_rows import EncodedRows
+from metaio.prepare.episodes.encoded_rows import EncodedRows, select_rows
 from metaio.prepare.episodes.events import TaskEvents
 from metaio.prepare.episodes.gather import BucketEpisodes
 from metaio.prepare.episodes.negatives import Catalogue, NegativeSampler
@@ -95,7 +95,9 @@ def make_episodes(
     clock: EventClock | None = None,
 ) -> tuple[BucketEpisodes, DroppedRows]:
     """Return the episodes of all rows, which hold complete tasks, and what was dropped."""
-    rule = schema.episodes
+    rule, every = schema.episodes, rows
+    if (rows.side_NS == EVENT_ONLY).any():
+        every, rows = _set_events_apart(rows)
     by_windows = cutting in ("window or rule", "window", "new")
     # One sort brings tasks together, by their hash, and their rows into order: the rest is offsets.
     identity_N = hash_row_identity(schema, rows)
@@ -110,11 +112,10 @@ def make_episodes(
     else:
         side_N = rows.side_NS[order_N, 0]
         bounds_T1 = np.append(starts_T, rows.num_rows)
-        support_T, query_T, others_T = (
-            np.diff(offsets(side_N == side)[bounds_T1]) for side in (SUPPORT, QUERY, EVENT_ONLY)
+        support_T, query_T = (
+            np.diff(offsets(side_N == side)[bounds_T1]) for side in (SUPPORT, QUERY)
         )
-        # Rows that are events alone stand last in their task.
-        tasks = _SidedTasks(starts_T, lengths_T - others_T, support_T, query_T)
+        tasks = _SidedTasks(starts_T, lengths_T, support_T, query_T)
         ranges, dropped = _cut_by_sides(schema, cutting, tasks, task_N)
     # Dropped rows are left out here, so they are never copied.
     parts = np.stack([ranges.support_start_T, ranges.query_start_T], axis=1).ravel()
@@ -122,8 +123,18 @@ def make_episodes(
     chosen_N = order_N[ragged_indices(parts, lengths)]
     sampler = NegativeSampler(schema, catalogue, is_train, rows, identity_N) if catalogue else None
     length_T = ranges.support_T + ranges.query_T
-    events = None if clock is None else TaskEvents.of(schema, rows, clock)
+    events = None if clock is None else TaskEvents.of(schema, every, clock)
     return BucketEpisodes(rows, chosen_N, length_T, ranges.support_T, sampler, events), dropped
+
+
+def _set_events_apart(rows: EncodedRows) -> tuple[EncodedRows, EncodedRows]:
+    """Return the rows, those that are events alone last, and as views those that are not."""
+    is_apart_N = rows.side_NS[:, 0] == EVENT_ONLY
+    every = select_rows(rows, np.argsort(is_apart_N, kind="stable"))
+    stop = len(is_apart_N) - int(is_apart_N.sum())
+    arrays = {name: array[:stop] for name, array in vars(every).items()}
+    arrays["values_V"] = every.values_V[: int(every.lengths_NM[:stop].sum())]
+    return every, EncodedRows(**arrays)
 
 
 def _cut_by_rule(

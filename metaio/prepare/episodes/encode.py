@@ -7,7 +7,7 @@ columns, L labels"""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 import numpy.typing as npt
@@ -106,6 +106,12 @@ class Encoder:
             (table, kind): index for table, index in (indexes or {}).items() for kind in kinds
         }
 
+    def with_schema(self, schema: Schema) -> Self:
+        """Return an encoder of another log, by what was learnt from this one's."""
+        found = type(self)(schema, self.fitted)
+        found._indexes = self._indexes  # shared: they may be large
+        return found
+
     def encode(self, batch: pa.RecordBatch, with_label: bool = True) -> EncodedRows:
         """Return the encoded rows of a batch; raise DataError for values that break the schema.
         Rows without a label, which are to be predicted, have no identity."""
@@ -180,7 +186,7 @@ class Encoder:
                 return to_int64(batch[PLACE]).view(np.uint64)
             return np.zeros(batch.num_rows, np.uint64)
         # Without the task: the hash orders rows within a task only.
-        return _hash_rows(bits_N ^ seed, *columns)
+        return hash_rows(bits_N ^ seed, *columns)
 
     def _encode_row_ids(self, batch: pa.RecordBatch) -> Int64:
         """Return the ids of rows, [N, 1] or [N, 0]: integers as they are, text as its xxh3_64."""
@@ -277,7 +283,7 @@ def hash_to_rows(column: pa.Array, kind: Kind, num_rows: int) -> Int64:
     return mixed.view(np.int64)
 
 
-def _hash_rows(bits_N: UInt64, *columns: npt.NDArray[np.integer[Any]]) -> UInt64:
+def hash_rows(bits_N: UInt64, *columns: npt.NDArray[np.integer[Any]]) -> UInt64:
     """Return the hash that orders rows of equal time; equal hashes mean equal stored rows."""
     # Multilinear hashing modulo 2^64 with fixed odd multipliers, then a final mix (Lemire, Kaser
     # 2014): mixing each entry would take five times as long.

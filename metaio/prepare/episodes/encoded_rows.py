@@ -60,7 +60,7 @@ def list_array_types(schema: Schema) -> dict[str, tuple[np.dtype[Any], int | Non
         "dense_NK": (np.dtype("<f4"), len(schema.dense_names)),
         "lengths_NM": (np.dtype("<i4"), len(schema.multi)),
         "side_NS": (np.dtype("i1"), int(schema.has_sides)),
-        "is_event": (np.dtype("i1"), int(bool(schema.event_conditions))),
+        "is_event": (np.dtype("i1"), int(bool(schema.event_conditions or schema.event_files))),
         "item_NI": (np.dtype("<u8"), int(schema.negatives is not None)),
         "values_V": (ids, None),
     }

@@ -32,6 +32,7 @@ class Survey:
     num_rows: int = 0
     # Rows of each split's buckets; a row may be in several.
     rows_of_split: Counter[str] = field(default_factory=Counter)
+    events_of_split: Counter[str] = field(default_factory=Counter)  # of [events] files
     counts: dict[str, list[pa.Table]] = field(default_factory=dict)  # table -> (value, count)
     moments: dict[str, Moments] = field(default_factory=dict)
     # Raw ids that the dataset knows by a number alone: "task" or "item" -> (value, count).
@@ -41,6 +42,7 @@ class Survey:
         """Add the counts of other rows."""
         self.num_rows += other.num_rows
         self.rows_of_split.update(other.rows_of_split)
+        self.events_of_split.update(other.events_of_split)
         for ours, theirs in ((self.counts, other.counts), (self.raw_ids, other.raw_ids)):
             for name, parts in theirs.items():
                 own = ours.setdefault(name, [])

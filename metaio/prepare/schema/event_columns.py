@@ -14,8 +14,8 @@ import pyarrow.compute as pc
 from metaio.errors import DataError, SchemaError
 from metaio.prepare.schema.conditions import parse_duration_s, parse_where
 from metaio.prepare.schema.rules import EventsRule
-from metaio.prepare.schema.schema import TimeColumn
-from metaio.prepare.schema.values import from_ordered_bits, to_time_ticks
+from metaio.prepare.schema.schema import Schema, TimeColumn
+from metaio.prepare.schema.values import from_ordered_bits, infer_kind, to_time_ticks
 from metaio.quantities import format_count
 from metaio.ragged import Int64
 
@@ -95,7 +95,10 @@ _COMPARISONS = {
 
 
 def find_events(rule: EventsRule | None, batch: pa.RecordBatch) -> Any:
-    """Return which raw rows are events, as int8 [N, 1]; [N, 0] where all are, or none is asked."""
+    """Return which raw rows are events, as int8 [N, 1]; [N, 0] where all are, or none is asked. Of
+    a log beside that of the events no row is one."""
+    if rule is not None and rule.files:
+        return np.zeros((batch.num_rows, 1), np.int8)
     conditions = parse_where(rule.where) if rule is not None else ()
     if not conditions:
         return np.zeros((batch.num_rows, 0), np.int8)
@@ -115,3 +118,29 @@ def find_events(rule: EventsRule | None, batch: pa.RecordBatch) -> Any:
         # Null is no event, as a condition in SQL has it.
         is_event_N &= np.asarray(pc.fill_null(holds, fill_value=False))
     return is_event_N.astype(np.int8)[:, None]
+
+
+def check_event_types(
+    schema: Schema, types: dict[str, pa.DataType], found: dict[str, pa.DataType]
+) -> None:
+    """Raise DataError where tasks, times or ids of events would never equal those of the rows."""
+    assert schema.time is not None
+    time = schema.time.column
+    for column in (schema.task.column, time, *(schema.events.columns if schema.events else ())):
+        ours, theirs = (
+            _describe_time(one[column]) if column == time else infer_kind(column, one[column], role)
+            for one, role in ((types, "log"), (found, "[events] files"))
+        )
+        if ours != theirs:
+            raise DataError(
+                f"column {column} of the files of [events] holds {theirs}, and {ours} in the log: "
+                "none would be equal. Cast one of them"
+            )
+
+
+def _describe_time(kind: pa.DataType) -> str:
+    if pa.types.is_timestamp(kind):
+        return "timestamps" if kind.tz is None else "timestamps of a zone"
+    if pa.types.is_integer(kind):
+        return "integers"
+    return "floats" if pa.types.is_floating(kind) else str(kind)

@@ -116,6 +116,8 @@ class EventsRule:
 
     columns: tuple[str, ...]  # [[single]] columns, whose ids an event has
     dense: tuple[str, ...] = ()  # [[dense]] columns, whose numbers an event has
+    # Another log, whose rows are the events: URL, glob or folder; absent: a task's earlier rows.
+    files: str = ""
     # Which rows are events, as in "click = 1 and kind != 'ad'"; absent: all of them.
     where: str = ""
     longest: int = key(200, "newest events kept before each row; 0: all", min=0)

@@ -4,7 +4,7 @@ docs/format.md shows a complete schema."""
 
 import json
 import re
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Literal
 
 from gmeta_keys import key
@@ -234,9 +234,16 @@ class Schema:
 
     @property
     def event_conditions(self) -> list[str]:
-        """Return the columns that decide which rows are events."""
-        where = self.events.where if self.events is not None else ""
-        return [condition.column for condition in parse_where(where)]
+        """Return the columns that decide which rows are events, of this log's rows."""
+        rule = self.events
+        if rule is None or rule.files:
+            return []
+        return [condition.column for condition in parse_where(rule.where)]
+
+    @property
+    def event_files(self) -> list[str]:
+        """Return the URL, glob or folder of another log, whose rows are the events; [] of none."""
+        return [self.events.files] if self.events is not None and self.events.files else []
 
     @property
     def item_rule(self) -> ItemRule | None:
@@ -249,9 +256,9 @@ class Schema:
 
     @property
     def has_sides(self) -> bool:
-        """Return whether more than [episodes] decides which rows are support."""
+        """Return whether rows have sides: not [episodes] alone decides, or some are events."""
         sided = self.membership is not None or self.splits.by_time is not None
-        return sided or self.stream is not None
+        return sided or self.stream is not None or bool(self.event_files)
 
     @property
     def is_shuffled(self) -> bool:
@@ -270,6 +277,25 @@ class Schema:
         if not self.vector:
             del found["vector"]  # datasets without stay as they were
         return found
+
+
+def make_event_schema(schema: Schema) -> Schema:
+    """Return the schema of the log whose rows are the events: without labels, all of them rows of
+    the train split where a column says which split a row is in."""
+    rule = schema.events or EventsRule(())
+    splits = SplitRule() if schema.splits.column is not None else schema.splits
+    return Schema(
+        schema.task,
+        (),
+        schema.time,
+        events=replace(rule, files=""),
+        single=tuple(column for column in schema.single if column.column in rule.columns),
+        dense=tuple(column for column in schema.dense if column.column in rule.dense),
+        text=schema.text,
+        splits=splits,
+        stream=schema.stream,
+        seed=schema.seed,
+    )
 
 
 def make_features(schema: Schema, vocabulary_sizes: dict[str, int]) -> Features:

@@ -297,6 +297,11 @@ def _check_events(schema: Schema) -> None:
                     f"events.{key} names {name}; {kind} columns, each once, are allowed: "
                     f"{', '.join(known) or 'there is none'}. Correct it"
                 )
+    if rule.files and schema.splits.validation_items is not None:
+        raise SchemaError(
+            "splits.validation_items holds back items, which the files of [events] would show. "
+            "Leave one of them out"
+        )
     lists = {column.column for column in schema.multi}
     for name in map(name_event_column, rule.columns):
         if name in lists:

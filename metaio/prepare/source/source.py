@@ -2,10 +2,10 @@
 
 import difflib
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, Self
 
@@ -15,7 +15,8 @@ import pyarrow as pa
 from metaio.errors import DataError, TooFewRowsError, to_one_line
 from metaio.format.atomic_folder import open_temporary_folder
 from metaio.prepare.episodes.encode import check_file_nulls
-from metaio.prepare.schema.schema import Schema, TextRule
+from metaio.prepare.schema.event_columns import check_event_types
+from metaio.prepare.schema.schema import Schema, TextRule, make_event_schema
 from metaio.prepare.schema.side_columns import find_file_side, with_side
 from metaio.prepare.schema.values import warn_of_mixed_units
 from metaio.prepare.source import parquet_files
@@ -60,6 +61,8 @@ from metaio.prepare.source.transform import transform_inputs
 # 16,384 rows of 41 encoded columns are 3 MB, which stay in the second-level cache while their
 # columns are filled in: encoding takes 0.6 s a million rows, with 131,072 rows 1.5 s.
 _BATCH_ROWS = 16_384
+
+EventBatches = Callable[[], Iterator[pa.RecordBatch]]
 
 
 def check_counts(schema: Schema, names: list[str], total: int, nulls: dict[str, int]) -> None:
@@ -512,3 +515,25 @@ class DuckSource:
     def __exit__(self, *_: object) -> None:
         self._connection.close()
         self._opened.close()
+
+
+@contextmanager
+def open_event_log(
+    schema: Schema,
+    names: list[str],
+    types: dict[str, pa.DataType],
+    *,
+    memory_bytes: int,
+    threads: int,
+) -> Iterator[EventBatches]:
+    """Yield what reads the events of these files, whose tasks and times are as those of a log with
+    these types; without files there are none. Raises DataError: a column is missing, of another
+    type, or has nulls."""
+    if not names:
+        yield lambda: iter(())
+        return
+    own = make_event_schema(schema)
+    with DuckSource(names, own, memory_bytes=memory_bytes, threads=threads) as source:
+        check_event_types(schema, types, source.arrow_types(own.columns))
+        source.survey()
+        yield partial(source.batches, own.columns)

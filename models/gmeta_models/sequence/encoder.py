@@ -107,11 +107,15 @@ class EventEncoder(nn.Module, ABC):
     ) -> Tensor:
         """Return what each row's earlier events say, from the embedded events: [T, N, D]."""
 
-    def embed_THD(self, rectangle: EventRectangle, rows_UD: Tensor) -> Tensor:
-        """Return the sum of an event's embeddings, and of its numbers through a layer."""
+    def embed_THD(
+        self, rectangle: EventRectangle, rows_UD: Tensor, before_s: float = 0.0
+    ) -> Tensor:
+        """Return the sum of an event's embeddings, and of its numbers through a layer; the event
+        before the first is of the second `before_s`."""
         events_THD = embedding(rectangle.position_THM, rows_UD).sum(dim=2)
         seconds_TH, dense_THK = rectangle.numbers_THK[..., 0], rectangle.numbers_THK[..., 1:]
-        gap_TH = (seconds_TH - pad(seconds_TH, (1, 0))[:, :-1]).clamp(min=0).log1p()
+        before_TH = pad(seconds_TH, (1, 0), value=before_s)[:, :-1]
+        gap_TH = (seconds_TH - before_TH).clamp(min=0).log1p()
         numbers_THK = torch.cat([gap_TH.unsqueeze(2), dense_THK], dim=2).to(events_THD.dtype)
         embedded_THD: Tensor = events_THD + self.numbers(numbers_THK)
         return embedded_THD

@@ -61,9 +61,11 @@ def kill(pid: int) -> None:
 
 def process_of(job_pid: int, sign: str, rank: int | None = None) -> int:
     """The process of the job whose command line names `sign` (and that has this rank). A forked
-    rank is no child of the job: see `ForkedProcess.pid_of`."""
+    rank of the tests is no child of the job: see `ForkedProcess.pid_of`."""
     for pid in descendants(job_pid):
         try:
+            if Path(f"/proc/{pid}/comm").read_text() == f"gmeta-rank-{rank}\n":
+                return pid
             command = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
             variables = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
         except OSError:

@@ -130,6 +130,9 @@ def train_both(ranks: Ranks) -> list[str]:
             # Rows went out and came back.
             slots = cached[0].slots
             assert 0 < slots.num_found < 0.9 * slots.num_asked
+            rate = slots.num_found / slots.num_asked
+            assert there.optimizer.reading()["cache_hit_rate"] == rate
+            assert "cache_hit_rate" not in here.optimizer.reading()
         assert not list(Path(folder).iterdir())  # no name that a kill could leave behind
     return found
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import numpy as np
 
-from gmeta.config.labels import Loss
+from gmeta.config.losses import Loss
 from gmeta.evaluation.baselines.block_rows import unpack_block
 from gmeta.evaluation.baselines.episode_rows import EpisodeRows
 from metaio import Provenance, write_dataset

@@ -8,7 +8,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from gmeta.config.labels import Loss
+from gmeta.config.losses import Loss
 from gmeta.evaluation.baselines.bias_model import COARSE_PRIORS, PRIORS, BiasModel, choose_bias
 from gmeta.evaluation.baselines.episode_rows import NO_ITEM, EpisodeRows
 from gmeta.evaluation.baselines.training_sums import assign_folds, sum_training_rows

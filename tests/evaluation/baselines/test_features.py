@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from gmeta.config.inputs import LabelPrior, NeighboursConfig
-from gmeta.config.labels import Loss
+from gmeta.config.losses import Loss
 from gmeta.data.features.neighbours import NAMES
 from gmeta.data.sums import NUM_FOLDS
 from gmeta.evaluation.baselines.bias_model import BiasModel

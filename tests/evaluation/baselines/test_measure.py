@@ -8,7 +8,7 @@ import numpy as np
 import pyarrow as pa
 import pytest
 
-from gmeta.config.labels import Loss
+from gmeta.config.losses import Loss
 from gmeta.config.train_config import TrainConfig, config_from_dict
 from gmeta.errors import UserError
 from gmeta.evaluation.baselines import boosted_trees as trees

@@ -6,7 +6,7 @@ from importlib.util import find_spec
 import numpy as np
 import pytest
 
-from gmeta.config.labels import Loss
+from gmeta.config.losses import Loss
 from gmeta.data.row_groups import find_groups
 from gmeta.evaluation.baselines import boosted_trees as trees
 from gmeta.evaluation.baselines.bias_model import BiasModel, mean_error, sigmoid

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
-from gmeta.config.labels import Loss
+from gmeta.config.losses import Loss
 from gmeta.evaluation.report.evaluated_runs import EvaluatedBaseline, EvaluatedRun
 from gmeta.metrics.terms import Array
 

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import pytest
 from rich.console import Console
 
-from gmeta.config.labels import Loss
+from gmeta.config.losses import Loss
 from gmeta.evaluation.report.console_table import make_console_table
 from gmeta.evaluation.report.evaluated_runs import EvaluatedBaseline, EvaluatedRun
 from gmeta.evaluation.report.headline import (

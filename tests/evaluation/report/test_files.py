@@ -10,7 +10,7 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 import pytest
 
-from gmeta.config.labels import Loss
+from gmeta.config.losses import Loss
 from gmeta.errors import UserError
 from gmeta.evaluation.report import html_page as page
 from gmeta.evaluation.report import report_files as files

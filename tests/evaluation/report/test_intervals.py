@@ -5,7 +5,7 @@ import math
 import numpy as np
 import pytest
 
-from gmeta.config.labels import Loss
+from gmeta.config.losses import Loss
 from gmeta.evaluation.report.intervals import MAX_UNITS, bootstrap, percentile_interval
 from gmeta.metrics.catalogue import Scoring
 from gmeta.metrics.scores import evaluate_split, split_terms

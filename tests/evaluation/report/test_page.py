@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from gmeta.config.labels import Loss
+from gmeta.config.losses import Loss
 from gmeta.evaluation.report.charts import make_charts
 from gmeta.evaluation.report.evaluated_runs import EvaluatedRun
 from gmeta.evaluation.report.evaluation_schema import Evaluation

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from gmeta.config.evaluation import EvaluationConfig
-from gmeta.config.labels import Loss
+from gmeta.config.losses import Loss
 from gmeta.evaluation.report.evaluated_runs import EvaluatedRun, select_split
 from gmeta.evaluation.report.evaluation_schema import (
     STAGES,

@@ -77,7 +77,7 @@ def stored_rows(batch: TaskBatch) -> list[StoredRow]:
                 StoredRow(
                     round(float(batch.dense_NK[row, 0])),
                     batch.event_numbers[known, 1].round().int().tolist(),
-                    ids[known, 1].tolist(),
+                    ids[known, -1].tolist(),
                 )
             )
     return found
@@ -190,6 +190,33 @@ def test_windows_of_time_know_what_came_before_them(tmp_path: Path) -> None:
         assert rows
         for row in rows:
             assert set(row.events) == known_to(columns, row.number, everything, 0)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"membership": {"column": "side"}},
+        {"membership": {"column": "side"}, "splits": {"column": "split"}},
+        {"membership": {"column": "side"}, "negatives": {"item": "item", "per_positive": 2}},
+        {"splits": {"by_time": {"train": 0.7, "test": 0.3}}},
+        {"negatives": {"item": "item", "columns": ["kind"], "per_positive": 2}},
+        {"episodes": {"by": "random", "query_rows": 3, "min_rows": 5, "max_rows": 60}},
+    ],
+)
+def test_no_side_split_or_draw_shows_a_row_what_comes_later(
+    tmp_path: Path, changes: dict[str, Any]
+) -> None:
+    columns, rng = dict(log()), np.random.default_rng(4)
+    # Support rows may be newer than query rows.
+    columns["side"] = np.array(["support", "query"])[rng.integers(0, 2, NUM_ROWS)]
+    columns["split"] = np.array(["train", "test"])[columns["user"] % 2]
+    path = prepared(tmp_path, columns, schema(**changes))
+    everything, compared = np.ones(NUM_ROWS, np.bool_), 0
+    for split in open_dataset(path).manifest.splits:
+        for row in rows_of(path, split):
+            assert set(row.events) == known_to(columns, row.number, everything, 0)
+            compared += len(row.events) > 0
+    assert compared > 500
 
 
 def test_negatives_know_what_their_positive_knows(tmp_path: Path) -> None:

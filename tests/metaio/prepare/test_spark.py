@@ -36,9 +36,25 @@ pytestmark = pytest.mark.skipif(shutil.which("java") is None, reason="needs Java
         # A table too large for its used rows to travel with every shard.
         {"single": [{"column": "shop", "hash": 200_000}, {"column": "item", "hash": 300}]},
         {"membership": {"column": "side"}, "negatives": {"item": "item", "columns": ["tags"]}},
+        {"events": {"columns": ["shop", "item"], "dense": ["price"], "where": "clicked = 1"}},
+        # Of another log; windows of time copy them.
+        {
+            "events": {"columns": ["item"], "dense": ["price"], "files": "views", "longest": 9},
+            "splits": {"by_time": {"train": 0.5, "test": 0.5}},
+        },
+        {
+            "events": {"columns": ["shop"], "files": "views", "where": "clicked = 1"},
+            "splits": {"column": "part"},
+        },
     ],
 )
-def test_spark_agrees_to_the_byte(tmp_path: Path, session: Any, parts: dict[str, Any]) -> None:
+def test_spark_agrees_to_the_byte(
+    tmp_path: Path, session: Any, parts: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "views").mkdir()
+    for at in range(2):
+        pq.write_table(raw_table(600).slice(300 * at, 300), tmp_path / "views" / f"{at}.parquet")
     raw = tmp_path / "raw.parquet"
     side = ["query" if row % 3 else "support" for row in range(2_000)]
     pq.write_table(raw_table(2_000).append_column("side", pa.array(side)), raw)

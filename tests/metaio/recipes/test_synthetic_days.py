@@ -56,6 +56,29 @@ def test_no_score_is_better_than_the_probability_itself(logs: Path) -> None:
         assert clicks.mean() == pytest.approx(probability.mean(), abs=0.06)
 
 
+def test_tastes_turn_by_the_hour(tmp_path: Path) -> None:
+    """Rows of one user and genre agree within an hour or two; half a turn later they do not."""
+    config = replace(CONFIG, days=1, users_per_day=40, min_rows=40, max_rows=60, drift=0.5)
+    write_days(str(tmp_path / "logs"), config)
+    (path,) = tmp_path.glob("logs/day=*/clicks.parquet")
+    table = pq.read_table(path)
+    logit = np.log(table["p_click"].to_numpy() / (1 - table["p_click"].to_numpy()))
+    user, genre, hour = (table[name].to_numpy() for name in ("user", "genre", "hour"))
+    best = json.loads((tmp_path / "logs" / "days.json").read_text())[0]["auc_of_p_click"]
+    assert best == round(auc(table["p_click"].to_numpy(), table["click"].to_numpy()), 4) > 0.8
+    first, other = np.triu_indices(len(user), 1)
+    same = (user[first] == user[other]) & (genre[first] == genre[other])
+    first, other = first[same], other[same]
+    apart = np.abs(hour[first] - hour[other])
+    near, far = apart < 2, apart > 20
+    agreement = [np.corrcoef(logit[first[who]], logit[other[who]])[0, 1] for who in (near, far)]
+    assert agreement[0] > 0.5
+    assert agreement[1] < -0.3
+    schema = load_schema(tmp_path / "logs" / "schema.toml")
+    assert schema.events is not None
+    assert schema.events.where == "click = 1"
+
+
 def test_a_stream_reads_logs_by_schema_without_probability(logs: Path, tmp_path: Path) -> None:
     schema = load_schema(logs / "schema.toml")
     assert "p_click" not in schema.columns

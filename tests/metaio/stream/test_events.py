@@ -5,16 +5,17 @@ from typing import Any
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 
-from metaio import SchemaError
+from metaio import DataError, SchemaError
 from metaio.format.inspection import find_damage
 from metaio.prepare.schema.schema import Schema
 from metaio.prepare.schema.schema_file import parse_schema
 from metaio.read.batch import TaskBatch
 from metaio.read.compose import compose
 from metaio.stream.chain import open_stream
-from tests.metaio.stream.logs import DAY, append, changed, log, schema
+from tests.metaio.stream.logs import DAY, append, changed, episodes, log, schema
 from tests.support.refusals import catch_message
 
 DAYS, LATE = 3, 3_600
@@ -107,3 +108,110 @@ def test_a_stream_says_where_its_delay_makes_no_sense(tmp_path: Path) -> None:
     rule = schema_with({"longest": 5, "delay": "10m"})
     message = catch_message(SchemaError, append, tmp_path / "s", day_log(0), schema=rule)
     assert message.startswith("events.delay is '10m', but column time holds numbers")
+
+
+def view_log(day: int) -> pa.Table:
+    """A day's events of another log: some of the days before, some of those to come, and some of
+    users without a row."""
+    rng = np.random.default_rng([7, day])
+    days = np.clip(day + rng.integers(-1, 3, 700), 0, None)
+    return pa.table(
+        {
+            "user": rng.integers(0, 45, 700), "item": rng.integers(0, 90, 700),
+            "click": rng.integers(0, 2, 700), "number": 1e6 + 1_000 * day + np.arange(700),
+            "time": days * DAY + rng.integers(0, DAY, 700),
+        }
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("events", "rule"),
+    [
+        ({"longest": 0}, {}),
+        ({"longest": 5, "delay": 20_000}, {}),
+        ({"longest": 2, "where": "click = 1"}, {"support": 6}),
+        ({"longest": 30, "delay": 9_000}, {"ttl": 1.5 * DAY}),
+    ],
+)
+def test_an_increment_takes_the_new_event_files(
+    tmp_path: Path, events: dict[str, Any], rule: dict[str, Any]
+) -> None:
+    stream, longest, delay = tmp_path / "s", events["longest"], events.get("delay", 0)
+    (tmp_path / "views").mkdir()
+    own = schema_with({**events, "files": f"{tmp_path}/views/*.parquet"}, **rule)
+    seen: list[dict[str, Any]] = []
+    rows: dict[int, dict[str, Any]] = {}
+    compared = known = 0
+    for number in range(1, DAYS + 1):
+        table, views = day_log(number - 1), view_log(number - 1)
+        pq.write_table(views, tmp_path / "views" / f"{number}.parquet")
+        record = append(stream, table, schema=own, accept=True)
+        names = [one["name"] for one in record.report["inputs"]]
+        assert [name.rsplit("/", 1)[-1] for name in names][1:] == [f"{number}.parquet"]
+        least = record.window[0] - rule["ttl"] if number > 1 and "ttl" in rule else 0
+        seen = [one for one in seen + views.to_pylist() if one["time"] >= least]
+        rows |= {row["row"]: row for row in table.to_pylist()}
+        time_of = {int(one["number"]): one["time"] for one in seen}
+        dataset = open_stream(str(stream)).dataset(number)
+        assert find_damage(dataset) == []
+        for split in ("train", "gate"):
+            for index in range(dataset.split(split).num_blocks):
+                block = dataset.read_block(split, index)
+                batch = compose(dataset.features, [(block, np.arange(block.num_episodes))])
+                for row, times in known_times(batch, time_of).items():
+                    wanted = sorted(
+                        one["time"]
+                        for one in seen
+                        if one["user"] == rows[row]["user"]
+                        and one["time"] < rows[row]["time"] - delay
+                        and (one["click"] or "where" not in events)
+                    )
+                    most = longest or max(len(wanted), 1)
+                    assert times[-most:] == wanted[-most:]
+                    assert times == wanted[len(wanted) - len(times) :]
+                    compared, known = compared + 1, known + len(times)
+    assert compared > 1_000
+    assert known > 2 * compared or longest == 2
+
+
+def test_rows_of_a_stream_are_those_without_event_files(tmp_path: Path) -> None:
+    (tmp_path / "views").mkdir()
+    body = schema(late=float(LATE)).to_json()
+    body["single"] = [{"column": "item", "hash": 500}, *body["single"][1:]]
+    without = parse_schema(body)
+    rule = {"columns": ["item"], "files": f"{tmp_path}/views", "longest": 0}
+    with_events = parse_schema(body | {"events": rule})
+    for number in range(1, DAYS + 1):
+        pq.write_table(view_log(number - 1), tmp_path / "views" / f"{number}.parquet")
+        one, other = (
+            append(tmp_path / name, day_log(number - 1), schema=own, accept=True)
+            for name, own in (("with", with_events), ("without", without))
+        )
+        assert one.num_rows == other.num_rows
+        for key in ("account", "tasks", "rows"):
+            assert one.report[key] == other.report[key]
+        for split in ("train", "gate"):
+            found = [
+                episodes(open_stream(str(tmp_path / name)).dataset(number), split)
+                for name in ("with", "without")
+            ]
+            assert found[0] == found[1]
+
+
+def test_what_is_wrong_with_event_files_changes_nothing(tmp_path: Path) -> None:
+    stream, views = tmp_path / "s", tmp_path / "views"
+    views.mkdir()
+    own = schema_with({"longest": 5, "files": str(views)})
+    pq.write_table(view_log(0), views / "1.parquet")
+    append(stream, day_log(0), schema=own)
+    pq.write_table(view_log(0), views / "2.parquet")
+    message = catch_message(DataError, append, stream, day_log(1))
+    assert f"input {views}/2.parquet was taken into increment 1 already" in message
+    pq.write_table(view_log(1).drop_columns(["item"]), views / "2.parquet")
+    message = catch_message(DataError, append, stream, day_log(1))
+    assert f"input {views}/2.parquet has no column item" in message
+    assert [record.number for record in open_stream(str(stream)).records] == [1]
+    pq.write_table(view_log(1), views / "2.parquet")
+    assert append(stream, day_log(1)).number == 2
+    # A day without an event is no mistake.
+    assert append(stream, day_log(2)).number == 3

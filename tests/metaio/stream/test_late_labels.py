@@ -9,6 +9,7 @@ import numpy as np
 import pyarrow as pa
 import pytest
 
+from gmeta.cli.commands.inspect_stream import inspect_stream
 from metaio import Dataset, SchemaError
 from metaio.errors import QuarantinedError
 from metaio.format.inspection import find_damage
@@ -109,7 +110,7 @@ class SlowReader:
 
 
 def test_each_row_is_learnt_once_with_its_last_label_and_support_is_corrected(
-    tmp_path: Path,
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     seen, slow = late_log(), SlowReader(30 * HOUR)
     learnt: Counter[int] = Counter()
@@ -134,6 +135,10 @@ def test_each_row_is_learnt_once_with_its_last_label_and_support_is_corrected(
     assert len(learnt) > 500
     # Only the ones that came after 30 hours.
     assert 0 < wrong <= too_late < corrected / 4
+    inspect_stream(str(tmp_path / "s"), verify=False)
+    told = " ".join(capsys.readouterr().out.split())
+    assert "; the sum closes" in told
+    assert f"; {corrected} corrected in time, {too_late} too late to be learnt" in told
 
 
 def test_one_increment_of_all_days_learns_what_is_ripe(tmp_path: Path) -> None:

@@ -21,7 +21,7 @@ from gmeta.config.train_config import RunConfig, TrainConfig
 from gmeta.distributed.stopping import Stop, StoppedError
 from gmeta.errors import ConfigError, GMetaError
 from gmeta.platform.verbosity import QUIET, VERBOSE, VERBOSITY_VARIABLE
-from gmeta.runs.logging import run_hooks
+from gmeta.runs.logging import callback_state, run_hooks
 from gmeta.runs.logging.callback import Callback, Run
 from gmeta.runs.logging.file_loggers import TensorBoard
 from gmeta.runs.logging.logger import Logger, Reading
@@ -95,6 +95,8 @@ class Needy(Callback):
 @pytest.fixture(autouse=True)
 def alone(monkeypatch: pytest.MonkeyPatch) -> None:
     """One rank, which has nobody to wait for; nothing was noted yet."""
+    monkeypatch.setattr(callback_state, "broadcast_value", lambda value, ranks: value)
+    monkeypatch.setattr(callback_state, "gather_values", lambda value, ranks: [value])
     for name in ("run_on_first", "run_on_all"):
         monkeypatch.setattr(run_hooks, name, lambda work, ranks: work())
     Recorder.calls, Recorder.fails_in = [], ()

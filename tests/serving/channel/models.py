@@ -10,7 +10,7 @@ import torch
 
 from gmeta.config.algorithm import AlgorithmConfig
 from gmeta.config.inputs import NeighboursConfig, SupportFeaturesConfig
-from gmeta.config.labels import Loss
+from gmeta.config.losses import Loss
 from gmeta.runs.build import build_learner, build_statistics
 from gmeta.serving.export import write_model
 from gmeta.serving.exported_folder import ExportedColumns, ExportedConfig

@@ -29,7 +29,8 @@ def predicted(num_tasks: int, seed: int, noise: float = 0.2, rate: float = 1.0) 
     logit_N = rows.normal(-0.5, 1.2, task_N.size)
     label_N = (rows.random(task_N.size) < 1 / (1 + np.exp(-logit_N))).astype(np.float32)
     own = np.random.default_rng(seed).normal(0, noise, task_N.size)
-    return GatePredictions(task_N, label_N, 1 / (1 + np.exp(-rate * (logit_N + own))))
+    prediction_N = 1 / (1 + np.exp(-rate * (logit_N + own)))
+    return GatePredictions(task_N, label_N, prediction_N, np.ones(task_N.size))
 
 
 def verdict(candidate: GatePredictions, champion: GatePredictions) -> Verdict:
@@ -41,6 +42,36 @@ def test_equal_models_are_refused_one_time_in_twenty_at_most() -> None:
     told = [verdict(predicted(1_000, seed), champion) for seed in range(2, 62)]
     assert sum(not one.promote for one in told) <= 3
     assert CLICKS.is_narrow([predicted(1_000, 2)], [champion])
+
+
+def test_rows_count_by_their_weights_and_a_weight_of_two_as_two_rows() -> None:
+    champion, candidate = predicted(300, 1), predicted(300, 2)
+    weight_N = np.random.default_rng(3).integers(0, 3, champion.task_N.size)
+
+    def weighed(one: GatePredictions) -> GatePredictions:
+        return replace(one, weight_N=weight_N.astype(np.float64))
+
+    def repeated(one: GatePredictions) -> GatePredictions:
+        columns = (np.repeat(values, weight_N) for values in vars(one).values())
+        return GatePredictions(*columns)
+
+    short, long = (verdict(of(candidate), of(champion)) for of in (weighed, repeated))
+    assert short.difference is not None
+    assert long.difference is not None
+    assert short.difference.value == pytest.approx(long.difference.value, rel=1e-9)
+    assert short.candidate["logloss"] == pytest.approx(long.candidate["logloss"], rel=1e-9)
+    assert short.calibration is not None
+    assert long.calibration is not None
+    assert short.calibration.value == pytest.approx(long.calibration.value, rel=1e-9)
+    assert short.candidate["logloss"] != verdict(candidate, champion).candidate["logloss"]
+
+
+def test_the_band_of_calibration_is_ones_own() -> None:
+    champion = predicted(1_000, 1)
+    high = replace(champion, prediction_N=np.minimum(champion.prediction_N * 1.25, 0.999))
+    wide = replace(CLICKS, band=(0.5, 1.5), margin=1.0)
+    assert not replace(wide, band=(0.9, 1.1)).decide([high], [champion]).promote
+    assert wide.decide([high], [champion]).promote
 
 
 def test_what_broke_is_caught() -> None:

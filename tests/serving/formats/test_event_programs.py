@@ -59,19 +59,27 @@ def test_the_modules_predict_what_the_model_does(
 
 
 @pytest.mark.parametrize("encoder", ENCODERS)
-def test_programs_take_any_number_of_events(encoder: str, tmp_path: Path) -> None:
+def test_a_program_takes_any_number_of_events(encoder: str, tmp_path: Path) -> None:
     served = served_of(tmp_path / "model", encoder)
-    alone, adapting = export_forward(served).module(), export_adapted(served).module()
     write_onnx(served, tmp_path / "model.onnx")
     session = onnxruntime.InferenceSession(str(tmp_path / "model.onnx"))
     shapes = {each.name: each.shape for each in session.get_inputs()}
     assert shapes["support.event_times"] == ["support_rows", 2]
+    alone = export_forward(served).module()
     for support in SUPPORT_ROWS:
         example, expected = draw_alone(served, 7, 3, support, seed=1)
         torch.testing.assert_close(alone(example), expected, rtol=0, atol=1e-6)
         feeds = {name: value.numpy() for name, value in example.items()}
         (found,) = session.run(["prediction"], feeds)
         np.testing.assert_allclose(found, expected, rtol=0, atol=1e-5)
+
+
+# Each apart, as recording takes long.
+@pytest.mark.parametrize("encoder", ENCODERS)
+def test_a_program_adapts_by_any_number_of_events(encoder: str, tmp_path: Path) -> None:
+    served = served_of(tmp_path / "model", encoder)
+    adapting = export_adapted(served).module()
+    for support in SUPPORT_ROWS:
         example, expected = adapted(served, support, 9, 2)
         torch.testing.assert_close(adapting(example), expected, rtol=0, atol=1e-6)
 

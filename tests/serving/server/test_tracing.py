@@ -13,6 +13,7 @@ import pytest
 
 from gmeta.errors import UserError
 from gmeta.serving.server import tracing
+from gmeta.serving.server.inference_protocol import Stage
 from gmeta.serving.server.tracing import Tracing, tracing_from_environment
 from tests.serving.server.serving import INFER, post, request_of, running_server, service_of
 from tests.support.exported import random_rows
@@ -29,8 +30,16 @@ def test_a_request_is_its_callers_span(exported: Path, monkeypatch: pytest.Monke
         headers = {"traceparent": f"00-{TRACE}-{PARENT}-01"}
         post(service, request_of(random_rows(6, seed=2)), headers=headers)
         post(service, {"inputs": []})
-    wait_until(lambda: len(exporter.get_finished_spans()) == 2, "both spans are exported")
-    right, wrong = exporter.get_finished_spans()
+    wait_until(lambda: len(exporter.get_finished_spans()) == 6, "all spans are exported")
+    *stages, right, wrong = exporter.get_finished_spans()
+    # One for each stage, inside the request's, one after the other.
+    assert [one.name for one in stages] == ["parse", "queue", "encode", "predict"]
+    assert {one.parent.span_id for one in stages} == {right.context.span_id}
+    times = [at for one in stages for at in (one.start_time, one.end_time)]
+    assert times == sorted(times)
+    slack_ns = 10**6  # the two clocks are read one after the other
+    assert right.start_time - slack_ns <= times[0]
+    assert times[-1] <= right.end_time + slack_ns
     assert right.name == "infer http"
     assert f"{right.context.trace_id:032x}" == TRACE
     assert f"{right.parent.span_id:016x}" == PARENT
@@ -78,7 +87,8 @@ def test_a_collector_gets_the_last_spans(exported: Path, monkeypatch: pytest.Mon
     (of_service,) = message.resource_spans
     names = {each.key: each.value.string_value for each in of_service.resource.attributes}
     assert names["service.name"] == "gmeta-serve"
-    (span,) = of_service.scope_spans[0].spans
+    *stages, span = of_service.scope_spans[0].spans
+    assert [one.name for one in stages][:2] == ["parse", "queue"]
     assert (span.name, span.trace_id.hex(), span.parent_span_id.hex()) == (
         "infer http", TRACE, PARENT,
     )  # fmt: skip
@@ -87,8 +97,9 @@ def test_a_collector_gets_the_last_spans(exported: Path, monkeypatch: pytest.Mon
 def test_nothing_is_traced_unless_it_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("OTEL_TRACES_EXPORTER", raising=False)
     found = tracing_from_environment()
-    with found.span("http", {}) as tell:
-        tell(rows=1)
+    with found.span("http", {}) as span:
+        span.tell(rows=1)
+        span.add_stages([Stage("parse", 0.0, 1.0)])
     assert found._tracer is Tracing()._tracer is None
 
 

@@ -110,6 +110,7 @@ def judge_candidate(
     split: str,
     margin: float | None,
     pool: int,
+    band: tuple[float, float],
     out: Path | None,
 ) -> bool:
     """Judge a run or an export, print and write the verdict; return whether to promote it."""
@@ -119,7 +120,7 @@ def judge_candidate(
         try:
             model, dataset_of_run = _model_and_data(candidate, model_place)
             dataset = open_by_name(on) if on else dataset_of_run()
-            verdict = judge_model(channel, model, dataset, split, margin, pool)
+            verdict = judge_model(channel, model, dataset, split, margin, pool, band)
         # Weights that are not finite cannot be exported: that is a verdict, not a failure.
         except NotFiniteError as error:
             verdict = refuse_model(str(error))
@@ -134,13 +135,14 @@ def judge_candidate(
 
 
 def judge_model(
-    channel: Channel, model: Path, dataset: Dataset, split: str, margin: float | None, pool: int
-) -> Verdict:
+    channel: Channel, model: Path, dataset: Dataset, split: str, margin: float | None, pool: int,
+    band: tuple[float, float],
+) -> Verdict:  # fmt: skip
     """Return the verdict on an exported model by a dataset and earlier increments of its stream."""
     current = channel.current()
     champion = None if current is None else materialize_version(channel, current.number)
     windows = windows_before(dataset)
-    verdict = judge(model, champion, windows, split, margin, pool)
+    verdict = judge(model, champion, windows, split, margin, pool, band)
     return replace(
         verdict,
         champion_version=None if current is None else current.number,

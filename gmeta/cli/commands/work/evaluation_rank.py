@@ -167,7 +167,8 @@ def evaluate_on_rank(
 
 def _describe_choices(config: TrainConfig, scoring: Scoring) -> str:
     valid_splits, early_stop = config.data.valid_splits, make_early_stop(config)
-    return describe_choices(scoring, early_stop, valid_splits, config.labels.standardise)
+    standardises, loss_name = config.labels.standardise, config.loss_name()
+    return describe_choices(scoring, early_stop, valid_splits, standardises, loss_name)
 
 
 def _print_outcome(roots: list[Path], paths: ReportPaths, console: Console) -> None:

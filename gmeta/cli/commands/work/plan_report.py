@@ -33,6 +33,7 @@ def _print_result(planned: Capacity, cluster: Cluster) -> None:
         host_bytes_per_gpu=estimate.host_bytes_W.tolist(),
         file_bytes_per_gpu=estimate.file_bytes_W.tolist(),
         checkpoint_copy_bytes_per_gpu=estimate.copied_bytes_W.tolist(),
+        long_events=planned.long_events and planned.long_events._asdict(),
         step={
             "tasks_per_gpu": step.tasks,
             "rows_per_gpu": step.rows,
@@ -103,6 +104,11 @@ def _print_memory(planned: Capacity, cluster: Cluster, config: TrainConfig) -> N
         f"{_format_bytes(cluster.device_bytes)}",
         f"  tables, optimizers, layers and the rows of a step; {RESERVED:.0%} are kept free",
     ]
+    if planned.long_events is not None:
+        tasks, _, kept = planned.long_events
+        lines.append(
+            f"  {_format_bytes(kept)} of them for slices of the {tasks:,.0f} long tasks of a step"
+        )
     if host_W.any():
         most, there = float(host_W.max()), cluster.host_bytes
         lines.append(
