@@ -270,7 +270,6 @@ class TrainingRun:
         with self._meter.exclude_time():
             # What a NaN led to must not become a checkpoint.
             self._guard.check()
-            self._optimizer.sync()
             self.writer.finish()
             files = self.hooks.with_callbacks(self.feed.checkpoint_files(self._progress.step))
             self.writer.save(self._progress, {**files, **self._agent.checkpoint_files()})

@@ -20,7 +20,7 @@ def test_every_group_holds_the_tables_and_tells_the_others_of_the_rows_that_it_t
     click_logs: Path,
 ) -> None:
     """A step of all tasks: then a group's rows are those of half of them, counted here by hand."""
-    dataset = open_dataset(click_logs)
+    dataset = open_dataset(str(click_logs))
     num_tasks = dataset.split("train").num_episodes
     data = {"path": str(click_logs), "tasks_per_step": num_tasks}
     flat = plan_capacity(

@@ -1,7 +1,7 @@
 """Rows on their way from the ranks that hold them, and their gradients on the way back: one
 AlltoAll each way. Among ranks the others stand in order, then this one.
 
-Shape suffixes: N rows, W ranks or workers, G groups of tables"""
+Shape suffixes: N rows, D embedding width, W ranks or workers, G groups of tables"""
 
 from collections.abc import Callable, Sequence
 from typing import Any

@@ -1,6 +1,6 @@
 """The copies of this rank's rows in other groups, which every step updates alike.
 
-Shape suffix: G groups of tables"""
+Shape suffixes: U unique ids, G groups of tables"""
 
 from collections.abc import Sequence
 from typing import Protocol, final

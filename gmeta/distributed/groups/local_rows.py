@@ -1,7 +1,8 @@
 """Rows that the steps of one group of ranks alone move, until what all groups moved is added up.
 
-Shape suffixes: U unique ids, R rows of tables, P weights and optimizer state of a row side by side,
-G groups of tables"""
+`values` of a row are its weights and, behind them, its optimizer's state.
+
+Shape suffixes: U unique ids, R rows of tables, D embedding width, V values, G groups of tables"""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -27,8 +28,8 @@ class MovedRows:
     (on the host)."""
 
     row_U: Ints
-    before_UP: Tensor
-    moved_UP: Tensor
+    before_UV: Tensor
+    moved_UV: Tensor
 
 
 @dataclass(frozen=True)
@@ -36,7 +37,7 @@ class RowsOfAll:
     """The rows that any group touched, and the sums of what the groups moved them (on the host)."""
 
     union: RowUnion
-    total_UP: Tensor
+    total_UV: Tensor
 
 
 @final
@@ -65,7 +66,7 @@ def sum_moved(moved_G: Sequence[MovedRows], transport: Transport) -> list[RowsOf
     """Return what all groups of ranks moved; any thread may call it. Collective."""
     unions = UnionRequest(transport, [moved.row_U for moved in moved_G]).unions()
     wire = NarrowTransport(transport, None)
-    totals = sum_rows(unions, [moved.moved_UP for moved in moved_G], wire)
+    totals = sum_rows(unions, [moved.moved_UV for moved in moved_G], wire)
     return [RowsOfAll(*one) for one in zip(unions, totals, strict=True)]
 
 
@@ -98,40 +99,40 @@ class _OpenRows:
         return self._parts[0]
 
     def close(self) -> MovedRows:
-        row_U, before_UP = self._join()
-        now_UP = self._group.copy_all(self._index(row_U))
+        row_U, before_UV = self._join()
+        now_UV = self._group.copy_all(self._index(row_U))
         self._place_R[row_U] = -1
         self._begin()
-        return MovedRows(row_U, before_UP, (now_UP - before_UP).cpu())
+        return MovedRows(row_U, before_UV, (now_UV - before_UV).cpu())
 
     def settle(self, moved: MovedRows, of_all: RowsOfAll) -> None:
-        union, (_, before_UP) = of_all.union, self._join()
-        row_U = union.row_U.to(device := before_UP.device)
-        now_UP = self._group.copy_all(row_U)
+        union, (_, before_UV) = of_all.union, self._join()
+        row_U = union.row_U.to(device := before_UV.device)
+        now_UV = self._group.copy_all(row_U)
         # Before the movements that were added up: this group's own rows as it kept them, others as
         # they are, or as they were when touched since.
         place_U = self._place_R[union.row_U.numpy()]
         open_U = np.flatnonzero(place_U >= 0)
         here_U, place = self._index(open_U), self._index(place_U[open_U].astype(np.int64))
-        base_UP, since_UP = now_UP.clone(), torch.zeros_like(now_UP)
-        base_UP[here_U] = before_UP[place]
-        since_UP[here_U] = now_UP[here_U] - before_UP[place]
-        base_UP[union.place_own.to(device)] = moved.before_UP
+        base_UV, since_UV = now_UV.clone(), torch.zeros_like(now_UV)
+        base_UV[here_U] = before_UV[place]
+        since_UV[here_U] = now_UV[here_U] - before_UV[place]
+        base_UV[union.place_own.to(device)] = moved.before_UV
         # All groups get the same bits here.
-        base_UP += self._weigh(base_UP, of_all).to(device)
-        before_UP[place] = base_UP[here_U]
-        self._group.write_all(row_U, base_UP + since_UP)
+        base_UV += self._weigh(base_UV, of_all).to(device)
+        before_UV[place] = base_UV[here_U]
+        self._group.write_all(row_U, base_UV + since_UV)
 
-    def _weigh(self, base_UP: Tensor, of_all: RowsOfAll) -> Tensor:
+    def _weigh(self, base_UV: Tensor, of_all: RowsOfAll) -> Tensor:
         """Return how far rows and their state go, as nearly as one optimizer would have moved them
         that saw the gradients of all groups, which are parts of the mean over all ranks."""
         # SGD's steps add up. So do the squares of gradients that are mostly noise: Adagrad's steps,
         # had they been divided by the sums of all squares. Adam's forget, and gradients' scale with
         # them: of n groups the steps would have been the square root of n times their mean.
         widths = [store.values_RD.shape[1] for store in self._group.stores]
-        (rows, *state), num_U1 = of_all.total_UP.split(widths, dim=1), of_all.union.num_U[:, None]
+        (rows, *state), num_U1 = of_all.total_UV.split(widths, dim=1), of_all.union.num_U[:, None]
         if "sum" in self._group.state:
-            before = base_UP.cpu().split(widths, dim=1)[1]
+            before = base_UV.cpu().split(widths, dim=1)[1]
             seen, all_squares = before + state[0] / num_U1, before + state[0]
             rows = rows * (seen / all_squares.clamp(min=TINY)).sqrt()
         elif state:

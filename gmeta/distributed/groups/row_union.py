@@ -1,7 +1,7 @@
 """The rows that any group of ranks touches, and who adds up what their copies bring. Among ranks
 the others stand in order.
 
-Shape suffixes: U unique ids, W ranks or workers"""
+Shape suffixes: N rows, U unique ids, W ranks or workers, G groups of tables"""
 
 from collections.abc import Sequence
 from typing import Any, NamedTuple, final

@@ -1,9 +1,8 @@
 """Steps that groups of ranks take by themselves: what they moved is averaged every so many (DiLoCo,
 arXiv 2311.08105), at once or beside the steps that follow (CO2, arXiv 2401.16265)."""
 
-import threading
-from collections.abc import Callable
-from typing import Generic, NamedTuple, TypeVar, final
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import NamedTuple, final
 
 import torch
 import torch.distributed as dist
@@ -14,41 +13,13 @@ from gmeta.distributed.groups.local_rows import LocalRows, MovedRows, RowsOfAll,
 from gmeta.distributed.optim.local_layers import LocalLayers
 from gmeta.distributed.ranks import new_control_group
 
-T = TypeVar("T")
-
-
-@final
-class _Background(Generic[T]):
-    """Does work in a thread of its own."""
-
-    def __init__(self, work: Callable[[], T]) -> None:
-        self._work = work
-        self._found: T
-        self._error: Exception | None = None
-        # A daemon: after an error the process ends, and does not wait for ranks that are gone.
-        self._thread = threading.Thread(target=self._run, name="groups", daemon=True)
-        self._thread.start()
-
-    def _run(self) -> None:
-        try:
-            self._found = self._work()
-        except Exception as error:  # noqa: BLE001 - `result` raises it
-            self._error = error
-
-    def result(self) -> T:
-        """Return what the work found, or raise its error; waits for it."""
-        self._thread.join()
-        if self._error is not None:
-            raise self._error
-        return self._found
-
 
 class _Window(NamedTuple):
     """Steps that are over: what they moved, and the sums over all groups, which are on the way."""
 
     rows: list[MovedRows]
     layers_before: Tensor
-    sums: _Background[tuple[list[RowsOfAll], Tensor]]
+    sums: Future[tuple[list[RowsOfAll], Tensor]]
 
 
 @final
@@ -62,6 +33,7 @@ class LocalSteps:
         self._transport = levels.across.transport  # the steps themselves send nothing by it
         # All ranks, not one of each group: a ring of them crosses between two groups once.
         self._everyone = new_control_group()
+        self._beside = ThreadPoolExecutor(1, "groups", levels.inside.enter_thread)
         self._since = 0
         self._under_way: _Window | None = None
 
@@ -94,7 +66,7 @@ class LocalSteps:
             dist.all_reduce(moved, group=self._everyone)
             return of_all, moved.div_(self._everyone.size())
 
-        self._under_way = _Window(rows, before, _Background(add_up))
+        self._under_way = _Window(rows, before, self._beside.submit(add_up))
 
     @torch.no_grad()
     def _settle(self, windows_late: int) -> None:

@@ -14,11 +14,11 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.checkpoint.staging import BlockingAsyncStager
 from torch.distributed.checkpoint.state_dict_saver import save as save_shards
-from torchrec.optim.keyed import CombinedOptimizer
 
 from gmeta.config.sharding import keeps_tables_beyond
 from gmeta.config.train_config import TrainConfig
 from gmeta.distributed.collective_errors import run_on_first
+from gmeta.distributed.optim.optimizers import OuterOptimizer
 from gmeta.distributed.ranks import Ranks, gather_values, lost_contact, new_control_group
 from gmeta.distributed.sharded_learner import DistributedLearner
 from gmeta.errors import GMetaError, NotWrittenError
@@ -56,7 +56,7 @@ class CheckpointWriter:
         self,
         folder: Path,
         sharded: DistributedLearner,
-        optimizer: CombinedOptimizer,
+        optimizer: OuterOptimizer,
         config: TrainConfig,
         ranks: Ranks,
         on_commit: Callable[[Path], None] = _do_nothing,
@@ -105,6 +105,7 @@ class CheckpointWriter:
         # One at a time: the copy in host memory is reused.
         self.finish()
         self._final = self._folder / checkpoint_name(progress.step)
+        self._optimizer.sync()
         state = collect_state(self._sharded, self._optimizer) if self._writes else {}
         # Before the first step optimizers have no state: memory for a copy would fit no later one.
         if not self._in_background or not progress.step:
