@@ -66,7 +66,8 @@ def test_columns_are_those_of_the_schema_where_there_is_one(
     vocabulary.parent.mkdir()
     vocabulary.write_bytes((model / LAYERS_FILE).read_bytes())  # of which inspect asks the size
     files = {**config.files, vocabulary_file("city"): config.files[LAYERS_FILE]}
-    write_config(model, replace(config, columns=columns, loss="mse", files=files))
+    changed = replace(config, columns=columns, loss="mse", label_kinds=("mse",), files=files)
+    write_config(model, changed)
     inspect(str(model), verify=False, picture=None)
     lines = told(capsys)
     assert "item single item text" in lines
