@@ -130,7 +130,7 @@ class Traffic:
         self._add_by_label(self._labels, first.label_N)
 
     def _add_by_label(self, summary: Summary, values: npt.NDArray[np.float32]) -> None:
-        value_NL = values.reshape(len(values), -1).astype(np.float64)
+        value_NL = values.reshape(len(values), len(self._tracked.labels)).astype(np.float64)
         counts_L, sums_L = np.isfinite(value_NL).sum(axis=0), np.nansum(value_NL, axis=0)
         for label, count, total in zip(self._tracked.labels, counts_L, sums_L, strict=True):
             _add(summary.labels(label), count, total)

@@ -184,7 +184,8 @@ def test_a_model_that_takes_other_requests_is_not_promoted(tmp_path: Path) -> No
 def test_a_label_with_another_loss_is_another_request(tmp_path: Path) -> None:
     one = read_config(Model.of(SIZES).write(tmp_path / "m"))
     features = replace(one.features, labels=("click", "price"))
-    before = replace(one, features=features, labels=LabelsConfig(loss={"price": "mse"}))
+    labels = LabelsConfig(loss={"price": "mse"})
+    before = replace(one, features=features, labels=labels, label_kinds=())
     after = replace(before, labels=LabelsConfig(loss={"price": "mae"}))
     channel_module._check_requests(before, before, tmp_path)
     with pytest.raises(UserError, match="the candidate has another loss than the model"):
