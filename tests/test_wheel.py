@@ -32,7 +32,7 @@ TELL = f"""
 import importlib.util, os
 found = [importlib.util.find_spec(name).origin for name in {OWN}]
 with open(os.environ["TOLD"], "a") as file:
-    print(os.environ.get("RANK", "-"), *found, file=file)
+    print(*found, file=file)
 """
 PREDICT = """
 import gmeta
@@ -196,8 +196,9 @@ def test_a_wheel_works_beside_a_users_models_protos_and_tests(wheel: Path, tmp_p
     assert said == f"{gmeta.__version__} 2\n"
 
     lines = [line.split() for line in told.read_text().splitlines()]
-    assert {"0", "1"} <= {rank for rank, *_ in lines}
-    seen = [origin for _, *found in lines for origin in found if not origin.startswith(str(site))]
+    # Five commands, and the process that ranks are forked from.
+    assert len(lines) >= 6
+    seen = [origin for found in lines for origin in found if not origin.startswith(str(site))]
     assert seen == []
 
 
