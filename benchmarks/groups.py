@@ -33,9 +33,9 @@ sys.path.insert(0, str(REPOSITORY))
 from gmeta.config.sharding import ShardingConfig
 from gmeta.config.train_config import OuterConfig
 from gmeta.distributed.cluster_spec import Cluster, Speeds
-from gmeta.distributed.groups.costs import LAYERS, TouchedRows, with_groups
+from gmeta.distributed.groups.costs import TouchedCounts, with_groups
 from gmeta.distributed.ranks import barrier, start_ranks
-from gmeta.distributed.sharding_estimate import NETWORK, StepWork, estimate
+from gmeta.distributed.sharding_estimate import LAYERS, NETWORK, StepWork, estimate
 from gmeta.distributed.sharding_plan import describe_plan, merge_plans, plan_on
 from gmeta.distributed.steps import batch_without_tasks, iterate_steps
 from gmeta.distributed.unsharded import make_unsharded_tables
@@ -154,7 +154,7 @@ def estimated_bytes(work: Workload, num_weights: int) -> dict[str, float]:
         told = estimate(plan, sizes, sharding, outer, step, group, speeds)
         if sharding.groups > 1:
             every = sharding.sync_every
-            touched = TouchedRows(distinct(0, HOSTS, every), distinct(0, 1, every))
+            touched = TouchedCounts(distinct(0, HOSTS, every), distinct(0, 1, every))
             told = with_groups(told, touched, sizes, sharding, outer, step, cluster, speeds)
         far = {part: sent for part, (sent, _) in told.parts.items() if part.endswith(NETWORK)}
         # Of a ring over all ranks one of a host's sends beyond it, of an AlltoAll each.

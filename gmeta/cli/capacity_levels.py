@@ -10,7 +10,7 @@ from gmeta.config.sharding import ShardingConfig, keeps_tables_beyond
 from gmeta.config.train_config import DataConfig
 from gmeta.data.reader import open_reader
 from gmeta.distributed.cluster_spec import Cluster
-from gmeta.distributed.groups.costs import TouchedRows
+from gmeta.distributed.groups.costs import TouchedCounts
 from gmeta.distributed.sharding_estimate import ShardingEstimate, StepWork
 from metaio.format.dataset import Dataset
 
@@ -59,7 +59,7 @@ def count_touched(
     dataset: Dataset | None,
     sharding: ShardingConfig,
     ranks_of_group: int,
-) -> TouchedRows:
+) -> TouchedCounts:
     """Return the rows that groups touch between two averages: as counted in the dataset; without
     one as many as can be, where no two tasks share a row."""
     if dataset is not None:
@@ -71,7 +71,7 @@ def count_touched(
         of_group = {name: step.ids[name] * ranks for name in sizes}
         of_all = {name: step.ids[name] * ranks * sharding.groups for name in sizes}
     rows = {name: float(num_rows) for name, (num_rows, _) in sizes.items()}
-    return TouchedRows(
+    return TouchedCounts(
         {name: min(of_group[name], rows[name]) for name in sizes},
         {name: min(of_all[name], rows[name]) for name in sizes},
     )

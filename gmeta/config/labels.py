@@ -81,6 +81,10 @@ class LabelsConfig:
         """Return the loss of each label; `loss` is that of labels without one of their own."""
         return tuple(self.loss.get(name, loss) for name in names) or (loss,)
 
+    def list_losses(self, loss: str) -> list[str]:
+        """Return all losses that are named; `loss` is that of labels without one of their own."""
+        return sorted({loss, *self.loss.values()})
+
     def loss_kinds(self, loss: str, names: tuple[str, ...]) -> tuple[Loss, ...]:
         """Return the same, with a loss of ours in place of a package's own: `kind_of_loss`."""
         return tuple(map(kind_of_loss, self.losses_of(loss, names)))

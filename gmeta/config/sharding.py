@@ -85,15 +85,15 @@ def sharding_to_evaluate(config: ShardingConfig, on_cuda: bool) -> ShardingConfi
     """Return how a run that was sharded so is spread over ranks that only predict, which may be on
     another kind of device: by rows, but tables beyond memory stay there."""
 
-    def kept(placement: str) -> Placement:
+    def keep(placement: str) -> Placement:
         if placement == "host" and on_cuda:
             return "host"
         return "file" if placement == "file" else "auto"
 
     entries = (one.rpartition("=") for one in config.placements)
     return ShardingConfig(
-        placement=kept(config.placement),
-        placements=tuple(f"{table}={kept(placement)}" for table, _, placement in entries),
+        placement=keep(config.placement),
+        placements=tuple(f"{table}={keep(placement)}" for table, _, placement in entries),
         cache_share=config.cache_share,
         file_dir=config.file_dir,
         # Events that were too long for one rank still are; by both kinds any number of ranks can.

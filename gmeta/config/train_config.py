@@ -286,7 +286,7 @@ class TrainConfig:
     @property
     def loss_names(self) -> list[str]:
         """Return all losses that the config names."""
-        return sorted({self.outer.loss, *self.labels.loss.values()})
+        return self.labels.list_losses(self.outer.loss)
 
     @property
     def has_support_inputs(self) -> bool:

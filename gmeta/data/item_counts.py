@@ -3,7 +3,7 @@
 Shape suffixes: N rows, F single-id or pooled features, M multi-id features, U unique ids, A
 items"""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 
@@ -20,14 +20,8 @@ def log_shares(dataset: Dataset, split: str, feature: int) -> Float32:
     name = dataset.features.single[feature].table
     num_items = next(table.num_rows for table in dataset.features.tables if table.name == name)
     count_A = np.ones(num_items, np.float64)
-    rows = 0
-    for index in range(dataset.split(split).num_blocks):
-        block = dataset.read_block(split, index)
-        id_N = block.unique_ids_U[block.positions_NF[:, feature]]
-        count_A += np.bincount(id_N, minlength=num_items)
-        rows += len(id_N)
-        if rows >= _MOST_ROWS:
-            break
+    for ids_NM in _iterate_ids(dataset, split, [feature]):
+        count_A += np.bincount(ids_NM[:, 0], minlength=num_items)
     shares: Float32 = np.log(count_A / count_A.sum()).astype(np.float32)
     return shares
 
@@ -35,17 +29,23 @@ def log_shares(dataset: Dataset, split: str, feature: int) -> Float32:
 def count_items(dataset: Dataset, split: str, features: Sequence[int]) -> tuple[Int64, Int64]:
     """Return the ids that make each item's vector, its own first, and how many rows of a split it
     has; the item is the first of these single features. Unknown ones are none."""
-    parts, counts, rows = list[Int64](), list[Int64](), 0
-    for index in range(dataset.split(split).num_blocks):
-        block = dataset.read_block(split, index)
-        ids_NM = block.unique_ids_U[block.positions_NF[:, list(features)]]
+    parts, counts = list[Int64](), list[Int64]()
+    for ids_NM in _iterate_ids(dataset, split, features):
         _, first, count = np.unique(ids_NM[:, 0], return_index=True, return_counts=True)
         parts.append(ids_NM[first])
         counts.append(count)
-        rows += len(ids_NM)
-        if rows >= _MOST_ROWS:
-            break
     ids_NM = np.concatenate([np.zeros((0, len(features)), np.int64), *parts])
     ids_A, first, place = np.unique(ids_NM[:, 0], return_index=True, return_inverse=True)
     count_A = np.bincount(place, np.concatenate([np.zeros(0), *counts]), len(ids_A))
     return ids_NM[first][ids_A > 0], count_A[ids_A > 0].astype(np.int64)
+
+
+def _iterate_ids(dataset: Dataset, split: str, features: Sequence[int]) -> Iterator[Int64]:
+    """Yield the ids of these single features, block by block, of as many rows as are looked at."""
+    rows = 0
+    for index in range(dataset.split(split).num_blocks):
+        block = dataset.read_block(split, index)
+        yield block.unique_ids_U[block.positions_NF[:, list(features)]]
+        rows += len(block.positions_NF)
+        if rows >= _MOST_ROWS:
+            return

@@ -94,11 +94,11 @@ def check_nodes(store: Store, node: int, num_nodes: int, address: str) -> None:
         with ThreadPoolExecutor(MOST_PEERS) as pool:
             tried = zip(places, pool.map(_try_to_reach, places), strict=True)
             own = [(named, place[0], why) for place, why in tried if why]
-        store.set(f"told-{node}", json.dumps(own))
+        store.set(f"report-{node}", json.dumps(own))
         # Of all: those that still try would miss a node that ends now.
-        told = [_hear(store, f"told-{each}") for each in range(num_nodes)]
-    silent = [each for each, of_node in enumerate(told) if of_node is None]
-    failures = [failure for of_node in told for failure in of_node or ()]
+        reports = [_hear(store, f"report-{each}") for each in range(num_nodes)]
+    silent = [each for each, of_node in enumerate(reports) if of_node is None]
+    failures = [failure for of_node in reports for failure in of_node or ()]
     if silent:
         raise GMetaError(f"node {silent[0]} of {num_nodes} says nothing. {LOOK_AT}")
     if failures:
@@ -118,8 +118,8 @@ def own_address() -> str:
             found = socket.getaddrinfo(socket.gethostname(), None, type=socket.SOCK_STREAM)
             return str(found[0][4][0])
         with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asked:
-            told = fcntl.ioctl(asked, _GET_ADDRESS, struct.pack("256s", name.encode()[:15]))
-        return socket.inet_ntoa(told[20:24])
+            answer = fcntl.ioctl(asked, _GET_ADDRESS, struct.pack("256s", name.encode()[:15]))
+        return socket.inet_ntoa(answer[20:24])
     return ""
 
 

@@ -25,6 +25,7 @@ RESERVED = 0.15
 # Of a table in uvm_cached, the share of its rows in the cache, and what the cache keeps of each row
 # and of each of its own: fbgemm's and TorchRec's defaults.
 CACHED_SHARE, CACHE_ROW_BYTES, CACHE_SLOT_BYTES = 0.2, 4, 16
+LAYERS = "AllReduce of the layers"
 NETWORK = ", network"  # ends the names of parts that go to other hosts
 # What our own cache keeps on the host of each row and of each slot, see RowSlots.
 OWN_ROW_BYTES, OWN_SLOT_BYTES = 5, 15
@@ -81,7 +82,7 @@ def estimate(
 ) -> ShardingEstimate:
     """Return what a plan of `describe_plan` takes of each rank; `sizes`: tables' rows and width."""
     num_ranks = cluster.world_size
-    wire_bytes = 4 if sharding.wire_dtype == "float32" else 2
+    value_bytes = wire_bytes(sharding)
     device_W, host_W, file_W, copied_W, requested_W, sent_W, from_host_W = np.zeros((7, num_ranks))
     tables = {}
     copied_values = 0
@@ -113,7 +114,7 @@ def estimate(
             ids_sent = ids * float((rows_W / num_rows).sum()) * (num_ranks - 1) / num_ranks
         if table["placement"] in (*IN_HOST_MEMORY, *BEYOND_DEVICE):
             from_host_W += given_out_W * (2 + 2 * count_states(outer)[0])
-        rows_sent = 2 * float(given_out_W.mean()) * (num_ranks - 1) * wire_bytes
+        rows_sent = 2 * float(given_out_W.mean()) * (num_ranks - 1) * value_bytes
         tables[name] = {
             "rows": num_rows,
             "width": width,
@@ -129,11 +130,10 @@ def estimate(
     moved_W = requested_W * num_ranks * PASSES_OF_HOLDER + requested_W.sum() * PASSES_OF_ASKER
     hbm_bytes = float(moved_W.max()) * FLOAT_BYTES
     pcie_bytes = float(from_host_W.max()) * num_ranks * FLOAT_BYTES
-    near, far = _busiest(sent_W * wire_bytes, cluster.ranks_per_host)
+    near, far = _busiest(sent_W * value_bytes, cluster.ranks_per_host)
     dense = step.num_weights * FLOAT_BYTES
     reduced = 2 * (dense + copied_values * FLOAT_BYTES) * (num_ranks - 1) / num_ranks
-    states = DENSE_STATES[outer.dense_optimizer] + (outer.momentum > 0)
-    layers = step.num_weights * FLOAT_BYTES * (2 + states)
+    layers = step.num_weights * FLOAT_BYTES * (2 + count_dense_states(outer))
     # Rows of a step and their gradients: those that came, and those that go out.
     in_flight = 2 * FLOAT_BYTES * float(requested_W.sum() + requested_W.max() * num_ranks)
     return ShardingEstimate(
@@ -158,7 +158,7 @@ def layers_part(
     num_bytes: float, is_one_host: bool, speeds: Speeds
 ) -> dict[str, tuple[float, float]]:
     """Return the part of a step that averages the layers' gradients."""
-    name = f"AllReduce of the layers{'' if is_one_host else NETWORK}"
+    name = f"{LAYERS}{'' if is_one_host else NETWORK}"
     return {name: (num_bytes, num_bytes / (speeds.nvlink if is_one_host else speeds.network))}
 
 
@@ -190,6 +190,16 @@ def table_bytes(
         cache = CACHED_SHARE * weights + rows * (CACHE_ROW_BYTES + CACHED_SHARE * CACHE_SLOT_BYTES)
     # fbgemm keeps states of one number a row on the GPU in any case.
     return PlacedBytes(row_states + cache, table_size, nothing)
+
+
+def wire_bytes(sharding: ShardingConfig) -> int:
+    """Return the bytes of a value of a row, or of its gradient, between ranks."""
+    return FLOAT_BYTES if sharding.wire_dtype == "float32" else 2
+
+
+def count_dense_states(outer: OuterConfig) -> int:
+    """Return how many numbers the layers' optimizer keeps of each weight."""
+    return DENSE_STATES[outer.dense_optimizer] + (outer.momentum > 0)
 
 
 def count_states(outer: OuterConfig) -> tuple[int, int]:

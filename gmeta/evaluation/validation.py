@@ -138,8 +138,8 @@ def score_before_training(context: EvalContext, lineage: Lineage) -> list[str]:
 
 def _format_scores(scores: dict[str, float | None], num_waiting: int) -> str:
     waiting = f"; {format_count(num_waiting, 'row')} waiting for a label" if num_waiting else ""
-    told = ", ".join(
+    text = ", ".join(
         f"{name} {'undefined' if value is None else f'{value:.4f}'}"
         for name, value in scores.items()
     )
-    return told + waiting
+    return text + waiting

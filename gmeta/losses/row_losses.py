@@ -53,12 +53,13 @@ def row_losses_N(loss: LossFunction, output_N: Tensor, label_N: Tensor) -> Tenso
     """Return the loss of each row, in float32 at least."""
     output_N = in_float32(output_N)
     label_N = label_N.to(output_N.dtype)
+    if loss.comes_late:
+        once_N = row_losses_N(loss._replace(comes_late=False), output_N, label_N)
+        return once_N * late_weights_N(output_N, label_N)
     if loss.own is not None:
-        losses_N = loss.own.call(loss.own.function, output_N, label_N)
-        return losses_N * late_weights_N(output_N, label_N) if loss.comes_late else losses_N
+        return loss.own.call(loss.own.function, output_N, label_N)
     if loss.kind == "bce":
-        losses_N = F.binary_cross_entropy_with_logits(output_N, label_N, reduction="none")
-        return losses_N * late_weights_N(output_N, label_N) if loss.comes_late else losses_N
+        return F.binary_cross_entropy_with_logits(output_N, label_N, reduction="none")
     if loss.kind == "huber":
         return F.huber_loss(output_N, label_N, reduction="none", delta=loss.huber_delta)
     error_N = output_N - label_N
@@ -75,9 +76,11 @@ def row_grads_N(loss: LossFunction, output_N: Tensor, label_N: Tensor) -> Tensor
     """Return the first derivative of each row's loss, differentiable once more."""
     if loss.own is not None:
         return _slopes_N(loss, output_N, label_N)
+    if loss.comes_late:
+        once_N = row_grads_N(loss._replace(comes_late=False), output_N, label_N)
+        return once_N * late_weights_N(output_N, label_N)
     if loss.kind == "bce":
-        grads_N = output_N.sigmoid() - label_N
-        return grads_N * late_weights_N(output_N, label_N) if loss.comes_late else grads_N
+        return output_N.sigmoid() - label_N
     error_N = output_N - label_N.to(output_N.dtype)
     if loss.kind == "huber":
         return error_N.clamp(-loss.huber_delta, loss.huber_delta)

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from gmeta.errors import ConfigError, GMetaError, UserError
+from gmeta.pipeline.log_partitions import SUCCESS
 from gmeta.platform.files.local_paths import check_local
 from gmeta.platform.files.storage_errors import translate_storage_errors
 from metaio.format.atomic_folder import lock_writer, open_atomic_folder
@@ -83,15 +84,20 @@ def copy_topic(
             spans = _find_new(consumer, source, positions, skips_gone)
             if not spans:
                 return None
-            target = place.with_name(place.name.replace("*", f"{number + 1:08d}"))
+            target = _name_copy(place, number + 1)
             with open_atomic_folder(target) as partial:
                 counts, ends = _copy_spans(consumer, source, spans, partial)
                 offsets = {str(one): end for one, end in (positions | ends).items()}
                 content = {"topic": source.topic, "next": offsets}
                 (partial / OFFSETS_FILE).write_text(json.dumps(content) + "\n")
                 # Closes the partition for whoever follows the log.
-                (partial / "_SUCCESS").touch()
+                (partial / SUCCESS).touch()
     return TopicCopy(target, *counts)
+
+
+def _name_copy(place: Path, number: int) -> Path:
+    """Return the folder of a copy by its number."""
+    return place.with_name(place.name.replace("*", f"{number:08d}"))
 
 
 def _find_positions(place: Path, topic: str, stream: str) -> tuple[int, dict[int, int]]:
@@ -101,23 +107,8 @@ def _find_positions(place: Path, topic: str, stream: str) -> tuple[int, dict[int
         int(path.name[len(head) : len(path.name) - len(tail)])
         for path in place.parent.glob(f"{head}{'[0-9]' * 8}{tail}")
     ]
-    newest, positions = max(numbers, default=0), dict[int, int]()
-    if newest:
-        path = place.with_name(place.name.replace("*", f"{newest:08d}")) / OFFSETS_FILE
-        try:
-            content = json.loads(path.read_text())
-            positions = {int(one): int(offset) for one, offset in content["next"].items()}
-            copied = str(content["topic"])
-        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-            raise UserError(
-                f"{path} cannot be read: {error!r}. It says where the next copy begins: put back a "
-                "copy of that folder, or remove the folder if no increment was made of it"
-            ) from error
-        if copied != topic:
-            raise UserError(
-                f"{path.parent} is a copy of the topic {copied!r}, not of {topic!r}. Copy another "
-                "topic to another place, and follow it as another stream"
-            )
+    newest = max(numbers, default=0)
+    positions = _read_offsets(_name_copy(place, newest), topic) if newest else {}
     if stream and is_stream(stream):
         opened = open_stream(stream)
         # Copies may be removed: the increments that were made of them say what they held.
@@ -131,6 +122,26 @@ def _find_positions(place: Path, topic: str, stream: str) -> tuple[int, dict[int
                     positions[partition] = max(positions.get(partition, 0), end)
             numbers += held
     return max(numbers, default=0), positions
+
+
+def _read_offsets(copy: Path, topic: str) -> dict[int, int]:
+    """Return where the copy after this one begins, by partition of the topic."""
+    path = copy / OFFSETS_FILE
+    try:
+        content = json.loads(path.read_text())
+        positions = {int(one): int(offset) for one, offset in content["next"].items()}
+        copied = str(content["topic"])
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise UserError(
+            f"{path} cannot be read: {error!r}. It says where the next copy begins: put back a "
+            "copy of that folder, or remove the folder if no increment was made of it"
+        ) from error
+    if copied != topic:
+        raise UserError(
+            f"{copy} is a copy of the topic {copied!r}, not of {topic!r}. Copy another "
+            "topic to another place, and follow it as another stream"
+        )
+    return positions
 
 
 def _read_names(

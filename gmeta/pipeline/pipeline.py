@@ -511,6 +511,6 @@ def _format_verdict(verdict: dict[str, Any]) -> str:
     scores_text = ", ".join(
         f"{name} {value:.4f}" for name, value in scores.items() if value is not None
     )
-    told = f"promote: {scores_text}, over {verdict['num_tasks']:,} tasks"
+    text = f"promote: {scores_text}, over {verdict['num_tasks']:,} tasks"
     waiting = verdict.get("num_waiting", 0)
-    return told + (f"; {format_count(waiting, 'row')} wait for a label" if waiting else "")
+    return text + (f"; {format_count(waiting, 'row')} wait for a label" if waiting else "")

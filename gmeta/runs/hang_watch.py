@@ -123,8 +123,8 @@ class HangWatch:
                 message = describe_hang(places, self._hosts, silent_s)
                 texts = [message]
                 for rank, place in sorted(places.items()):
-                    told = stacks.with_stem(f"rank-{rank}").read_text(errors="replace")
-                    texts.append(f"rank {rank}, at {place.place}:\n{told}")
+                    stack = stacks.with_stem(f"rank-{rank}").read_text(errors="replace")
+                    texts.append(f"rank {rank}, at {place.place}:\n{stack}")
                 write_atomically(page, "\n\n".join(texts).encode())
                 _log.error("%s. All stacks: %s", message, page)
             else:
@@ -170,14 +170,14 @@ def describe_hang(
         elif not place.waits:
             missing.append(f"{where} is at {place.place}")
     behind = ", ".join(str(rank) for rank, one in sorted(places.items()) if one.step < newest)
-    told = "; ".join(missing) or (f"rank {behind}, a step behind" if behind else "nobody")
+    blamed = "; ".join(missing) or (f"rank {behind}, a step behind" if behind else "nobody")
     waiting: dict[str, list[str]] = {}
     for rank, place in sorted(places.items()):
         if place.waits:
             waiting.setdefault(place.place, []).append(str(rank))
     others = "; ".join(f"rank {', '.join(ranks)} at {at}" for at, ranks in waiting.items())
     return (
-        f"no step for {silent_s:.0f} s, behind step {newest}. Missing: {told}. "
+        f"no step for {silent_s:.0f} s, behind step {newest}. Missing: {blamed}. "
         f"Waiting for others: {others or 'nobody'}. The run ends; --resume goes on from its "
         "newest checkpoint"
     )

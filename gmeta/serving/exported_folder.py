@@ -100,7 +100,7 @@ class ExportedConfig:
     @property
     def loss_names(self) -> list[str]:
         """Return all losses that the model adapts by."""
-        return sorted({self.loss, *self.labels.loss.values()})
+        return self.labels.list_losses(self.loss)
 
     @property
     def judged(self) -> int:

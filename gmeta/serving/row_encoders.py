@@ -23,6 +23,7 @@ from gmeta.serving.row_translation import RowTranslation
 from metaio.errors import DataError
 from metaio.format.features import Features, FeatureSpec
 from metaio.prepare.episodes.encode import Encoder, FittedEncoding
+from metaio.prepare.episodes.encoded_rows import fill_columns
 from metaio.prepare.schema.event_columns import find_events, read_event_times
 from metaio.prepare.schema.rules import SplitRule
 from metaio.prepare.schema.schema import Schema, make_event_schema
@@ -177,12 +178,7 @@ class RawColumnEncoder:
         assert schema.time is not None
         batch = self._with_task(_with_types(batch, self._null_types, pa.string()))
         rows, own = self._event_encoder.encode(batch, with_label=False), self._event_encoder.schema
-        singles = [column.column for column in schema.single]
-        for index, single in enumerate(own.single):
-            blank.ids_NF[:, singles.index(single.column)] = rows.ids_NF[:, index]
-        for index, dense in enumerate(own.dense):
-            at = schema.dense_names.index(dense.column)
-            blank.dense_NK[:, at] = rows.dense_NK[:, index]
+        fill_columns(schema, own, rows, blank.ids_NF, blank.dense_NK)
         blank.event_times[:, 0] = read_event_times(schema.time, batch[schema.time.column])
         blank.event_times[:, 1] = EVENT_ALONE
         found = replace(blank, task_N=rows.task_N)

@@ -64,8 +64,9 @@ def write_table(file: Path, name: str, weight_RD: Tensor, table_format: TableFor
         out.write(len(header).to_bytes(8, "little") + header)
         out.truncate(out.tell() + end)
         begins = {key: out.tell() + place["data_offsets"][0] for key, place in places.items()}
-        for first in range(0, num_rows, max(1, _BLOCK_BYTES // (4 * width))):
-            block_RD = weight_RD[first : first + max(1, _BLOCK_BYTES // (4 * width))]
+        rows_at_once = max(1, _BLOCK_BYTES // (4 * width))
+        for first in range(0, num_rows, rows_at_once):
+            block_RD = weight_RD[first : first + rows_at_once]
             stored = store_table(name, block_RD, table_format, first)
             for key, tensor in stored.to_tensors().items():
                 out.seek(begins[key] + first * row_bytes[key])

@@ -60,6 +60,11 @@ class PrepareOptions:
     recipe: dict[str, Any] = field(default_factory=dict)
     protocol: str = ""
 
+    def memory_of_log(self, schema: Schema) -> int:
+        """Return the bytes that reading a log may take: half is for encoded rows, the other for one
+        log or, with that of [events] files, for two."""
+        return self.memory_bytes // (4 if schema.event_files else 2)
+
 
 class WrittenShard(NamedTuple):
     """A bucket's shard: its manifest entry and block table, and what was dropped of its tasks."""

@@ -16,7 +16,7 @@ from metaio.format.dataset_writer import DatasetWriter
 from metaio.prepare.episodes.cut_episodes import DroppedRows, check_not_empty
 from metaio.prepare.episodes.encode import Encoder
 from metaio.prepare.episodes.encoded_rows import EncodedRows, concatenate_rows, select_rows
-from metaio.prepare.episodes.event_rows import EventEncoder
+from metaio.prepare.episodes.event_rows import EventRowEncoder
 from metaio.prepare.episodes.ordered_map import Progress, count_parallel_buckets, map_in_order
 from metaio.prepare.episodes.spool import Spool, split_by_bucket
 from metaio.prepare.job import HashedTableUse, Job, PrepareOptions, Use, WrittenShard
@@ -191,7 +191,7 @@ class LocalEngine:
             spool.append(parts)
             done += num_rows
             report_progress("encoding", done, window.num_rows)
-        of_events = EventEncoder(encoder)
+        of_events = EventRowEncoder(encoder)
         for parts in map_in_order(
             self._options.threads,
             lambda batch: split_by_bucket(job.plan, of_events.encode(batch)),

@@ -216,8 +216,7 @@ def _append(
 
 
 def _open_source(before: OpenedStream, options: PrepareOptions, inputs: list[str]) -> DuckSource:
-    # Half for encoded rows, the other for one log or for two.
-    memory_bytes = options.memory_bytes // (4 if before.schema.event_files else 2)
+    memory_bytes = options.memory_of_log(before.schema)
     return DuckSource(inputs, before.schema, memory_bytes=memory_bytes, threads=options.threads)
 
 

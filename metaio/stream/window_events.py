@@ -38,6 +38,6 @@ def open_window_events(
     doubled = find_duplicates(offered, taken, lambda name: count_rows([name], text) != 0)
     if doubled:
         raise DataError(next(iter(doubled.values())))
-    memory_bytes, threads = options.memory_bytes // 4, options.threads
+    memory_bytes, threads = options.memory_of_log(schema), options.threads
     with open_event_log(schema, names, types, memory_bytes=memory_bytes, threads=threads) as read:
         yield WindowEvents(files, read)

@@ -7,21 +7,22 @@ from gmeta.config.sharding import ShardingConfig
 from gmeta.config.train_config import OuterConfig
 from gmeta.distributed.cluster_spec import Cluster, Speeds
 from gmeta.distributed.sharding_estimate import (
-    DENSE_STATES,
     FLOAT_BYTES,
+    LAYERS,
     NETWORK,
     ShardingEstimate,
     StepWork,
+    count_dense_states,
     count_states,
     layers_part,
+    wire_bytes,
 )
 
 ID_BYTES = 4
-LAYERS = "AllReduce of the layers"
 
 
 @dataclass(frozen=True)
-class TouchedRows:
+class TouchedCounts:
     """The rows of each table that one group of ranks touches between two averages (in a step, where
     every step is exact), and that all groups together touch."""
 
@@ -30,7 +31,7 @@ class TouchedRows:
 
 
 def bytes_between_groups(
-    touched: TouchedRows,
+    touched: TouchedCounts,
     sizes: Mapping[str, tuple[int, int]],
     sharding: ShardingConfig,
     outer: OuterConfig,
@@ -39,12 +40,11 @@ def bytes_between_groups(
     """Return what a rank sends to other groups for rows, on average of a step, see RowUnion."""
     # A row that n of N groups touch is sent (n - 1) + (N - 1) times, by the ranks that hold it.
     num_groups, of_values, of_rows = sharding.groups, *count_states(outer)
-    narrow = FLOAT_BYTES if sharding.wire_dtype == "float32" else 2
     total = 0.0
     for name, (_, width) in sizes.items():
         of_group, of_all = touched.of_group[name], touched.of_all[name]
         # Gradients; between averages, the movement of weights and of their optimizer's state.
-        row_bytes = narrow * width
+        row_bytes = wire_bytes(sharding) * width
         if sharding.sync_every > 1:
             row_bytes = FLOAT_BYTES * (width * (1 + of_values) + of_rows)
         times_sent = of_group + of_all * (num_groups - 2) / num_groups
@@ -54,7 +54,7 @@ def bytes_between_groups(
 
 def with_groups(
     of_group: ShardingEstimate,
-    touched: TouchedRows,
+    touched: TouchedCounts,
     sizes: Mapping[str, tuple[int, int]],
     sharding: ShardingConfig,
     outer: OuterConfig,
@@ -75,8 +75,7 @@ def with_groups(
     else:
         # They go among the ranks of a group in every step; between averages, with their state, to
         # all.
-        states = DENSE_STATES[outer.dense_optimizer] + (outer.momentum > 0)
-        averaged = everyone * (1 + states) / sharding.sync_every
+        averaged = everyone * (1 + count_dense_states(outer)) / sharding.sync_every
         parts[f"{LAYERS}, between groups{NETWORK}"] = averaged, averaged / speeds.network
     parts[f"rows between groups{NETWORK}"] = across, across / speeds.network
     return replace(of_group, parts=parts)

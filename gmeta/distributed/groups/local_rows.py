@@ -129,7 +129,7 @@ class _OpenRows:
         # SGD's steps add up. So do the squares of gradients that are mostly noise: Adagrad's steps,
         # had they been divided by the sums of all squares. Adam's forget, and gradients' scale with
         # them: of n groups the steps would have been the square root of n times their mean.
-        widths = [store.values_RD.shape[1] for store in self._group.stores]
+        widths = [store.width for store in self._group.stores]
         (rows, *state), num_U1 = of_all.total_UV.split(widths, dim=1), of_all.union.num_U[:, None]
         if "sum" in self._group.state:
             before = base_UV.cpu().split(widths, dim=1)[1]

@@ -6,6 +6,8 @@ from typing import Any, final
 import torch
 from torch import Tensor, nn
 
+from gmeta.distributed.tables.updates import clamp_squares
+
 # The name of the outer momentum beside the state that torch's optimizer keeps of a layer.
 OUTER_MOMENTUM = "outer_momentum"
 # How much longer than what the groups moved the layers the outer step may be.
@@ -82,6 +84,4 @@ class LocalLayers:
         parts = list(self._parts())
         values = flat.split([value.numel() for _, value in parts])
         for (name, value), part in zip(parts, values, strict=True):
-            # Differences that were added up may end beside 0, of squares below it.
-            is_of_squares = name in ("sum", "exp_avg_sq")
-            value.copy_((part.clamp(min=0) if is_of_squares else part).view_as(value))
+            value.copy_(clamp_squares(name, part).view_as(value))

@@ -47,7 +47,7 @@ class RowMover(ABC):
 
     def __init__(self, groups: Sequence[CachedGroup]) -> None:
         self._groups = groups
-        self._told = 0, 0
+        self._reported = 0, 0
         # A row is on its way only while this is held.
         self._lock = threading.Lock()
         for group in groups:
@@ -88,15 +88,15 @@ class RowMover(ABC):
         """Return the share of steps' distinct rows since the last call that had a slot already."""
         slots = [group.slots for group in self._groups]
         asked, found = sum(one.num_asked for one in slots), sum(one.num_found for one in slots)
-        asked_now, found_now = asked - self._told[0], found - self._told[1]
-        self._told = asked, found
+        asked_now, found_now = asked - self._reported[0], found - self._reported[1]
+        self._reported = asked, found
         return {"cache_hit_rate": found_now / asked_now} if asked_now > 0 else {}
 
     def flush(self) -> None:
         """Write the changed rows of all caches to the tables, between steps."""
         with self._lock:
             for group in self._groups:
-                row_U, slot_U = group.slots.changed()
+                row_U, slot_U = group.slots.take_changed()
                 for chunk in chunks(row_U.size):
                     slots = torch.from_numpy(slot_U[chunk]).to(group.tables.device)
                     group.write(row_U[chunk], [one.cpu() for one in group.copy_slots(slots)])

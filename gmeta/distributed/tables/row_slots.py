@@ -59,7 +59,7 @@ class RowSlots:
         """Note that rows in these slots are newer than where they came from."""
         self._is_changed[held_U] = True
 
-    def changed(self) -> tuple[Ints, Ints]:
+    def take_changed(self) -> tuple[Ints, Ints]:
         """Return the changed rows, ascending, and their slots; they count as unchanged then."""
         slots = np.flatnonzero(self._is_changed)
         self._is_changed[slots] = False

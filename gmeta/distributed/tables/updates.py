@@ -30,7 +30,7 @@ class RowStore(ABC):
 
     def copy_rows(self, row_U: Tensor) -> Tensor:
         """Return copies of these rows."""
-        values_UD = self.values_RD.new_empty(row_U.numel(), self.values_RD.shape[1])
+        values_UD = self.values_RD.new_empty(row_U.numel(), self.width)
         self.copy(row_U, values_UD)
         return values_UD
 
@@ -186,11 +186,9 @@ class FastGroup:
 
     def write_all(self, row_U: Tensor, values: Tensor) -> None:
         """Replace rows and their state by what is like a `copy_all`."""
-        parts = values.split([store.values_RD.shape[1] for store in self.stores], dim=1)
+        parts = values.split([store.width for store in self.stores], dim=1)
         for name, store, part in zip(("", *self.state), self.stores, parts, strict=True):
-            # Differences that were added up may end beside 0, of squares below it.
-            is_of_squares = name in ("sum", "exp_avg_sq")
-            store.write(row_U, part.clamp(min=0) if is_of_squares else part.contiguous())
+            store.write(row_U, clamp_squares(name, part).contiguous())
 
     @torch.no_grad()
     def update(self, to_update: RowsToSend, grad_ND: Tensor) -> None:
@@ -199,6 +197,12 @@ class FastGroup:
             row_U, grad_UD = to_update.sum_gradients(grad_ND)
             self.on_update(row_U)
             self._update_rows(self, row_U, grad_UD)
+
+
+def clamp_squares(state: str, values: Tensor) -> Tensor:
+    """Return an optimizer's state of this name after differences were added up: sums of squares
+    may then lie below 0, by rounding."""
+    return values.clamp(min=0) if state in ("sum", "exp_avg_sq") else values
 
 
 def sum_by_row(row_N: Tensor, grad_ND: Tensor) -> Tensor:

@@ -152,7 +152,7 @@ class InferenceService:
                 # A newer one may have come while the request waited.
                 if version and version != answer.version:
                     self.check_model(model, version)
-                span.tell(rows=num_rows, version=answer.version, cache=answer.cache)
+                span.set_attributes(rows=num_rows, version=answer.version, cache=answer.cache)
                 queue = Stage("queue", parsed_s, answer.stages[0].began_s)
                 span.add_stages([Stage("parse", began_s, parsed_s), queue, *answer.stages])
                 status = 200

@@ -214,17 +214,16 @@ def _describe_events(
     if schema is None or schema.events is None or not config.model.events:
         return {}
     names = [name for name in make_event_schema(schema).columns if name != schema.task.column]
-    return {name: read.get(name) or _columns_beside(schema)[name] for name in names}
+    described = {**_columns_beside(schema), **read}
+    return {name: described[name] for name in names}
 
 
 def _columns_beside(schema: Schema) -> dict[str, InputColumn]:
     """Return the time and the columns of events.where, by name."""
     assert schema.time is not None  # of a schema with [events]
     assert schema.events is not None
-    values, time = (
-        "seconds, or the unit of a log of numbers, or text as the log has it; the event's time",
-        schema.time.column,
-    )
+    values = "seconds, or the unit of a log of numbers, or text as the log has it; the event's time"
+    time = schema.time.column
     found = {time: InputColumn(time, "event", "INT64", False, values, (0,))}
     for name, comparison, value in parse_where(schema.events.where):
         datatype = "BYTES" if isinstance(value, str) else "FP64"

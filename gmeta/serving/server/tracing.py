@@ -27,7 +27,7 @@ class RequestSpan:
     def __init__(self, tracer: Any = None, span: Any = None) -> None:
         self._tracer, self._span = tracer, span
 
-    def tell(self, **values: Any) -> None:
+    def set_attributes(self, **values: Any) -> None:
         """Set attributes."""
         if self._span is not None:
             self._span.set_attributes({f"gmeta.{name}": value for name, value in values.items()})

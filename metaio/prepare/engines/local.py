@@ -15,7 +15,7 @@ from metaio.format.dataset_writer import DatasetWriter
 from metaio.prepare.episodes.cut_episodes import DroppedRows, check_not_empty
 from metaio.prepare.episodes.encode import Encoder
 from metaio.prepare.episodes.encoded_rows import EncodedRows
-from metaio.prepare.episodes.event_rows import EventEncoder, survey_events
+from metaio.prepare.episodes.event_rows import EventRowEncoder, survey_events
 from metaio.prepare.episodes.negatives import Catalogue
 from metaio.prepare.episodes.ordered_map import Progress, count_parallel_buckets, map_in_order
 from metaio.prepare.episodes.raw_ids import write_raw_ids
@@ -40,9 +40,7 @@ def prepare(
     options = options or PrepareOptions()
     find_free_place(out, options.overwrite)  # before hours of reading
     report_progress = progress or (lambda phase, done, total: None)
-    # Half for encoded rows, the other for one log or for two.
-    memory_bytes = options.memory_bytes // (4 if schema.event_files else 2)
-    limits = {"memory_bytes": memory_bytes, "threads": options.threads}
+    limits = {"memory_bytes": options.memory_of_log(schema), "threads": options.threads}
     with DuckSource(inputs, schema, **limits) as source, ExitStack() as opened:
         total = source.survey()
         column = schema.splits.column
@@ -100,7 +98,7 @@ def _encode(
             items.add(found)
         done += num_rows
         report_progress(done)
-    of_events = EventEncoder(encoder)
+    of_events = EventRowEncoder(encoder)
     for parts in map_in_order(
         job.options.threads, lambda batch: job.deal(of_events.encode(batch)), events()
     ):

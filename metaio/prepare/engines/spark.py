@@ -40,7 +40,7 @@ from metaio.prepare.engines.spark_batches import (
 from metaio.prepare.episodes.cut_episodes import DroppedRows, check_not_empty
 from metaio.prepare.episodes.encode import Encoder, check_file_nulls
 from metaio.prepare.episodes.encoded_rows import EncodedRows, concatenate_rows
-from metaio.prepare.episodes.event_rows import EventEncoder, survey_events
+from metaio.prepare.episodes.event_rows import EventRowEncoder, survey_events
 from metaio.prepare.episodes.raw_ids import write_raw_ids
 from metaio.prepare.episodes.splits import (
     PLACE,
@@ -314,7 +314,7 @@ def _make_encoder(
 
 def _make_event_encoder(job: Job) -> Callable[[Iterator[pa.RecordBatch]], Iterator[pa.RecordBatch]]:
     def encode(batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
-        encoder = EventEncoder(Encoder(job.schema, job.fitted))
+        encoder = EventRowEncoder(Encoder(job.schema, job.fitted))
         for batch in batches:
             yield make_keyed_batch(job.deal(encoder.encode(batch)))
 

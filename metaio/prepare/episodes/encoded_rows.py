@@ -101,3 +101,14 @@ def find_value_starts(rows: EncodedRows) -> Int64:
     first_N = offsets(sum_rows(lengths_NM))[:-1]
     before_NM = np.cumsum(lengths_NM, axis=1, dtype=np.int64) - lengths_NM
     return first_N[:, None] + before_NM
+
+
+def fill_columns(
+    schema: Schema, own: Schema, events: EncodedRows, ids_NF: Any, dense_NK: Any
+) -> None:
+    """Set the columns of a schema's rows that events have too, by `own`, the events' schema."""
+    singles = [column.column for column in schema.single]
+    for index, single in enumerate(own.single):
+        ids_NF[:, singles.index(single.column)] = events.ids_NF[:, index]
+    for index, dense in enumerate(own.dense):
+        dense_NK[:, schema.dense_names.index(dense.column)] = events.dense_NK[:, index]

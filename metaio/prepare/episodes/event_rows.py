@@ -9,7 +9,12 @@ import numpy as np
 import pyarrow as pa
 
 from metaio.prepare.episodes.encode import Encoder, hash_rows
-from metaio.prepare.episodes.encoded_rows import EncodedRows, list_array_types, select_rows
+from metaio.prepare.episodes.encoded_rows import (
+    EncodedRows,
+    fill_columns,
+    list_array_types,
+    select_rows,
+)
 from metaio.prepare.episodes.splits import Splits, assign_splits
 from metaio.prepare.episodes.survey import Survey, survey_batch
 from metaio.prepare.schema.schema import Schema, make_event_schema
@@ -27,7 +32,7 @@ def survey_events(schema: Schema, batch: pa.RecordBatch, splits: Splits) -> Surv
     return Survey(counts=counts, events_of_split=events)
 
 
-class EventEncoder:
+class EventRowEncoder:
     """Encodes events as rows of the schema whose other columns are 0."""
 
     def __init__(self, encoder: Encoder) -> None:
@@ -47,11 +52,7 @@ class EventEncoder:
             }
         )
         found = replace(found, values_V=found.values_V[:0])
-        singles, dense = [one.column for one in schema.single], schema.dense_names
-        for index, single in enumerate(own.single):
-            found.ids_NF[:, singles.index(single.column)] = known.ids_NF[:, index]
-        for index, number in enumerate(own.dense):
-            found.dense_NK[:, dense.index(number.column)] = known.dense_NK[:, index]
+        fill_columns(schema, own, known, found.ids_NF, found.dense_NK)
         found.side_NS[:], found.is_event[:] = EVENT_ONLY, 1
         found.split_N[:] = assign_splits(own, self._splits, batch, known.task_hash_N)
         # Events of one task and moment in an order that no order of the files changes.

@@ -9,7 +9,7 @@ import torch
 
 from gmeta.config.sharding import ShardingConfig
 from gmeta.config.train_config import OuterConfig
-from gmeta.distributed.groups.costs import TouchedRows, bytes_between_groups
+from gmeta.distributed.groups.costs import TouchedCounts, bytes_between_groups
 from gmeta.distributed.groups.row_sums import sum_rows
 from gmeta.distributed.groups.row_union import RowUnion, UnionRequest
 from gmeta.distributed.ranks import Ranks
@@ -86,7 +86,7 @@ def test_a_row_is_sent_once_to_be_added_and_once_to_be_known(num_groups: int) ->
     added = [len(one.summed) for one in unions]
     assert max(added) < 1.4 * min(added)
     # The plan's figure, of groups of one rank.
-    counts = TouchedRows(
+    counts = TouchedCounts(
         {"t": float(np.mean([rows.size for rows in rows_W]))}, {"t": float((touched > 0).sum())}
     )
     told = bytes_between_groups(

@@ -45,7 +45,7 @@ def test_every_step_finds_its_rows_as_the_steps_before_left_them(num_slots: int)
             updates[np.unique(row_N)] += 1
         now.slots.release(change.held_U)
         if step % 50 == 0:
-            rows, slots = now.slots.changed()
+            rows, slots = now.slots.take_changed()
             now.kept[rows] = now.cached[slots]
             assert (now.kept == updates).all()
     assert 0 < now.slots.num_found < now.slots.num_asked

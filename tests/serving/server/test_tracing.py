@@ -98,7 +98,7 @@ def test_nothing_is_traced_unless_it_is_asked_for(monkeypatch: pytest.MonkeyPatc
     monkeypatch.delenv("OTEL_TRACES_EXPORTER", raising=False)
     found = tracing_from_environment()
     with found.span("http", {}) as span:
-        span.tell(rows=1)
+        span.set_attributes(rows=1)
         span.add_stages([Stage("parse", 0.0, 1.0)])
     assert found._tracer is Tracing()._tracer is None
 

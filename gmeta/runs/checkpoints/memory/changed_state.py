@@ -78,7 +78,7 @@ class ChangedState:
         values = (
             store.copy_rows(rows_U.to(store.values_RD.device))
             for group, rows_U in zip(self._groups, rows_GU, strict=True)
-            for store in (group.rows, *group.state.values())
+            for store in group.stores
         )
         tensors = [torch.tensor([len(text)]), torch.frombuffer(bytearray(text), dtype=torch.uint8)]
         return [
@@ -92,8 +92,8 @@ class ChangedState:
         for each in bodies:
             body = _Body(each)
             for group, rows_U in zip(self._groups, body.rows_GU, strict=True):
-                for store in (group.rows, *group.state.values()):
-                    to, shape = store.values_RD, (rows_U.numel(), store.values_RD.shape[1])
+                for store in group.stores:
+                    to, shape = store.values_RD, (rows_U.numel(), store.width)
                     values_UD = body.take(shape, to.dtype)
                     store.write(rows_U.to(to.device), values_UD.to(to.device))
         # The newest alone has layers of use.

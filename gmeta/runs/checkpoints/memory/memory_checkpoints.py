@@ -32,8 +32,6 @@ from gmeta.runs.run_progress import RunProgress, is_due
 
 # A log that has grown to so many times its largest entry is written anew, as one entry.
 MOST_GROWTH = 3
-
-
 # Checkpoints in memory while one is written to disk: the shard service forgets a manifest after 16
 # newer ones, and could not commit it.
 MOST_BESIDE_WRITING = 12
@@ -203,10 +201,8 @@ def open_memory(
 ) -> MemoryCheckpoints:
     """Return the memory checkpoints of a rank, see MemoryCheckpoints. Raises UserError: no launcher
     of ours holds memory that outlives the ranks."""
-    every_steps, paths = (
-        config.run.memory_checkpoint_every_steps,
-        os.environ.get(MEMORY_VARIABLE, ""),
-    )
+    every_steps = config.run.memory_checkpoint_every_steps
+    paths = os.environ.get(MEMORY_VARIABLE, "")
     if every_steps:
         check_alike({f"{MEMORY_VARIABLE}, set by our launchers,": bool(paths)}, ranks)
     if every_steps and not paths:
