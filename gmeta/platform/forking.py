@@ -26,15 +26,19 @@ def forking_context(preload: Sequence[str]) -> ForkServerContext:
     # Importing fbgemm looks for a GPU. If torch looks by CUDA, and not by the driver's NVML, no
     # process that is forked after that can use one.
     os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"
-    # First the modules that quieten the others and switch off garbage collection.
+    # First the modules that quieten the others, switch off garbage collection, and see to signals.
     context.set_forkserver_preload(
-        ["gmeta.platform.verbosity", "gmeta.platform.no_garbage", *preload]
+        [
+            *(f"gmeta.platform.{one}" for one in ("verbosity", "no_garbage", "hear_sigterm")),
+            *preload,
+        ]
     )
     # Processes inherit the server's mask, which also prevents tracebacks from its own imports.
     resource_tracker.ensure_running()  # first, as starting it unblocks SIGINT
     # Ctrl-C goes to all processes of a terminal. It is for the process that started these, which
-    # ends them: they must not get it too.
-    mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    # ends them: they must not get it too. Process 1 of a pod sends SIGTERM to all of a group: a
+    # server that ended by it would have its processes count as ended while they still save.
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, signal.SIGTERM})
     try:
         with _explain_failure():
             forkserver.ensure_running()

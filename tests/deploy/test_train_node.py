@@ -1,5 +1,6 @@
 """The trainer image's entry point as a process: SIGTERM, as Kubernetes sends it, costs no step."""
 
+import os
 import signal
 import subprocess
 import sys
@@ -21,24 +22,36 @@ def test_sigterm_leaves_a_checkpoint_of_a_nodes_last_step(tmp_path: Path, click_
     run = tmp_path / "run"
     config = write_config(tmp_path / "train.toml", click_logs, run)
     endless = ["run.epochs=1000", "run.max_steps=0", "run.checkpoint_every_steps=1000000"]
-    node = subprocess.Popen(
-        [ROOT / "deploy/docker/train-node", "train", config, *SMALL_MODEL, *endless, "--resume"],
-        env={
-            **environment(),
-            "PYTHON": sys.executable,
-            "RDZV_ENDPOINT": f"127.0.0.1:{free_port()}",
-        },
-        stderr=subprocess.PIPE,
-        text=True,
-    )
+    log = tmp_path / "log"
+    with log.open("w") as file:
+        node = subprocess.Popen(
+            [
+                ROOT / "deploy/docker/train-node",
+                "train",
+                config,
+                *SMALL_MODEL,
+                *endless,
+                "--resume",
+            ],
+            env={
+                **environment(),
+                "PYTHON": sys.executable,
+                "RDZV_ENDPOINT": f"127.0.0.1:{free_port()}",
+            },
+            stderr=file,
+            start_new_session=True,
+        )
 
     def trains() -> bool:
-        assert node.poll() is None, node.communicate()[1]
+        assert node.poll() is None, log.read_text()
         return (run / "metrics.jsonl").exists() and len(metrics(run)) >= 3
 
     wait_until(trains, "three steps")
-    node.send_signal(signal.SIGTERM)
-    _, said = node.communicate(timeout=PATIENCE_S)
+    # As dumb-init does: it reaches the server that the rank was forked from, too.
+    os.killpg(node.pid, signal.SIGTERM)
+    node.wait(PATIENCE_S)
+    # Read at once: a pod ends here, with all that still runs in it.
+    said = log.read_text()
     # Not 0: the Job must start it again.
     assert node.returncode == 128 + signal.SIGTERM, said
     assert "Traceback" not in said

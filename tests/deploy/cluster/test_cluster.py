@@ -3,6 +3,7 @@
 import contextlib
 import json
 import os
+import re
 import signal
 import subprocess
 from collections.abc import Iterator
@@ -110,6 +111,10 @@ def test_an_overlay_becomes_a_finished_run_though_its_pods_are_drained(cluster: 
     def steps() -> int:
         return len(metrics(run)) if (run / "metrics.jsonl").exists() else 0
 
+    def advance() -> None:
+        reached = steps()
+        cluster.run_until(lambda: steps() > reached or train.complete, "progress", PATIENCE_S)
+
     prepare = cluster.pod("gmeta-prepare-0")
 
     def prepares() -> bool:
@@ -135,7 +140,6 @@ def test_an_overlay_becomes_a_finished_run_though_its_pods_are_drained(cluster: 
         ids = "\t".join(["10001"] * 4)
         assert users(cluster.pod(name)) == {(ids, "0" * 16, "1")}
     for name in ("gmeta-shard-service-0", "gmeta-train-0"):
-        reached = steps()
         drained = cluster.pod(name)
         drained.delete()
         cluster.run_until(
@@ -145,11 +149,14 @@ def test_an_overlay_becomes_a_finished_run_though_its_pods_are_drained(cluster: 
         assert drained.returncode == (0 if "service" in name else 128 + signal.SIGTERM), (
             drained.log()[-2000:]
         )
-        cluster.run_until(lambda at=reached: steps() > at or train.complete, "progress", PATIENCE_S)
-    cluster.run_until(lambda: train.complete, "the end of training", PATIENCE_S)
+        advance()
+    while not train.complete:
+        advance()
     # Rank 0 says it, on whichever node the rendezvous put it.
-    logs = [cluster.pod(f"gmeta-train-{node}").log() for node in (0, 1)]
-    assert any("nothing of it is lost" in log for log in logs)
+    log = "".join(cluster.pod(f"gmeta-train-{node}").log() for node in (0, 1))
+    stopped = re.search(r"stopped by SIGTERM behind step (\d+), and nothing of it is lost", log)
+    assert stopped
+    assert f"goes on from /runs/demo/checkpoints/step-{int(stopped[1]):08d}" in log
     assert json.loads((cluster.volume("gmeta-data") / "demo/manifest.json").read_text())["splits"]
     report = audit_manifest(load_manifest(list_checkpoints(checkpoints)[-1]))
     assert report.ok
