@@ -33,13 +33,15 @@ def widths_of_tables(features: Features, model: ModelConfig) -> dict[str, int]:
                 f"{', '.join(widths)}. Name one of them"
             )
         widths[name] = width
+    of_events = tables_of_events(features, model)
     for name in model.without:
         if name not in widths:
             raise ValueError(
                 f"model.without names {name!r}, which is no table: the dataset has "
                 f"{', '.join(widths)}. Name some of them"
             )
-        widths[name] = WIDTH_MULTIPLE
+        if name not in of_events:
+            widths[name] = WIDTH_MULTIPLE
     for name, width in widths.items():
         if width > model.embedding_dim:
             raise ValueError(
@@ -48,6 +50,11 @@ def widths_of_tables(features: Features, model: ModelConfig) -> dict[str, int]:
                 f'model.widths = ["{name}={model.embedding_dim}"]'
             )
     return widths
+
+
+def tables_of_events(features: Features, model: ModelConfig) -> set[str]:
+    """Return the names of the tables that the model's encoder of events reads."""
+    return {column.table for column in features.events} if model.events != "none" else set()
 
 
 def auto_width(num_rows: int) -> int:

@@ -24,7 +24,7 @@ from gmeta.config.labels import LabelsConfig
 from gmeta.config.losses import NAMED_LOSSES
 from gmeta.config.sharding import check_sequences, check_sharding, keeps_tables_beyond
 from gmeta.config.table_names import module_name
-from gmeta.config.table_widths import widths_of_tables
+from gmeta.config.table_widths import tables_of_events, widths_of_tables
 from gmeta.config.train_config import DataConfig, TrainConfig
 from gmeta.data.augment import check_augment
 from gmeta.data.event_layout import EventColumns
@@ -392,7 +392,8 @@ def build_learner(
         module_name(name): width for name, width in widths_of_tables(features, model).items()
     }
     left_out = tuple(map(module_name, model.without))
-    projections = TableProjections(width_of, model.embedding_dim, left_out)
+    of_events = set(map(module_name, tables_of_events(features, model)))
+    projections = TableProjections(width_of, model.embedding_dim, left_out, of_events)
     learner = MetaLearner(
         built,
         algorithm,

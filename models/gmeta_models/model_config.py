@@ -52,7 +52,8 @@ class ModelConfig:
     )
     without: tuple[str, ...] = key(
         (),
-        'tables whose ids the model does not see, e.g. ["item"]; statistics of items stay inputs',
+        'tables whose ids the model does not see, e.g. ["item"]; statistics of items stay inputs, '
+        "and an encoder of events reads them",
     )
     options: dict[str, Any] = key(dict, "keys of one model alone, as [model.options]")
     events: Literal["none", "sasrec", "hstu", "sim", "din"] = key(

@@ -17,12 +17,22 @@ class TableProjections(nn.Module):
     """A linear layer for each narrow table, from its width W to D, or zeros for one that is left
     out; tables of the model's width stay as they are.
 
-    `width_of` are the widths of all tables in their order, by names that modules may have."""
+    `width_of` are the widths of all tables in their order, by names that modules may have. The
+    tables `of_events` are left out of the model alone (`hide_UD`): an encoder of events reads
+    them."""
 
     def __init__(
-        self, width_of: Mapping[str, int], dim: int, left_out: Collection[str] = ()
+        self,
+        width_of: Mapping[str, int],
+        dim: int,
+        left_out: Collection[str] = (),
+        of_events: Collection[str] = (),
     ) -> None:
         super().__init__()
+        self.hidden = tuple(
+            place for place, name in enumerate(width_of) if name in left_out and name in of_events
+        )
+        left_out = set(left_out).difference(of_events)
         self._names, self._left_out, self._dim = tuple(width_of), left_out, dim
         self.narrow = tuple(
             place
@@ -57,6 +67,17 @@ class TableProjections(nn.Module):
             return rows_UD
         parts = rows_UD.split(list(rows_of_tables))
         return torch.cat([self.of_table(place, part) for place, part in enumerate(parts)])
+
+
+def hide_UD(rows_UD: Tensor, lengths_B: Tensor, hidden: Sequence[int]) -> Tensor:
+    """Return the rows, `lengths_B` of each table, with zeros in place of those of hidden tables."""
+    if not hidden:
+        return rows_UD
+    # On the device: the lengths of a CUDA graph's batches differ, their sum does not.
+    end_B, place_U = lengths_B.cumsum(0), torch.arange(len(rows_UD), device=rows_UD.device)
+    table_U = torch.searchsorted(end_B, place_U, right=True)
+    is_hidden_U = sum((table_U == table for table in hidden), torch.zeros_like(table_U))
+    return rows_UD.masked_fill(is_hidden_U.bool().unsqueeze(1), 0.0)
 
 
 def pad_width_UD(rows_UD: Tensor, width: int) -> Tensor:

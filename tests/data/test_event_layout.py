@@ -195,6 +195,34 @@ def test_the_fused_loop_is_the_general_one(
     assert sum(float(grad.abs().sum()) > 0 for grad in of_encoder if grad is not None) > 2
 
 
+@pytest.mark.parametrize("is_general", [False, True])
+@pytest.mark.parametrize("encoder", ["sasrec", "din", "sim"])
+def test_a_table_left_out_of_the_model_is_read_by_the_events(
+    data: tuple[Any, TaskBatch], encoder: str, is_general: bool
+) -> None:
+    features, batch = data
+    place = [one.name for one in features.single].index("item")
+    left_out = learner_of(features, encoder, "anil", without=("item",))
+    # The obvious way: a model whose first layer has weights of 0 for the item, and adapts the last.
+    zeros = learner_of(features, encoder, "anil")
+    with torch.no_grad():
+        # Behind the inputs, as the embeddings stand first: one width for each feature.
+        own = slice(place * WIDTH, (place + 1) * WIDTH)
+        zeros.model.get_submodule("decision.0").weight[:, own] = 0.0
+    found = []
+    for learner in (left_out, zeros):
+        if is_general:
+            learner.use_general_loop()
+        rows_UD = fetched(batch).requires_grad_()
+        loss = learner(rows_UD, learner.collate(batch), 1.0)
+        (grads_UD,) = torch.autograd.grad(loss, [rows_UD])
+        after_N = learner.predict(rows_UD, learner.collate_to_predict(batch)).after_N
+        found.append((loss, grads_UD, after_N))
+    torch.testing.assert_close(*found, rtol=1e-9, atol=1e-12)
+    first = int(batch.unique_lengths_B[: features.table_of_single[place]].sum())
+    assert found[0][1][first].any() or found[0][1][first + 1].any()
+
+
 def test_a_model_that_reads_no_events_is_not_changed_by_them(data: tuple[Any, TaskBatch]) -> None:
     features, batch = data
     torch.manual_seed(0)

@@ -62,9 +62,14 @@ def to_toml(body: dict[str, Any]) -> str:
     return "\n".join(lines) + "\n"
 
 
-@pytest.mark.parametrize("encoder", ENCODERS)
-def test_served_predictions_are_those_on_the_dataset(tmp_path: Path, encoder: str) -> None:
-    out, rows = trained(tmp_path, encoder)
+@pytest.mark.parametrize(
+    ("encoder", "changed"),
+    [*((each, ()) for each in ENCODERS), ("din", ('model.without=["item"]',))],
+)
+def test_served_predictions_are_those_on_the_dataset(
+    tmp_path: Path, encoder: str, changed: tuple[str, ...]
+) -> None:
+    out, rows = trained(tmp_path, encoder, *changed)
     model = load(out)
     dataset = open_dataset(str(tmp_path / "data"))
     block = dataset.read_block("train", 0)

@@ -85,7 +85,8 @@ class EventInputs(nn.Module):
     def _encode(
         self, key_HM: Tensor, numbers_HK: Tensor, key_NM: Tensor, before_N: Tensor
     ) -> Tensor:
-        rows_UD = torch.cat([self.tables(key_HM).flatten(0, 1), self.tables(key_NM).flatten(0, 1)])
+        keys = key_HM, key_NM
+        rows_UD = torch.cat([self.tables(key, for_events=True).flatten(0, 1) for key in keys])
         place_U = torch.arange(rows_UD.shape[0], device=rows_UD.device)
         place_HM = place_U[: key_HM.numel()].view(key_HM.shape)
         place_NM = place_U[key_HM.numel() :].view(key_NM.shape)

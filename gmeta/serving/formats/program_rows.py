@@ -86,8 +86,9 @@ class KeyedTables(nn.Module):
         self.register_buffer("scale_R", torch.cat(scales) if scales else None)
         self.register_buffer("first_B", rows_B.cumsum(0) - rows_B)
 
-    def forward(self, keys: Tensor) -> Tensor:
-        """Return the rows of keys of any shape [...] as float32: [..., D]."""
+    def forward(self, keys: Tensor, for_events: bool = False) -> Tensor:
+        """Return the rows of keys of any shape [...] as float32: [..., D], as the model takes them
+        or, for events, as their encoder does."""
         keys_U = keys.flatten()
         fetched_UD = StoredTable(self.values_RD, self.scale_R).rows_UD(keys_U)
         rows_UD, table_U1 = fetched_UD, self.table_of(keys_U).unsqueeze(1)
@@ -95,6 +96,8 @@ class KeyedTables(nn.Module):
             # By a choice for each row: how many there are of each table is not known here.
             projected_UD = self.projections.of_table(place, fetched_UD)
             rows_UD = torch.where(table_U1 == place, projected_UD, rows_UD)
+        for place in () if for_events else self.projections.hidden:
+            rows_UD = rows_UD.masked_fill(table_U1 == place, 0.0)
         return rows_UD.view(*keys.shape, rows_UD.shape[1])
 
     def table_of(self, keys_U: Tensor) -> Tensor:

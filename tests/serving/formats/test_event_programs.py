@@ -35,18 +35,22 @@ ENCODERS: dict[str, dict[str, Any]] = {
 SUPPORT_ROWS = 1, 5, 40  # of which about two thirds are events
 
 
-def served_of(folder: Path, encoder: str, model: str = "melu", **more: Any) -> ServedModel:
+def served_of(
+    folder: Path, encoder: str, model: str = "melu", without: tuple[str, ...] = (), **more: Any
+) -> ServedModel:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setitem(MODELS_BY_CASE, model, {"name": model, **ENCODERS[encoder]})
+        config = {"name": model, "without": without, **ENCODERS[encoder]}
+        patch.setitem(MODELS_BY_CASE, model, config)
         return model_of(folder, model, features=EVENTS, **more)
 
 
+@pytest.mark.parametrize("without", [(), ("item",)])
 @pytest.mark.parametrize("encoder", ENCODERS)
 @pytest.mark.parametrize(("model", "algorithm"), [("melu", "maml"), ("cbml", "fomaml")])
 def test_the_modules_predict_what_the_model_does(
-    encoder: str, model: str, algorithm: str, tmp_path: Path
+    encoder: str, model: str, algorithm: str, without: tuple[str, ...], tmp_path: Path
 ) -> None:
-    served = served_of(tmp_path / "model", encoder, model, algorithm=algorithm)
+    served = served_of(tmp_path / "model", encoder, model, without, algorithm=algorithm)
     alone, adapting = UnadaptedForward(served), AdaptAndPredict(served)
     for support in SUPPORT_ROWS:
         example, expected = draw_alone(served, 7, 3, support, seed=1)
