@@ -10,13 +10,17 @@ import numpy as np
 from gmeta.evaluation.baselines import episode_rows
 from metaio.format.block import Block, Rows, find_features_of_values
 from metaio.format.dataset import Dataset
-from metaio.ragged import Int64, offsets, owners, sum_rows
+from metaio.format.features import Features
+from metaio.ragged import Int64, offsets, owners, ragged_indices, sum_rows
+
+# A row's older events are left out of its baselines' inputs.
+NEWEST_EVENTS = 20
 
 
 def read_rows(dataset: Dataset, split: str) -> Iterator[episode_rows.EpisodeRows]:
     """Yield the rows of a split, a stored block at a time."""
     for block in range(dataset.split(split).num_blocks):
-        yield unpack_block(dataset.read_block(split, block), len(dataset.features.multi))
+        yield unpack_block(dataset.read_block(split, block), dataset.features)
 
 
 def sample_rows(dataset: Dataset, split: str, max_rows: int, seed: int) -> episode_rows.EpisodeRows:
@@ -31,26 +35,35 @@ def sample_rows(dataset: Dataset, split: str, max_rows: int, seed: int) -> episo
     return episode_rows.sample_until_some(read_share, share)
 
 
-def unpack_block(block: Block, num_multi: int | None = None) -> episode_rows.EpisodeRows:
-    """Return a decoded block's rows, with the ids themselves in place of positions; of its lists
-    the first `num_multi`, which events follow, or all."""
-    num_multi = block.multi_lengths_NM.shape[1] if num_multi is None else num_multi
-    feature_V = find_features_of_values(block.multi_lengths_NM)
+def unpack_block(block: Block, features: Features | None = None) -> episode_rows.EpisodeRows:
+    """Return a decoded block's rows, with the ids themselves in place of positions; given the
+    dataset's features, its events are told from the rows' lists."""
+    lengths_NM = block.multi_lengths_NM
+    num_multi = lengths_NM.shape[1] if features is None else len(features.multi)
+    feature_V = find_features_of_values(lengths_NM)
     ids_V = block.unique_ids_U[block.multi_positions_V]
-    return episode_rows.EpisodeRows(
+    columns = [ids_V[feature_V == index] for index in range(lengths_NM.shape[1])]
+    rows = episode_rows.EpisodeRows(
         task_T=block.task_T,
         row_offsets_T1=block.row_offsets_T1,
         support_lengths_T=block.support_lengths_T,
         label_N=block.label_N.astype(np.float64),
         ids_NF=block.unique_ids_U[block.positions_NF],
         multi=tuple(
-            episode_rows.IdLists(
-                ids_V[feature_V == index], offsets(block.multi_lengths_NM[:, index])
-            )
+            episode_rows.IdLists(columns[index], offsets(lengths_NM[:, index]))
             for index in range(num_multi)
         ),
         dense_NK=block.dense_NK,
     )
+    if features is None or not features.events:
+        return rows
+    before_N = block.events_before_N.astype(np.int64)
+    most = min(NEWEST_EVENTS, features.event_longest or NEWEST_EVENTS)
+    number_N = np.minimum(before_N, most)
+    first_N = offsets(block.num_events_T)[rows.episode_N] + before_N - number_N
+    known_V, offsets_N1 = ragged_indices(first_N, number_N), offsets(number_N)
+    known = (episode_rows.IdLists(ids_E[known_V], offsets_N1) for ids_E in columns[num_multi:])
+    return replace(rows, known_events=tuple(known))
 
 
 def pack_rows(rows: episode_rows.EpisodeRows, row_id_N: Int64) -> Rows:

@@ -2,7 +2,7 @@
 Shape suffixes: T tasks, N rows, F single-id or pooled features, V values, K dense columns, L
 labels"""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -55,6 +55,8 @@ class EpisodeRows:
     ids_NF: Int64
     multi: tuple[IdLists, ...]
     dense_NK: Float32
+    # The newest events that each row knows, by the events' columns, the oldest of them first.
+    known_events: tuple[IdLists, ...] = ()
 
     @property
     def num_rows(self) -> int:
@@ -106,6 +108,7 @@ class EpisodeRows:
             ids_NF=self.ids_NF[rows_N],
             multi=tuple(lists.select(rows_N) for lists in self.multi),
             dense_NK=self.dense_NK[rows_N],
+            known_events=tuple(lists.select(rows_N) for lists in self.known_events),
         )
 
     def select_episodes(self, chosen: Int64) -> "EpisodeRows":
@@ -131,14 +134,19 @@ def concatenate_episodes(parts: Iterable[EpisodeRows]) -> EpisodeRows:
         np.concatenate([part.support_lengths_T for part in found]),
         np.concatenate([part.label_N for part in found]),
         np.concatenate([part.ids_NF for part in found]),
-        tuple(
-            IdLists(
-                np.concatenate([lists.ids_V for lists in same]),
-                offsets(np.concatenate([np.diff(lists.offsets_N1) for lists in same])),
-            )
-            for same in zip(*(part.multi for part in found), strict=True)
-        ),
+        _concatenate_lists([part.multi for part in found]),
         np.concatenate([part.dense_NK for part in found]),
+        _concatenate_lists([part.known_events for part in found]),
+    )
+
+
+def _concatenate_lists(parts: Sequence[tuple[IdLists, ...]]) -> tuple[IdLists, ...]:
+    return tuple(
+        IdLists(
+            np.concatenate([lists.ids_V for lists in same]),
+            offsets(np.concatenate([np.diff(lists.offsets_N1) for lists in same])),
+        )
+        for same in zip(*parts, strict=True)
     )
 
 

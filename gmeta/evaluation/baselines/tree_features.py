@@ -4,6 +4,8 @@
 - each sparse column: the mean label of training rows with its value; the support rows with the same
   value, and how far these lie above what their items alone predict; of the item its training rows
 - each dense column as it is
+- where the dataset has events, how many the row knows (of the newest); of each of their columns,
+  how many have the row's value, and how many events ago the newest of these was
 - where a run has neighbours, what its support rows say of them (data/features/neighbours.py)
 Shape suffixes: T tasks, N rows, V values, K dense columns, X all inputs side by side"""
 
@@ -31,8 +33,8 @@ from gmeta.evaluation.baselines.episode_rows import (
     make_lists,
 )
 from gmeta.evaluation.baselines.training_sums import TrainingSums, assign_folds
-from metaio.format.features import Features
-from metaio.ragged import Int64
+from metaio.format.features import Features, name_event_column
+from metaio.ragged import Int64, places
 
 # Rows of the overall mean that count towards a value's mean, and rows of 0 towards a shared
 # value's: a single row is mostly noise.
@@ -147,6 +149,7 @@ class StatisticsMaker:
             columns |= _count_shared_values(feature.name, lists, rows, above_N)
         for name, dense_N in zip(self.features.dense, rows.dense_NK.T, strict=True):
             columns[f"{name} (dense)"] = dense_N.astype(np.float64)
+        columns |= make_recency_columns(rows, self.features)
         if self.neighbours is not None:
             columns |= self.neighbours.make_columns(rows, fold_N, hidden_N, above_N)
         values_NX = np.stack([column_N[query_N] for column_N in columns.values()], axis=1)
@@ -183,6 +186,23 @@ def _make_task_columns(rows: EpisodeRows) -> dict[str, Floats]:
         "support mean": mean_T[episode_N],
         "support deviation": np.sqrt(variance_T)[episode_N],
     }
+
+
+def make_recency_columns(rows: EpisodeRows, features: Features) -> dict[str, Floats]:
+    """Return what the order of a row's newest events says; NaN: none of them has the value."""
+    columns: dict[str, Floats] = {}
+    single = {name_event_column(one.name): at for at, one in enumerate(features.single)}
+    for feature, lists in zip(features.events, rows.known_events, strict=True):
+        length_N = np.diff(lists.offsets_N1)
+        columns["known events"] = length_N.astype(np.float64)
+        is_same_V = lists.ids_V == rows.ids_of(single[feature.name])[lists.row_V]
+        row_V = lists.row_V[is_same_V]
+        ago_V = (np.repeat(length_N, length_N) - places(length_N))[is_same_V]
+        ago_N = np.full(rows.num_rows, np.nan)
+        ago_N[row_V] = ago_V  # of equal rows the last stands, its newest event
+        columns[f"{feature.name}: same"] = np.bincount(row_V, minlength=rows.num_rows).astype(float)
+        columns[f"{feature.name}: events ago"] = ago_N
+    return columns
 
 
 def _average_lists(lists: IdLists, counts_V: Floats, sums_V: Floats, mean: float) -> Floats:
