@@ -3,7 +3,7 @@
 Ginart et al., "Mixed Dimension Embeddings with Application to Memory-Efficient Recommendation
 Systems", ISIT 2021 (arXiv 1909.11810), section 3: e = P r for a row r, without a bias.
 
-Shape suffixes: U unique ids, D embedding width"""
+Shape suffixes: U unique ids, D embedding width, B tables"""
 
 from collections.abc import Collection, Mapping, Sequence
 from typing import cast

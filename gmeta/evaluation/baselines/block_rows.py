@@ -62,7 +62,7 @@ def unpack_block(block: Block, features: Features | None = None) -> episode_rows
     number_N = np.minimum(before_N, most)
     first_N = offsets(block.num_events_T)[rows.episode_N] + before_N - number_N
     known_V, offsets_N1 = ragged_indices(first_N, number_N), offsets(number_N)
-    known = (episode_rows.IdLists(ids_E[known_V], offsets_N1) for ids_E in columns[num_multi:])
+    known = (episode_rows.IdLists(values[known_V], offsets_N1) for values in columns[num_multi:])
     return replace(rows, known_events=tuple(known))
 
 
