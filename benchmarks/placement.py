@@ -1,7 +1,7 @@
 """Steps with a table in a file, at four times the memory that is left for it, against the same
 steps with the table in memory.
 
-Two processes take turns with the same batches. One has its tables in memory. The other has the
+Two processes take turns with the same batches. This one has its tables in memory. The other has the
 large one in a file (`sharding.placements`), and goes into a memory cgroup of a quarter of the
 table's bytes before it makes it: the cache of `sharding.cache_share` of the rows, what is kept of
 rows and slots, a step's own memory and the page cache have to do with that. The interpreter and its
@@ -125,34 +125,30 @@ class Steps:
         return (time.perf_counter() - began_s) / len(own), losses
 
 
-def work(parent: Connection, placement: str, rows: int, num_steps: int, folder: str) -> None:
-    """Take a turn whenever the parent asks for one."""
+def work(parent: Connection, rows: int, num_steps: int, folder: str) -> None:
+    """Take a turn with the table in a file whenever the parent asks for one."""
     torch.set_num_threads(1)
-    limited = False
-    if placement == FILE:
-        cgroup = make_cgroup(rows * 4 * (WIDTH + 1) // OVERSIZE)
-        if limited := cgroup is not None:
-            (cgroup / "cgroup.procs").write_text(str(os.getpid()))
-    steps = Steps(placement, rows, num_steps, folder)
-    parent.send(limited)
+    cgroup = make_cgroup(rows * 4 * (WIDTH + 1) // OVERSIZE)
+    if cgroup is not None:
+        (cgroup / "cgroup.procs").write_text(str(os.getpid()))
+    steps = Steps(FILE, rows, num_steps, folder)
+    parent.send(cgroup is not None)
     while (first := parent.recv()) is not None:
         before = _counts(steps)
         seconds, losses = steps.turn(first)
         asked, found = (now - then for now, then in zip(_counts(steps), before, strict=True))
         parent.send((seconds, losses, asked, found))
-    parent.send(None)
-    if limited:
+    if cgroup is not None:
         # A process cannot be in what is removed: back to where it came from.
         (cgroup.parent / "cgroup.procs").write_text(str(os.getpid()))
         with suppress(OSError):
             cgroup.rmdir()
+    parent.send(None)
     # gloo's threads may abort an interpreter that ends in order.
     os._exit(0)
 
 
 def _counts(steps: Steps) -> tuple[int, int]:
-    if not hasattr(steps, "cached"):
-        return 0, 0
     return steps.cached.slots.num_asked, steps.cached.slots.num_found
 
 
@@ -160,28 +156,38 @@ def main() -> None:
     options = make_parser(__doc__).parse_args()
     rows = QUICK_ROWS if options.quick else ROWS
     turns = options.rounds or (QUICK_TURNS if options.quick else TURNS)
+    torch.set_num_threads(1)
     spawn = multiprocessing.get_context("spawn")
     folder = tempfile.mkdtemp(dir=os.environ.get("PLACEMENT_DIR", "."), prefix=".placement-")
-    ends = {}
     try:
         # The first turn warms up.
         num_steps = (turns + 1) * TURN_STEPS
-        for placement in (MEMORY, FILE):
-            ends[placement], other = spawn.Pipe()
-            arguments = other, placement, rows, num_steps, folder
-            spawn.Process(target=work, args=arguments, daemon=True).start()
-            other.close()  # or the end of a process that is killed would not be heard
-        limited = [ends[placement].recv() for placement in (MEMORY, FILE)][1]
+        other, end = spawn.Pipe()
+        child = spawn.Process(target=work, args=(end, rows, num_steps, folder), daemon=True)
+        child.start()
+        end.close()  # or the end of a process that is killed would not be heard
+        steps = Steps(MEMORY, rows, num_steps, folder)
+        try:
+            limited = other.recv()
+        except EOFError:
+            child.join()
+            raise SystemExit(
+                f"placement: the process with the file ended with {child.exitcode}"
+            ) from None
         found: dict[str, list[Any]] = {MEMORY: [], FILE: []}
+
+        def turn_in_file(first: int) -> Any:
+            other.send(first)
+            return other.recv()
+
+        take_turn = {MEMORY: steps.turn, FILE: turn_in_file}
         for turn in range(turns + 1):
             # Nobody always comes first.
             for placement in sorted(found, reverse=turn % 2 == 1):
-                ends[placement].send(turn * TURN_STEPS)
-                found[placement].append(ends[placement].recv())
+                found[placement].append(take_turn[placement](turn * TURN_STEPS))
             assert found[MEMORY][-1][1] == found[FILE][-1][1], "losses differ"
-        for end in ends.values():
-            end.send(None)
-            end.recv()
+        other.send(None)
+        other.recv()
     finally:
         shutil.rmtree(folder, ignore_errors=True)
     seconds = {name: statistics.median(t[0] for t in own[1:]) for name, own in found.items()}
@@ -210,6 +216,7 @@ def main() -> None:
             "environment": environment(("torch", "torchrec", "numpy")),
         },
     )
+    os._exit(0)
 
 
 if __name__ == "__main__":

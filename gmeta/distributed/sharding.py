@@ -187,6 +187,7 @@ def _fill(
 ) -> None:
     """Initialise the part of a table that starts at this row and column."""
     end_row, columns = first_row + len(part), slice(first_column, first_column + part.shape[1])
+    drawn = torch.empty(INIT_BLOCK_ROWS, width)  # once: the allocator would keep one of each block
     for block in range(first_row // INIT_BLOCK_ROWS, -(-end_row // INIT_BLOCK_ROWS)):
         start = block * INIT_BLOCK_ROWS
         begin, end = max(first_row, start), min(end_row, start + INIT_BLOCK_ROWS)
@@ -195,7 +196,7 @@ def _fill(
         num_rows = -(-(end - start) // _BLOCKS_AT_ONCE) * _BLOCKS_AT_ONCE
         mixed_seed = ((seed * 1_000_003 + table_index) * 1_000_003 + block) % 2**63
         generator = torch.Generator().manual_seed(mixed_seed)
-        values = torch.randn(num_rows, width, generator=generator) * std
+        values = drawn[:num_rows].normal_(generator=generator).mul_(std)
         part[begin - first_row : end - first_row] = values[begin - start : end - start, columns]
 
 

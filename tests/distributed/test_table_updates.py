@@ -65,7 +65,7 @@ def state_after(
         optimizer.begin_step(step, 3)
         sharded(episodes, weight=1.0).backward()
         optimizer.step()
-    return flat({**sharded.state_dict(), **optimizer.state_dict()["state"]})
+    return flat({"model": sharded.state_dict(), "optimizer": optimizer.state_dict()["state"]})
 
 
 def flat(state: dict[str, Any], prefix: str = "") -> dict[str, torch.Tensor]:

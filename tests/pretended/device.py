@@ -66,11 +66,16 @@ class Counts:
 _NOW, _BESIDE = Counts(), Counts()
 
 
-def counts() -> Counts:
-    """Return where to count now; Python's own threads, as the checkpoint writer's, do not."""
+def is_beside() -> bool:
+    """Whether this is one of Python's own threads, as the checkpoint writer's or the mover of rows:
+    not what computes, in the main thread and in autograd's."""
     thread = threading.current_thread()
-    is_beside = thread is not threading.main_thread() and not thread.name.startswith("Dummy")
-    return _BESIDE if is_beside else _NOW
+    return thread is not threading.main_thread() and not thread.name.startswith("Dummy")
+
+
+def counts() -> Counts:
+    """Return where to count now: what computes, and what goes on beside it."""
+    return _BESIDE if is_beside() else _NOW
 
 
 @contextmanager
@@ -207,7 +212,8 @@ class _Capturing:
 
 def called(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Do an operation as `_called` does, onto the tape of a captured graph if there is one."""
-    if _Capturing.tape is None:
+    # A stream is captured: what other threads do meanwhile is on streams of their own.
+    if _Capturing.tape is None or is_beside():
         return _called(func, args, kwargs)
     now = counts()
     before = len(now.waits) + len(now.to_device) + len(now.to_host)

@@ -21,7 +21,7 @@ from gmeta.errors import ConfigError
 # A smaller table is in the cache as a whole, and a few steps' rows are in any.
 MIN_SLOTS = 65_536
 # Rows that move at a time: the memory for copies is theirs.
-ROWS_AT_ONCE = 65_536
+ROWS_AT_ONCE = 8_192
 
 
 class _Hold:
@@ -57,7 +57,7 @@ class CachedGroup(FastGroup):
         cached = {"": self.rows, **self.state}
         # Rows and states: those in the cache, and all.
         self.parts: list[tuple[RowStore, RowStore]] = [
-            (cached[name], row_store(stored.values_RD)) for name, stored in tables.stored.items()
+            (cached[name], row_store(stored.scattered_RD)) for name, stored in tables.stored.items()
         ]
 
     def _values_and_state(self, tables: PlainTables) -> tuple[Tensor, dict[str, Tensor]]:

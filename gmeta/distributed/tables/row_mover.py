@@ -49,7 +49,7 @@ class RowMover(ABC):
         self._groups = groups
         self._reported = 0, 0
         # A row is on its way only while this is held.
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
         for group in groups:
             group.tables.cache = self
 
@@ -179,15 +179,15 @@ class DeviceMover(RowMover):
 
     def flush(self) -> None:
         """Write the changed rows of all caches to the tables, between steps."""
-        with self._lock:
+        with self._lock:  # to the end: what another step pushes out meanwhile would be missed
             self._finish_writing()
-        super().flush()
+            super().flush()
 
     def reset(self) -> None:
         """Forget all rows, between steps: the tables have others."""
         with self._lock:
             self._on_the_way_out.clear()
-        super().reset()
+            super().reset()
 
     def _release(self, slots: RowSlots, held_U: Ints) -> None:
         self._dropped.append((slots, held_U))

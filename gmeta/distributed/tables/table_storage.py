@@ -24,6 +24,7 @@ class StoredRows(ABC):
     """One number or more of each of a group's rows, beyond the device."""
 
     values_RD: Tensor
+    scattered_RD: Tensor  # the same memory, to read rows here and there
 
     @abstractmethod
     def prefetch(self, row_U: Ints) -> None:
@@ -36,7 +37,7 @@ class HostRows(StoredRows):
 
     def __init__(self, shape: Sequence[int], dtype: torch.dtype) -> None:
         # Not pinned: rows are gathered into pinned memory, a step's at a time.
-        self.values_RD = torch.zeros(*shape, dtype=dtype, device="cpu")
+        self.values_RD = self.scattered_RD = torch.zeros(*shape, dtype=dtype, device="cpu")
 
     def prefetch(self, row_U: Ints) -> None:
         """Do nothing: memory takes no time."""
@@ -62,20 +63,25 @@ class MappedRows(StoredRows):
                 f"{num_bytes / 1e9:,.1f} GB there for this rank's next part: {error.strerror}",
                 "Free some, or name another folder in sharding.file_dir",
             ) from error
-        memory = mmap.mmap(self._file.fileno(), num_bytes)
-        self.values_RD = torch.frombuffer(memory, dtype=dtype, count=num_values).view(*shape)
+        whole, self._memory = (mmap.mmap(self._file.fileno(), num_bytes) for _ in range(2))
+        # A page fault would read those around it, as a checkpoint wants, and push out others.
+        self._memory.madvise(mmap.MADV_RANDOM)
+        self.values_RD, self.scattered_RD = (
+            torch.frombuffer(memory, dtype=dtype, count=num_values).view(*shape)
+            for memory in (whole, self._memory)
+        )
 
     def prefetch(self, row_U: Ints) -> None:
         """Begin to read the pages of these rows."""
-        # All at once, so that a disk works on many; a page fault would wait for one after another,
-        # and read those around it.
+        # All at once, so that a disk works on many; page faults would wait for one after another.
         first_U = row_U * self._row_bytes // PAGE_BYTES
         last_U = ((row_U + 1) * self._row_bytes - 1) // PAGE_BYTES
         begins = np.append(True, first_U[1:] > last_U[:-1] + 1)
         ends = np.append(begins[1:], True)
         for first, last in zip(first_U[begins].tolist(), last_U[ends].tolist(), strict=True):
             start, length = first * PAGE_BYTES, (last - first + 1) * PAGE_BYTES
-            os.posix_fadvise(self._file.fileno(), start, length, os.POSIX_FADV_WILLNEED)
+            # Not posix_fadvise: after each call another thread would have the interpreter.
+            self._memory.madvise(mmap.MADV_WILLNEED, start, length)
 
 
 class TableStorage(NamedTuple):

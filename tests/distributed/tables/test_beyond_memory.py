@@ -101,7 +101,8 @@ class Run:
         return losses
 
     def state(self) -> dict[str, torch.Tensor]:
-        return flat({**self.sharded.state_dict(), **self.optimizer.state_dict()["state"]})
+        tables = self.sharded.state_dict()  # first: it writes caches back
+        return flat({"model": tables, "optimizer": self.optimizer.state_dict()["state"]})
 
 
 def differences(
