@@ -38,19 +38,27 @@ _Rows = dict[str, list[Any]]
 def write_candidates_model(folder: Path, rate: float) -> None:
     """The model: what it predicts does not matter here."""
     names = [*_NUMBERS, *_WORDS, _OF_ITEM, "category", "brand"]
-    schema = parse_schema(
-        {
-            "task": {"column": "user"},
-            "label": {"column": "click"},
-            "single": [{"column": name, "hash": 10_000} for name in names],
-            "multi": [{"column": name, "hash": 10_000} for name in _LISTS],
-            "dense": [{"column": name} for name in ("age", "activity", "price")],
-            "episodes": {"by": "last", "query_rows": 1},
-        }
-    )
+    schema = {
+        "task": {"column": "user"},
+        "label": {"column": "click"},
+        "single": [{"column": name, "hash": 10_000} for name in names],
+        "multi": [{"column": name, "hash": 10_000} for name in _LISTS],
+        "dense": [{"column": name} for name in ("age", "activity", "price")],
+        "episodes": {"by": "last", "query_rows": 1},
+    }
+    model = ModelConfig(embedding_dim=WIDTH, hidden=(128, 64), options={"bottom": (64,)})
+    algorithm = AlgorithmConfig(inner_steps=1, inner_lr=rate, adapt_embeddings=True)
+    write_random_model(folder, schema, model, algorithm)
+
+
+def write_random_model(
+    folder: Path, body: dict[str, Any], model: ModelConfig, algorithm: AlgorithmConfig
+) -> None:
+    """An export of random values for the clicks of users, by a schema of hashed columns."""
+    schema = parse_schema(body)
     config = ExportedConfig(
-        model=ModelConfig(embedding_dim=WIDTH, hidden=(128, 64), options={"bottom": (64,)}),
-        algorithm=AlgorithmConfig(inner_steps=1, inner_lr=rate, adapt_embeddings=True),
+        model=model,
+        algorithm=algorithm,
         loss="bce",
         features=make_features(schema, {}),
         columns=ExportedColumns("user", "click", schema, {}),
@@ -62,8 +70,9 @@ def write_candidates_model(folder: Path, rate: float) -> None:
     torch.manual_seed(0)
     learner = build_learner(config.features, config.model, config.algorithm, config.loss)
     rows_of = {table.name: table.num_rows for table in config.features.tables}
+    width = model.embedding_dim
     write_model(
-        folder, config, learner.state_dict(), lambda name: 0.05 * torch.randn(rows_of[name], WIDTH)
+        folder, config, learner.state_dict(), lambda name: 0.05 * torch.randn(rows_of[name], width)
     )
 
 

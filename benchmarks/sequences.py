@@ -11,7 +11,9 @@ too, and four ranks.
 the same rows with a list of the last 200 in each. `step_speedup`: a training step over `sasrec`
 that encodes the events once a task, against the same encoder run for every row. `search_speedup`:
 `sim` by category against attention to all of 10,000 events. `append_speedup`: one event appended to
-the states of 999, against encoding 1,000. With `--next-item DIR`, which has S3-Rec's files of
+the states of 999, against encoding 1,000. `served_append_speedup`, `served_append_bytes_ratio`: a
+request to `gmeta serve` that appends one event to a kept task, against one that sends 1,000 anew,
+by time and bytes. With `--next-item DIR`, which has S3-Rec's files of
 Beauty and LastFM and of their items' attributes: `beauty_hr10`, `beauty_ndcg10`, `lastfm_hr10`,
 `lastfm_ndcg10` over the whole catalogue by examples/next-item.toml, means over the seeds."""
 
@@ -26,6 +28,7 @@ import torch.multiprocessing as mp
 from _common import environment, finish, make_parser, print_table
 from _sequence_figures import measure_all
 from _sequence_next_item import measure_next_item
+from _served_events import measure_served_append
 from torch import Tensor, nn
 from torch.nn.functional import binary_cross_entropy_with_logits, gelu
 
@@ -72,7 +75,7 @@ def train_step(
     loss.backward()
     for weight in [*blocks.parameters(), *head.parameters()]:
         grad = torch.zeros_like(weight) if weight.grad is None else weight.grad
-        add_over_ranks(grad)
+        add_over_ranks(grad, ranks)
         weight.data.sub_(grad, alpha=1e-3)
         weight.grad = None
 
@@ -125,6 +128,7 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, default=3, help="runs of each log")
     options = parser.parse_args()
     figures = measure_memory_ratio(options.quick) | measure_all(options.quick)
+    figures |= measure_served_append(20 if options.quick else 100)
     if options.next_item is not None:
         figures |= measure_next_item(options.next_item, options.seeds)
     print_table(["figure", "value"], [[name, f"{value:.3g}"] for name, value in figures.items()])

@@ -139,7 +139,7 @@ class RawColumnEncoder:
         names = [array.name for array in fields(EncodedColumns) if array.name != "event_times"]
         return EncodedColumns(
             **{name: getattr(rows, name) for name in names},
-            event_times=self._find_events(batch, with_label),
+            event_times=self._find_events(batch, rows.label_N if with_label else None),
         )
 
     def _with_task(self, batch: pa.RecordBatch) -> pa.RecordBatch:
@@ -148,15 +148,19 @@ class RawColumnEncoder:
             return batch
         return batch.append_column(self._task, pa.array(np.zeros(batch.num_rows, np.int64)))
 
-    def _find_events(self, batch: pa.RecordBatch, with_label: bool) -> npt.NDArray[np.float64]:
+    def _find_events(
+        self, batch: pa.RecordBatch, label_N: Float32 | None
+    ) -> npt.NDArray[np.float64]:
         """Return seconds and whether the row is an event [N, 2]; [N, 0] of a model without."""
         schema, found = self._with_events, np.zeros((batch.num_rows, 2), np.float64)
         if schema is None or schema.time is None or schema.events is None:
             return found[:, :0]
-        if with_label:
+        if label_N is not None:
             found[:, 0] = read_event_times(schema.time, batch[schema.time.column])
             is_event = find_events(schema.events, batch)
             found[:, 1] = is_event[:, 0] if is_event.shape[1] else IS_EVENT
+            if schema.negatives is not None:
+                found[label_N == 0, 1] = 0  # a drawn item is no event of its task
         return found
 
     @cached_property

@@ -22,7 +22,9 @@ from tests.support.commands import succeed
 ENCODERS = ["sasrec", "hstu", "sim", "din"]
 
 
-def trained(folder: Path, encoder: str, *changed: str) -> tuple[Path, pa.Table]:
+def trained(
+    folder: Path, encoder: str, *changed: str, with_negatives: bool = False
+) -> tuple[Path, pa.Table]:
     """An export of a run on rows with events, and the raw rows."""
     folder.mkdir(exist_ok=True)
     columns = log()
@@ -37,6 +39,11 @@ def trained(folder: Path, encoder: str, *changed: str) -> tuple[Path, pa.Table]:
         "columns": ["item", "kind"], "dense": ["number"], "where": "click = 1", "longest": 6,
         "delay": 3,
     }  # fmt: skip
+    if with_negatives:
+        columns["click"][:] = 1
+        body["negatives"] = {"item": "item", "columns": body.pop("item")["columns"]}
+        body["episodes"]["query_rows"] = 1
+        del body["events"]["where"], body["events"]["delay"]
     rows = pa.table({**columns, "row": np.arange(len(columns["user"]))})
     pq.write_table(rows, folder / "log.parquet")
     (folder / "schema.toml").write_text(to_toml(body))
@@ -99,6 +106,41 @@ def test_served_predictions_are_those_on_the_dataset(
         torch.testing.assert_close(turned.predict(query), own, rtol=1e-4, atol=1e-5)
         compared += 1
     assert compared > 2
+
+
+def test_drawn_negatives_are_no_events_as_in_the_dataset(tmp_path: Path) -> None:
+    out, rows = trained(tmp_path, "sasrec", with_negatives=True)
+    model, dataset = load(out), open_dataset(str(tmp_path / "data"))
+    block = dataset.read_block("train", 0)
+    batch = compose(dataset.features, [(block, np.arange(block.num_episodes))])
+    found = model.predict_batch(batch)
+    wanted = model.learner.objectives.outer.predictions(found.after_N)
+    # The raw rows: a drawn one has the time of its positive, another item and label 0.
+    ids = [batch.unique_ids_U[place_N.long()].numpy() for place_N in batch.positions_NF.unbind(1)]
+    known = model.encode(rows, "query", False).ids_NF
+    positive_N = np.maximum.accumulate(np.where(batch.label_N > 0, np.arange(batch.num_rows), 0))
+    raw = rows.take(pa.array(batch.row_id_N.numpy()[positive_N])).to_pydict()
+    raw["click"] = batch.label_N.numpy()
+    for name, id_N, of_rows in zip(("item", "kind"), ids, known.T, strict=True):
+        value = dict(zip(of_rows.tolist(), rows[name].to_pylist(), strict=True))
+        raw[name] = [value[one] for one in id_N.tolist()]
+    every, first = pa.table(raw), 0
+    assert 0.1 < float(batch.label_N.mean()) < 0.3
+    for task in range(batch.num_tasks):
+        start, stop = batch.row_offsets_T1[task : task + 2].tolist()
+        middle = start + int(batch.support_lengths_T[task])
+        alone = model.adapt(every.slice(start, middle - start))
+        num_query = stop - middle
+        own = wanted[first : first + num_query]
+        prediction = alone.predict(every.slice(middle, num_query))
+        torch.testing.assert_close(prediction, own, rtol=1e-4, atol=1e-5)
+        first += num_query
+    assert first == len(wanted)
+    export_for(out, tmp_path / "program", "torch")
+    inputs = json.loads((tmp_path / "program" / "inputs.json").read_text())["inputs"]
+    assert inputs["event_times"]["columns"][1] == {
+        "name": "is_event", "where": "", "if_label_is_0": 0
+    }  # fmt: skip
 
 
 def test_many_tasks_at_once_are_each_alone(tmp_path: Path) -> None:

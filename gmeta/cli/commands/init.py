@@ -19,7 +19,12 @@ from gmeta.runs.chosen_adaptation import CHOSEN_ADAPTATION_FILE
 from gmeta.tuning.config_toml import format_config
 from metaio.prepare.source.infer_roles import InferredRoles, Role, infer_roles
 from metaio.prepare.source.profile import read_log_sample
-from metaio.prepare.source.schema_template import format_schema, name_table, propose_episodes
+from metaio.prepare.source.schema_template import (
+    format_schema,
+    has_events,
+    name_table,
+    propose_episodes,
+)
 from metaio.quantities import format_count
 
 # Steps of an epoch that a config aims at, and bounds on the tasks of a step: few tasks in large
@@ -34,6 +39,11 @@ EPOCHS_FROM_PLAIN = 30
 ROWS_OF_AN_ID = 30
 MOST_ITEMS_OF_MANY_NEIGHBOURS = 100_000
 FEW_TASKS = 300
+# At the rates for statistics an encoder of events learns little: docs/sequences.md.
+WITH_EVENTS = (
+    "algorithm.name=none", "model.events=sasrec", "outer.dense_lr=0.002",
+    "outer.sparse_weight_decay=0",
+)  # fmt: skip
 SCHEMA_FILE, CONFIG_FILE = "schema.toml", "train.toml"
 
 
@@ -140,6 +150,12 @@ def init(
         "on validation:\n"
         f"  gmeta {shlex.join(['export', f'{runs}/maml', str(out / 'model')])}"
     )
+    if has_events(guessed):
+        console.print(
+            f"To also read each task's earlier rows in time, uncomment [events] of {paths[0]}, "
+            f"prepare, and train with\n  gmeta train {config} "
+            f"{shlex.join([*WITH_EVENTS, f'run.dir={runs}/events'])}"
+        )
 
 
 def begin_with(plain: str) -> list[str]:

@@ -70,3 +70,13 @@ def moved_bytes(own_tasks: int, size: SliceSize, ranks: int) -> int:
     tasks' inputs to the others and the others' states back, and the gradients of both."""
     of_task = size.places * size.heads * size.width * size.number_bytes
     return 2 * of_task * (own_tasks * (ranks - 1) + size.tasks - own_tasks)
+
+
+def pooling_bytes(
+    own_tasks: int, tasks: int, places: int, rows: int, width: int, ranks: int
+) -> int:
+    """Return the bytes that a rank sends for `pool_over_ranks` and its gradient, of float32: its
+    own tasks' events and targets to the others, the gradients of the others' back, and the sum of
+    what all ranks make of their slices, both ways."""
+    moved = (places + rows) * (own_tasks * (ranks - 1) + tasks - own_tasks)
+    return 4 * width * (moved + 4 * (ranks - 1) * tasks * rows // ranks)

@@ -15,15 +15,17 @@ from gmeta.distributed.sequence.costs import (
     SliceSize,
     attention_bytes,
     moved_bytes,
+    pooling_bytes,
     saved_bytes,
     state_bytes,
-    target_bytes,
 )
+from gmeta.distributed.sequence.linear import CHUNK, linear_attention
+from gmeta.distributed.sequence.peers import Peers
 from gmeta.distributed.sequence.sharding import split_ranks
 from gmeta_models.sequence.encoder import EventEncoder, EventRectangle, StateEncoder
 from gmeta_models.sequence.hstu import HSTU
 
-_COUNTED_PLACES = 64
+_COUNTED_PLACES = CHUNK  # whole chunks of linear attention
 
 
 class LongEventsCost(NamedTuple):
@@ -52,8 +54,8 @@ def _estimate_rectangle(
     encoder: EventEncoder, kind: SequenceKind, tasks: int, longest: int, rows: int, ranks: int
 ) -> tuple[float, float]:
     if not isinstance(encoder, StateEncoder):
-        num_rows, places = tasks * rows, -(-longest // ranks)
-        sent = 2 * target_bytes(num_rows, 1, encoder.width, ranks)
+        places = -(-longest // ranks)
+        sent = pooling_bytes(-(-tasks // ranks), tasks, places, rows, encoder.width, ranks)
         return sent, tasks * places * _count_kept_by_pooling(encoder, rows)
     heads, blocks = cast(int, encoder.blocks[0].heads), len(encoder.blocks)
     sharing, line = split_ranks(kind, heads, ranks)
@@ -66,11 +68,12 @@ def _estimate_rectangle(
         sent = max(map(sum, of_places))
     moved = moved_bytes(-(-tasks // ranks), size, ranks) if ranks > 1 else 0
     of_layers = tasks * size.places * _count_kept_by_layers(encoder)
-    return blocks * sent + moved, blocks * saved_bytes(size, is_softmax) + of_layers
+    of_attention = 0 if is_linear else blocks * saved_bytes(size, is_softmax)
+    return blocks * sent + moved, of_attention + of_layers
 
 
-class _Nothing:
-    """Attention that keeps nothing: what it would keep is known by arithmetic."""
+class _LocalAttention:
+    """Attention that keeps nothing where what it would keep is known by arithmetic."""
 
     def first(self, places: int) -> int:
         return 0
@@ -78,15 +81,18 @@ class _Nothing:
     def softmax(self, query: Tensor, key: Tensor, value: Tensor, *_: Any) -> Tensor:
         return query + key + value
 
-    linear = pointwise = softmax
+    pointwise = softmax
+
+    def linear(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        return linear_attention(query, key, value, torch.tensor([query.shape[2]]), Peers())[0]
 
 
 def _count_kept_by_layers(encoder: StateEncoder) -> float:
-    """Return the bytes that all layers but attention keep of a place."""
+    """Return the bytes that all layers keep of a place, without softmax and pointwise attention."""
 
     def run(rows_THD: Tensor) -> Tensor:
         for layer in encoder.layers():
-            rows_THD = layer(rows_THD, _Nothing())
+            rows_THD = layer(rows_THD, _LocalAttention())
         return rows_THD
 
     return _count_kept(run, encoder)

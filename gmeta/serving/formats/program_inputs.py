@@ -63,11 +63,14 @@ def _describe_columns(config: ExportedConfig) -> dict[str, Any]:
 
 
 def _describe_events(config: ExportedConfig) -> list[dict[str, Any]]:
-    """Return the seconds of a support row, and what makes it an event: 1, else 0."""
+    """Return the seconds of a support row, and what makes it an event: 1, else 0. An item drawn as
+    a negative is none."""
     schema = config.columns.schema
     if schema is None or schema.time is None or schema.events is None:
         return [{"name": "seconds"}, {"name": "is_event"}]
-    return [{"name": schema.time.column}, {"name": "is_event", "where": schema.events.where}]
+    is_event = {"name": "is_event", "where": schema.events.where}
+    drawn = {"if_label_is_0": 0} if schema.negatives is not None else {}
+    return [{"name": schema.time.column}, {**is_event, **drawn}]
 
 
 def _describe_sparse(config: ExportedConfig, column: FeatureSpec) -> dict[str, Any]:

@@ -13,7 +13,7 @@ import numpy.typing as npt
 from prometheus_client import CollectorRegistry, Counter, Summary
 
 from gmeta.metrics.catalogue import predicted_by
-from gmeta.serving.encoded_rows import EncodedColumns, join_rows, split_rows
+from gmeta.serving.encoded_rows import EncodedColumns, join_rows, split_rows, take_rows
 from gmeta.serving.exported_folder import ExportedConfig
 from gmeta.serving.served_model import ServedModel
 
@@ -123,6 +123,7 @@ class Traffic:
         # Before adaptation: of the rows that a task adapts by, its own model says too much.
         if any(predicted_by(loss) == "score" for loss in model.config.losses):
             return
+        rows = take_rows(rows, np.flatnonzero(~rows.is_alone_N))  # events alone have no label
         (first,) = split_rows(rows, [min(rows.num_rows, _MOST_ROWS)])
         predicted = model.predict_encoded([model.unadapted], first, [first.num_rows]).numpy()
         # NaN: such a label is not known.

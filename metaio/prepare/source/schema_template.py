@@ -10,7 +10,7 @@ import numpy as np
 from metaio.errors import to_one_line
 from metaio.format.names import is_name
 from metaio.prepare.schema.schema import TextRule
-from metaio.prepare.source.infer_roles import MAX_DISTINCT_SHARE, InferredRoles
+from metaio.prepare.source.infer_roles import MAX_DISTINCT_SHARE, InferredRoles, Role
 from metaio.prepare.source.profile import ColumnProfile
 
 HASHED_ROWS = 1_000_000
@@ -60,6 +60,11 @@ def propose_episodes(found: InferredRoles) -> EpisodeProposal:
 def name_table(column: ColumnProfile) -> str:
     """Return the name of the table of an id column: its own, where a table may have it."""
     return column.name if is_name(column.name) else _NO_NAME.sub("-", column.name)[:60]
+
+
+def has_events(found: InferredRoles) -> bool:
+    """Return whether a log has what [events] needs: times, and an item."""
+    return bool(found.item and found.select("time"))
 
 
 def format_schema(found: InferredRoles, urls: Sequence[str]) -> str:
@@ -170,15 +175,29 @@ def _format_item(found: InferredRoles) -> list[str]:
 
 def _format_events(found: InferredRoles) -> list[str]:
     """Return [events] as a proposal, where a log has times and an item."""
-    if not (found.item and found.select("time")):
+    if not has_events(found):
         return []
-    return [
-        "",
-        "# What a row knows of its task's earlier rows: model.events in a config reads it.",
-        "# [events]",
-        f"# columns = [{_quote_text(found.item)}]",
-        "# longest = 200",
+    chosen = {found.item, *found.of_item}
+    rule = ["[events]"]
+    kinds: tuple[tuple[str, Role], ...] = (("columns", "single"), ("dense", "dense"))
+    for key, role in kinds:
+        names = [one.name for one in found.select(role) if one.name in chosen]
+        if names:
+            rule.append(f"{key} = [{', '.join(map(_quote_text, names))}]")
+    label = found.label.name
+    if not (found.is_rating or found.is_positives or '"' in label):
+        name = label if re.fullmatch(r"\w+", label) else f'"{label}"'
+        where = _quote_text(f"{name} = {float(found.label.most):.15g}")
+        rule.append(f"where = {where}  # which rows are events; absent: all")
+    rule += [
+        "longest = 200  # newest events before each row",
+        "delay = 0  # how old an event is before the online system knows it",
+        '# files = "views/*.parquet"  # another log, whose rows are the events',
     ]
+    about = (
+        "# What a row knows of its task's earlier rows. Uncomment it, and train with model.events:"
+    )
+    return ["", about, "# docs/sequences.md.", *(f"# {line}" for line in rule)]
 
 
 def _format_episodes(found: InferredRoles) -> list[str]:

@@ -160,6 +160,38 @@ def test_what_init_writes_prepares_and_fits(tmp_path: Path, suffix: str) -> None
     assert "augment" not in written  # the log has a time column: support is the past
 
 
+def test_events_are_proposed_ready_to_use(tmp_path: Path) -> None:
+    rows = log().rename_columns([*log().column_names[:-1], "is click"])
+    item_N = rows["item"].to_numpy()
+    rows = rows.append_column("brand", pa.array(item_N % 7))
+    pq.write_table(rows.append_column("weight", pa.array(item_N * 0.25)), tmp_path / "log.parquet")
+    told = succeed("init", "log.parquet", "--label", "is click", cwd=tmp_path).stdout
+    path = tmp_path / "schema.toml"
+    assert "events" not in tomllib.loads(path.read_text())
+    before, line, proposed = path.read_text().partition("# [events]\n")
+    rule, _, after = proposed.partition("\n\n")
+    lines = [one.removeprefix("# ") for one in (line + rule).splitlines()]
+    path.write_text("\n".join([before, *lines, "", after]))
+    assert tomllib.loads(path.read_text())["events"] == {
+        "columns": ["item", "brand"],
+        "dense": ["weight"],
+        "where": '"is click" = 1',
+        "longest": 200,
+        "delay": 0,
+    }
+    succeed("prepare", "--schema", "schema.toml", "log.parquet", "data", cwd=tmp_path)
+    features = open_dataset(str(tmp_path / "data")).features
+    assert [one.name for one in features.events] == ["events.item", "events.brand"]
+    (command,) = (one for one in told.splitlines() if "model.events=" in one)
+    found = succeed(*command.split()[1:], "run.max_steps=1", cwd=tmp_path)
+    assert "trained: runs/events" in found.stderr
+    # Ratings are all events, and positives beside drawn items are.
+    for label in (np.arange(ROWS) % 5 + 1, np.ones(ROWS, np.int64)):
+        other = log().set_column(9, "click", pa.array(label))
+        assert "where" not in format_schema(guessed(other, label="click"), ["log.csv"])
+    assert "events" not in format_schema(guessed(log().drop_columns("ts")), ["log.csv"])
+
+
 def test_a_column_of_nothing_but_nulls_is_left_out(tmp_path: Path) -> None:
     pq.write_table(log().append_column("coupon", pa.nulls(ROWS)), tmp_path / "log.parquet")
     found = infer_roles(read_log_sample([str(tmp_path / "log.parquet")]), {})

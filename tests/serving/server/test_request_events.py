@@ -6,9 +6,11 @@ from typing import Any
 import pyarrow as pa
 import pytest
 import torch
+from prometheus_client import CollectorRegistry
 
 from gmeta.serving.model_loader import load
 from gmeta.serving.served_model import ServedModel
+from gmeta.serving.server import traffic
 from gmeta.serving.server.compute import answer_all
 from gmeta.serving.server.inference_protocol import (
     InferenceAnswer,
@@ -22,6 +24,7 @@ from gmeta.serving.server.server_limits import RequestLimits
 from gmeta.serving.server.shared_support import SharedSupport
 from gmeta.serving.server.task_cache import TaskCache
 from gmeta.serving.server.tensors import Tensor
+from gmeta.serving.server.traffic import Traffic
 from tests.serving.test_append_events import events_of, rows_of
 from tests.serving.test_events import trained
 
@@ -40,6 +43,8 @@ class Server:
     def __init__(self, model: ServedModel, cache: TaskCache, version: str = "1") -> None:
         self.model, self.cache, self.version = model, cache, version
         self.columns = describe_columns(model.config)
+        self.registry = CollectorRegistry()
+        self._traffic = Traffic(self.registry)
 
     def request(
         self,
@@ -57,8 +62,9 @@ class Server:
     def answer(self, *asked: Any, **more: Any) -> InferenceAnswer:
         request = self.request(*asked, **more)
         (outcome,) = answer_all(
-            self.model, self.version, self.cache, [request], lambda stage, seconds: None
-        )
+            self.model, self.version, self.cache, [request], lambda stage, seconds: None,
+            self._traffic,
+        )  # fmt: skip
         if isinstance(outcome, RequestError):
             raise outcome
         return outcome
@@ -71,7 +77,10 @@ def check(answer: InferenceAnswer, wanted: torch.Tensor, cache: str = "") -> Non
 
 
 @pytest.mark.parametrize("encoder", ["sasrec", "sim"])
-def test_a_request_brings_events_and_a_kept_task_takes_them(tmp_path: Path, encoder: str) -> None:
+def test_a_request_brings_events_and_a_kept_task_takes_them(
+    tmp_path: Path, encoder: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(traffic, "EVERY_BATCHES", 1)
     out, rows = trained(tmp_path, encoder)
     model, query = load(out), rows.slice(0, 20)
     store = tmp_path / "tasks.sqlite"
@@ -96,6 +105,9 @@ def test_a_request_brings_events_and_a_kept_task_takes_them(tmp_path: Path, enco
     check(one.answer(query, task_key="u"), wanted[3], "restored")
     newer = Server(model, caches[0], "2")
     check(newer.answer(query, task_key="u"), wanted[3], "restored")
+    # Each time that it adapts; events have no label.
+    scored = one.registry.get_sample_value("gmeta_serve_scored_label_count", {"label": ""})
+    assert scored == 3 * support.num_rows
     # A state that the caller keeps.
     state = one.answer(query, support, parts[0], return_state=True).parameters["task_state"]
     answer = one.answer(query, events=parts[1], task_state=state)
