@@ -8,7 +8,7 @@ BIN := $(VENV)/bin
 VARIANT ?= $(shell $(PYTHON) -c 'import ctypes; ctypes.CDLL("libnvidia-ml.so.1")' 2>/dev/null && echo cuda || echo cpu)
 
 .PHONY: setup format check test bench demo demo-stream clean protos protos-lint mutants antdt-faults deploy-check deploy-tools deploy-pin \
-	deploy-cluster config-page benchmarks-page kills fuzz docs docs-serve docs-release demo-picture dist install-check lowest-check
+	deploy-cluster images-check config-page benchmarks-page kills fuzz docs docs-serve docs-release demo-picture dist install-check lowest-check
 setup: $(VENV)/.developer
 
 # What gmeta runs with, then the tools of a contributor: the demo does not wait for these.
@@ -120,6 +120,10 @@ deploy-check: setup
 # Runs the pods of the overlay local-cpu as processes, to the end of training; needs root and iproute2.
 deploy-cluster: setup
 	$(BIN)/python -m tests.deploy.cluster.cluster
+
+# Builds images without a registry, and starts them; needs root, buildah and debootstrap. Ten minutes, and 10 GB for a while.
+images-check: setup
+	$(BIN)/python -m pytest -rs tests/deploy/built_images.py
 
 # The digests of the base images, as their registries have them now.
 deploy-pin:

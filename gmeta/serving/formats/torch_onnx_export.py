@@ -77,8 +77,9 @@ def export_adapted(served: ServedModel) -> ExportedProgram:
     return program
 
 
-def write_onnx(served: ServedModel, path: Path) -> None:
-    """Write the predictions without adaptation as an ONNX model, with the tables inside."""
+def write_onnx(served: ServedModel, path: Path) -> ExportedProgram:
+    """Write the predictions without adaptation as an ONNX model, with the tables inside; return
+    the program of torch that it was made of."""
     program = export_forward(served)
     example, _ = draw_alone(served, *_ALONE)
     with _translate_errors("an ONNX model"):
@@ -97,6 +98,7 @@ def write_onnx(served: ServedModel, path: Path) -> None:
             node.metadata_props.clear()  # where in which file of this machine each comes from
         # From 2 GiB on, the most that such a file holds, weights go to `PATH.data` beside it.
         made.save(path)
+    return program
 
 
 def check_onnx() -> None:

@@ -45,7 +45,7 @@ ALGORITHMS_BY_CASE: dict[str, dict[str, Any]] = {
 
 
 def model_of(
-    folder: Path, model: str = "dlrm", algorithm: str = "maml", **more: Any
+    folder: Path, model: str = "dlrm", algorithm: str = "maml", inner_steps: int = 2, **more: Any
 ) -> ServedModel:
     """An exported model of random values."""
     chosen = MODELS_BY_CASE[model]
@@ -53,7 +53,9 @@ def model_of(
     write_random_model(
         folder,
         model=ModelConfig(**{**SMALL, **chosen, "options": options}),
-        algorithm=AlgorithmConfig(inner_steps=2, inner_lr=0.3, **ALGORITHMS_BY_CASE[algorithm]),
+        algorithm=AlgorithmConfig(
+            inner_steps=inner_steps, inner_lr=0.3, **ALGORITHMS_BY_CASE[algorithm]
+        ),
         **more,
     )
     return gmeta.load(folder)
