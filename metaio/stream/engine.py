@@ -36,6 +36,7 @@ from metaio.stream.newest_rows import (
     split_by_tasks,
 )
 from metaio.stream.numbering import Numbering
+from metaio.stream.schema_changes import RowGrowth
 from metaio.stream.stream_state import name_rows_file, open_newest_rows
 from metaio.stream.taken_files import InputFile, hash_file
 from metaio.stream.window import (
@@ -60,10 +61,11 @@ class WindowJob:
     num_rows: int
     labels: dict[str, LabelWindows]  # of each split
     end: int  # of the window
+    growth: RowGrowth | None = None  # of the newest rows, where the schema has changed since
 
     def open_old_rows(self, split: str) -> NewestRows:
         """Return the newest rows of the tasks of a split, from before the window."""
-        return open_newest_rows(self.state, split, self.job.schema)
+        return open_newest_rows(self.state, split, self.job.schema, self.growth)
 
 
 class BucketResult(NamedTuple):

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pyarrow as pa
 
-from metaio.errors import AccessError, DataError, TooFewRowsError
+from metaio.errors import AccessError, DataError, MissingColumnError, SchemaError, TooFewRowsError
 from metaio.format.atomic_folder import lock_writer
 from metaio.format.storage import find_file_system, is_local
 from metaio.prepare.episodes.ordered_map import Progress, map_in_order
@@ -37,6 +37,7 @@ from metaio.stream.chain import (
 from metaio.stream.description import (
     OpenedStream,
     check_columns,
+    choose_fill_types,
     infer_column_kinds,
     open_for_extension,
 )
@@ -77,6 +78,10 @@ from metaio.stream.window_checks import (
 from metaio.stream.window_events import WindowEvents, open_window_events
 
 EngineFactory = Callable[[DuckSource, Schema, PrepareOptions], Engine]
+
+
+class _StoppedError(DataError):
+    """A file lacks a column, and the stream is to stop there."""
 
 
 @dataclass(frozen=True)
@@ -165,7 +170,7 @@ def _with_along(
         # Inputs alone would be refused, too; or the machine fails, such as by a full disk.
         is_alike = refused is not None and refused.kind in ("doubled", "few", "late")
         of_machine = isinstance(error, AccessError) or getattr(error.__cause__, "errno", None)
-        if not along or is_alike or of_machine:
+        if not along or is_alike or of_machine or isinstance(error, _StoppedError):
             raise
         reasons = [str(error)] if refused is None else refused.reasons
     late = [hash_file(name) for name in dict.fromkeys(list_file_names(along))]
@@ -191,6 +196,11 @@ def _append(
         raise
     except DataError as error:
         few = error if isinstance(error, TooFewRowsError) else None
+        stops = find_stream_rule(before.schema).missing == "stop"
+        if stops and isinstance(error, MissingColumnError):
+            raise _StoppedError(
+                f"{error}. The stream stops at it: [stream] missing of its schema is 'stop'"
+            ) from error
         if few is None and screening.strict:
             raise
         names = list_file_names(inputs) if few is None else few.files
@@ -209,15 +219,20 @@ def _append(
         with nullcontext() if screening.strict else refuse_files(files.given):
             types, context = _check_types(before, source, screening)
         with open_window_events(before, types, options) as events:
-            looked = before, engine, context, files, events
+            looked = before, engine, context, files, events, source.count_absent()
             found = _inspect_rows(*looked, options, screening, is_alone, report_progress)
             write_increment(found, engine, source, types, options, report_progress)
     return files
 
 
 def _open_source(before: OpenedStream, options: PrepareOptions, inputs: list[str]) -> DuckSource:
-    memory_bytes = options.memory_of_log(before.schema)
-    return DuckSource(inputs, before.schema, memory_bytes=memory_bytes, threads=options.threads)
+    return DuckSource(
+        inputs,
+        before.schema,
+        memory_bytes=options.memory_of_log(before.schema),
+        threads=options.threads,
+        fill=choose_fill_types(before),
+    )
 
 
 def _check_types(
@@ -226,7 +241,15 @@ def _check_types(
     """Return the columns' types, and what summarising needs; raise DataError for other types."""
     types = source.arrow_types(before.schema.columns)
     check_columns(before, source.names[0], types, source.find_distinct)
-    return types, _make_context(before, types, screening)
+    context = _make_context(before, types, screening)
+    for table, kind in context.value_types.items():
+        known = before.state.tables.get(table)
+        if known is not None and not known.values.type.equals(kind):
+            raise SchemaError(
+                f"a column that joins the stream shares table {table}, and one of the two holds "
+                "text, the other integers. Give it a table of its own"
+            )
+    return types, context
 
 
 def _probe(
@@ -302,6 +325,7 @@ def _inspect_rows(
     context: SummaryContext,
     files: OfferedFiles,
     events: WindowEvents,
+    filled: dict[str, int],
     options: PrepareOptions,
     screening: _Screening,
     is_alone: bool,
@@ -311,6 +335,8 @@ def _inspect_rows(
     rule = find_stream_rule(before.schema)
     with refuse_files(files.given):
         context, summary = _summarise(engine, context, screening, report_progress)
+    for column in filled:
+        summary.nulls.pop(column, None)  # they say nothing of the rows
     clock = context.screen.clock
     # With labels that mature late rows are usual: they correct others.
     mostly_in = is_alone and not screening.accept and not any(clock.delays)
@@ -323,12 +349,9 @@ def _inspect_rows(
     look = partial(summarise_events, context)
     for part in map_in_order(options.threads, look, events.read()):
         summary.add(part, context.admissions)
-    # Frozen by the first increment, so that dense inputs keep their units.
-    moments = before.moments
-    if moments is None:
-        moments = {
-            name: compute_mean_and_deviation(*known) for name, known in summary.moments.items()
-        }
+    # Frozen by the first increment that has them, so that dense inputs keep their units.
+    moments = {name: compute_mean_and_deviation(*known) for name, known in summary.moments.items()}
+    moments |= before.moments
     start = summary.least_time if clock.start is None else clock.start
     tables, changes = {}, {}
     for table, least in context.admissions.items():
@@ -337,7 +360,7 @@ def _inspect_rows(
         tables[table], changes[table] = advance(
             old, merge_occurrences(summary.occurrences[table], least), admission
         )
-    return NextIncrement(before, summary, context, files, events, tables, changes, moments)
+    return NextIncrement(before, summary, context, files, events, filled, tables, changes, moments)
 
 
 def _summarise(

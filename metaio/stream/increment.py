@@ -31,6 +31,7 @@ from metaio.stream.engine import Engine, WindowJob
 from metaio.stream.label_windows import LabelWindows, nest
 from metaio.stream.numbering import Numbering, TableChange, choose_capacity
 from metaio.stream.quarantine import refuse_files
+from metaio.stream.schema_changes import RowGrowth
 from metaio.stream.stream_state import StreamState, commit_state, open_new_state, write_tables
 from metaio.stream.taken_files import InputFile, OfferedFiles, append_inputs
 from metaio.stream.window import SummaryContext, WindowSummary, find_stream_rule, find_time_unit
@@ -47,6 +48,7 @@ class NextIncrement:
     context: SummaryContext
     files: OfferedFiles
     events: WindowEvents
+    filled: dict[str, int]  # rows of files that lack a column
     tables: dict[str, Numbering]
     changes: dict[str, TableChange]
     moments: dict[str, tuple[float, float]]
@@ -81,8 +83,12 @@ def write_increment(
         name: LabelWindows.of(schema, screen.clock, before.state, found.window[1], name != GATE)
         for name in found.context.splits.names
     }
-    num_rows = found.summary.num_rows
-    window = WindowJob(job, screen, freed, before.state.folder, num_rows, labels, found.window[1])
+    num_rows, growth = found.summary.num_rows, None
+    if before.stored != schema:
+        growth = RowGrowth(before.stored, schema, found.moments)
+    window = WindowJob(
+        job, screen, freed, before.state.folder, num_rows, labels, found.window[1], growth
+    )
     # In this order: a state counts once its increment exists, a description once there is one.
     with job.open(str(root / INCREMENTS / name_increment_folder(number))) as writer:
         description = before.description or _make_description(found, job, source.columns, types)
@@ -95,10 +101,12 @@ def write_increment(
             job.write_vocabularies(writer.folder)
             write_bad_lines(writer.folder, source.bad_lines)
             _write_resets(writer.folder, found.changes)
-            new_columns = sorted(set(source.columns) - set(description["columns"]))
+            new_columns = sorted({*source.columns} - {*description["columns"], *schema.columns})
             num_late = written.rows.get("late", found.summary.num_late)
             report = _make_report(found, job, num_late)
             report |= {"tasks": written.tasks, "new_columns": new_columns}
+            if joined := [name for name in schema.inputs if name not in before.stored.inputs]:
+                report["joined_columns"] = joined
             if labels[GATE].matures:
                 report["labels"] = {name: nest(own) for name, own in written.labels.items()}
             account, num_bad = report["account"], len(source.bad_lines)
@@ -169,6 +177,12 @@ def _make_report(found: NextIncrement, job: Job, num_late: int) -> dict[str, Any
         for name, state in found.tables.items()
     }
     moved = measure_drift(look, found.moments)
+    alarms = find_alarms(look, num_late, moved, tables, rule, found.context.screen.clock.unit)
+    alarms += [
+        f"column {name} is missing in files of {num_rows:,} rows, which have its null"
+        for name, num_rows in found.filled.items()
+    ]
+    filled = {"missing_columns": found.filled} if found.filled else {}
     return {
         "rows": look.num_rows,
         "late": num_late,
@@ -181,7 +195,8 @@ def _make_report(found: NextIncrement, job: Job, num_late: int) -> dict[str, Any
         "label_mean": summarise_window(look)["label_mean"],
         "tables": tables,
         "drift": moved,
-        "alarms": find_alarms(look, num_late, moved, tables, rule, found.context.screen.clock.unit),
+        "alarms": alarms,
+        **filled,
         "inputs": [file._asdict() for file in found.recorded],
     }
 

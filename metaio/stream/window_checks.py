@@ -95,7 +95,9 @@ def find_faults(
         )
     for name, share in own["nulls"].items():
         # The highest recent share: a column that is sometimes null is not suspicious.
-        usual = max(window["nulls"].get(name, 0.0) for window in recent)
+        # A column that joined, or that files lacked, is not in all of them.
+        shares = [window["nulls"][name] for window in recent if name in window["nulls"]]
+        usual = max(shares, default=1.0)
         if share > usual + rule.null_shift:
             found.append(
                 f"column {name} is null in {share:.0%} of the rows, in recent increments in at "

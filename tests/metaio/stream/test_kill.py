@@ -17,6 +17,7 @@ from metaio.format.inspection import find_damage
 from metaio.prepare.schema.schema_file import parse_schema
 from metaio.stream.chain import open_stream
 from metaio.stream.extend import extend
+from tests.metaio.stream.changing import filling
 from tests.metaio.stream.logs import OPTIONS, append, changed, log, schema
 from tests.support.processes import with_imports_ready
 
@@ -58,14 +59,16 @@ def test_a_kill_at_any_point_leaves_the_stream_with_the_increment_or_not(tmp_pat
     stream, base = tmp_path / "s", tmp_path / "base"
     # With rows that wait for their labels, and others that correct them.
     late = {"label": {"column": "click", "matures": "30h"}}
-    waiting = parse_schema(schema().to_json() | late)
+    waiting = parse_schema(filling().to_json() | late)
     append(stream, log(0, days=2, rows=300), "0.parquet", schema=waiting)
     append(stream, log(2, rows=150), "1.parquet")
     shutil.copytree(stream, base)
     file = tmp_path / "logs" / "2.parquet"
     corrections = changed(log(2, rows=150), "click", [1] * 150).slice(100)
-    append(stream, pa.concat_tables([log(3, rows=150), corrections]), file.name)
+    both = pa.concat_tables([log(3, rows=150), corrections])
+    append(stream, both.drop_columns(["city"]), file.name)  # which is filled
     expected = open_stream(str(stream)).newest
+    assert expected.report["missing_columns"] == {"city": 200}
     assert expected.report["account"]["corrections"] == 50
     shutil.rmtree(stream)
     shutil.copytree(base, stream)
