@@ -227,6 +227,11 @@ def write_bucket(
     newest = kept.select(schema, merged.rows)
     newest = merge_in_task_order(schema, old, waiting, newest)
     counts = labels.count(schema, merged, newest)
+    if clock.is_backfill:
+        # A row of its time that the stream has was learnt: it is no query row again.
+        is_past_N = merged.rows.time_N < labels.first.start
+        shown = select_rows(merged.rows, np.flatnonzero(merged.is_new_N | is_past_N))
+        merged = replace(merged, rows=shown)
     cut = [_cut_window(schema, one.mask(merged), one, kept) for one in labels.windows]
     parts = cut
     if schema.event_files:

@@ -26,6 +26,7 @@ from metaio.prepare.schema.values import parse_time
 from metaio.prepare.source.input_files import list_file_names
 from metaio.prepare.source.source import DuckSource, count_rows
 from metaio.prepare.source.transform import check_trusted
+from metaio.stream.backfill import check_backfill, check_new, find_known_rows
 from metaio.stream.chain import (
     FIRST_INCREMENT,
     INCREMENTS,
@@ -91,6 +92,7 @@ class _Screening:
     accept: bool  # what differs from recent increments, and times ahead of others
     strict: bool  # refuse all for a damaged row, and fail for a damaged file
     ranges: Mapping[str, tuple[float, float]]  # of labels
+    backfill: bool = False  # all rows are from before the window
 
 
 def extend(
@@ -103,15 +105,22 @@ def extend(
     strict: bool = False,
     label_ranges: Mapping[str, tuple[float, float]] | None = None,
     begin: str = "",
+    backfill: bool = False,
     along: Sequence[str] = (),
     left_out: Callable[[RefusedFilesError], None] = lambda refusal: None,
     progress: Progress | None = None,
     engine_of: EngineFactory = LocalEngine,
 ) -> IncrementRecord:
     """Append raw tables to the stream at a local path; return the new increment. `begin` sets its
-    window back to a time, which a wrong row has moved on."""
+    window back to a time, which a wrong row has moved on; of a `backfill` all rows are older."""
     options = options or PrepareOptions()
-    screening = _Screening(accept, strict, label_ranges or {})
+    screening = _Screening(accept, strict, label_ranges or {}, backfill)
+    if backfill and (begin or along):
+        other = "--begin" if begin else "--along"
+        raise DataError(
+            f"--backfill and {other}: rows of an old partition are an increment of their own, and "
+            "the window stays. Leave one of them out"
+        )
     report_progress = progress or (lambda phase, done, total: None)
     fs, place = find_file_system(stream)
     if not is_local(fs):
@@ -137,12 +146,20 @@ def extend(
             check_trusted(before.schema.transform)
         if begin:
             before = _set_back(before, begin)
+        if backfill:
+            check_backfill(before)
         append = partial(_append, before, options, screening, report_progress, engine_of)
         try:
             # Late tables join if they can: if all together are refused, inputs are tried alone, and
             # if these are taken, the late ones go into quarantine.
             taken, left = _with_along(append, inputs, along)
         except RefusedFilesError as error:
+            if backfill:  # no note: the loop would try the files again with the next ones
+                accept_too = ", or pass --accept if they are right" * (error.kind == "unusual")
+                raise DataError(
+                    f"--backfill was given {error.names}: {'; '.join(error.reasons)}. Mend the "
+                    f"files{accept_too}, or leave them out"
+                ) from error
             probe = partial(_probe, before, options, screening, engine_of)
             refusal = error if screening.strict else _narrow(error, probe)
             _note(before, refusal)
@@ -211,7 +228,7 @@ def _append(
         engine = engine_of(source, before.schema, options)
         read = engine.describe_files(source.names)
         files = collect_files(source.given, source.members, read, source.empty)
-        check_not_taken(files, taken_files)
+        check_not_taken(files, taken_files, may_differ=screening.backfill)
         # Hashes alone refuse files that were taken, before any row is read.
         duplicates = find_duplicates(files, taken_files, source.has_rows)
         if duplicates:
@@ -335,6 +352,12 @@ def _inspect_rows(
     rule = find_stream_rule(before.schema)
     with refuse_files(files.given):
         context, summary = _summarise(engine, context, screening, report_progress)
+    if screening.backfill:
+        context = find_known_rows(before, context, summary)
+        if context.screen.known is not None:
+            context, summary = _summarise(engine, context, screening, report_progress)
+        summary.num_known, summary.num_dropped = summary.num_dropped, 0
+        check_new(summary, ", ".join(file.name for file in files.given))
     for column in filled:
         summary.nulls.pop(column, None)  # they say nothing of the rows
     clock = context.screen.clock
@@ -343,7 +366,10 @@ def _inspect_rows(
     if late := _find_lateness(summary, clock, mostly_in):
         raise RefusedFilesError(files.given, [late], "late")
     window, windows = summarise_window(summary), before.state.windows
-    reasons = [] if screening.accept else find_faults(window, windows, rule, clock.unit)
+    reasons = []
+    if not screening.accept:
+        # A part of a partition may be of any size.
+        reasons = find_faults(window, windows, rule, clock.unit, not screening.backfill)
     if reasons:
         raise RefusedFilesError(files.given, reasons, "unusual")
     look = partial(summarise_events, context)
@@ -396,6 +422,7 @@ def _make_context(
         for table in (c.table_name for c in schema.sparse if c.vocabulary is not None)
     }
     clock = StreamClock.of(schema, unit, before.state.end)
+    clock = replace(clock, is_backfill=screening.backfill)
     screen = RowScreen(schema, clock, screening.ranges)
     is_dated = not pa.types.is_integer(types[schema.time.column])
     return SummaryContext(schema, Splits(list_split_names(schema)), screen, value_types, is_dated)

@@ -61,8 +61,11 @@ class NextIncrement:
     @property
     def window(self) -> tuple[int, int]:
         """Return the span of event time; it begins where the one before ended."""
-        start = self.context.screen.clock.start
-        return self.summary.least_time if start is None else start, self.summary.most_time + 1
+        clock = self.context.screen.clock
+        start = self.summary.least_time
+        if clock.start is not None and not clock.is_backfill:
+            start = clock.start
+        return start, self.summary.most_time + 1
 
 
 def write_increment(
@@ -80,7 +83,7 @@ def write_increment(
     freed = {table: change.freed for table, change in found.changes.items()}
     screen = found.context.screen
     labels = {
-        name: LabelWindows.of(schema, screen.clock, before.state, found.window[1], name != GATE)
+        name: LabelWindows.of(schema, screen.clock, before.state, found.window, name != GATE)
         for name in found.context.splits.names
     }
     num_rows, growth = found.summary.num_rows, None
@@ -123,7 +126,11 @@ def write_increment(
             windows = [*before.state.windows, summarise_window(found.summary)]
             windows = windows[-find_stream_rule(schema).recent :]
             inputs = append_inputs(before.state.inputs, found.recorded, number)
-            end, gate = found.window[1], labels[GATE]
+            end: int | None = found.window[1]
+            gate = labels[GATE]
+            if screen.clock.is_backfill:
+                # The next window begins where it would have, and is compared with those before.
+                end, windows = before.state.end, before.state.windows
             ripe = (gate.ripe_after, gate.opened) if gate.matures else ((), ())
             commit_state(partial, StreamState(found.tables, inputs, windows, end, *ripe))
         if number == FIRST_INCREMENT:
@@ -183,7 +190,9 @@ def _make_report(found: NextIncrement, job: Job, num_late: int) -> dict[str, Any
         for name, num_rows in found.filled.items()
     ]
     filled = {"missing_columns": found.filled} if found.filled else {}
+    backfill = {"backfill": look.num_known} if found.context.screen.clock.is_backfill else {}
     return {
+        **backfill,
         "rows": look.num_rows,
         "late": num_late,
         "too_late": look.num_dropped,
@@ -191,6 +200,7 @@ def _make_report(found: NextIncrement, job: Job, num_late: int) -> dict[str, Any
         "account": {
             **{"read": look.num_read, "late": num_late, "too_late": look.num_dropped},
             "quarantined": look.set_aside.total(),
+            **({"known": look.num_known} if backfill else {}),
         },
         "label_mean": summarise_window(look)["label_mean"],
         "tables": tables,

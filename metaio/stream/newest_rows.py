@@ -179,6 +179,11 @@ class NewestRows:
         """Return their size in memory, once read."""
         return sum(batch.nbytes for batch in self._batches)
 
+    def iterate_row_ids(self) -> Iterator[tuple[UInt64, Int64]]:
+        """Yield the hashes of the tasks and the [row_id]s of all rows [N], part by part."""
+        for batch in self._batches:
+            yield batch["task_hash_N"].to_numpy(), batch["row_id_NR"].flatten().to_numpy()
+
     def read_bucket(self, bucket: int, num_buckets: int) -> EncodedRows:
         """Return all rows of the tasks of a bucket (spool.assign_buckets), sorted by task hash."""
         first, stop = (-(-(b << 32) // num_buckets) << 32 for b in (bucket, bucket + 1))

@@ -311,7 +311,8 @@ def test_a_file_is_taken_once_whatever_its_name(tmp_path: Path) -> None:
     )
     assert catch_message(DataError, append, stream, log(1), "a.parquet") == (
         f"input {file} was taken into increment 1 with other content: it was rewritten since, and "
-        "increments do not change. Give new rows in a file of a new name, or begin a new stream"
+        "increments do not change. Give new rows in a file of a new name, with --backfill the file "
+        "as it is, or begin a new stream"
     )
     old = log(0, seed=1)
     old = old.filter(pa.array(old["time"].to_numpy() < end))

@@ -7,6 +7,7 @@ import shutil
 import signal
 import sys
 from pathlib import Path
+from typing import Any
 
 import pyarrow as pa
 import pytest
@@ -27,7 +28,7 @@ KILLS = int(os.environ.get("METAIO_STREAM_KILLS", "2"))
 EVENTS = {"open", "os.mkdir", "os.rename", "os.remove", "os.rmdir", "shutil.rmtree"}
 
 
-def _extend(stream: str, file: str, last_event: int, count_to: str) -> None:
+def _extend(stream: str, file: str, last_event: int, count_to: str, how: dict[str, Any]) -> None:
     """Append the file; die at that event, or write down how many there were."""
     seen = 0
 
@@ -39,15 +40,17 @@ def _extend(stream: str, file: str, last_event: int, count_to: str) -> None:
                 os.kill(os.getpid(), signal.SIGKILL)
 
     sys.addaudithook(watch)
-    extend([file], stream, None, OPTIONS)
+    extend([file], stream, None, OPTIONS, **how)
     Path(count_to).write_text(str(seen))
 
 
-def in_a_process(stream: Path, file: Path, last_event: int) -> int:
+def in_a_process(
+    stream: Path, file: Path, last_event: int, how: dict[str, Any] | None = None
+) -> int:
     """The exit code, below 0 where it was killed."""
     count = stream.parent / "events"
     process = with_imports_ready().Process(
-        target=_extend, args=(str(stream), str(file), last_event, str(count))
+        target=_extend, args=(str(stream), str(file), last_event, str(count), how or {})
     )
     process.start()
     process.join()
