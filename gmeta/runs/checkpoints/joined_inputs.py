@@ -5,7 +5,8 @@ The weights that read a new input begin at 0, its embeddings as those of any tab
 N rows, F single-id or pooled features, M multi-id features, K dense columns, D embedding width"""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -18,7 +19,7 @@ from gmeta.platform.internals import ShardedTensor
 from gmeta_models.dlrm import DLRM
 from gmeta_models.eval_mode import in_eval_mode
 from gmeta_models.inputs import RowInputs
-from gmeta_models.model_config import ModelConfig
+from gmeta_models.model_config import InputSizes, ModelConfig, SparseColumn
 from gmeta_models.model_outputs import split_output
 from gmeta_models.registry import build_model
 from metaio.format.dataset import Dataset
@@ -115,39 +116,29 @@ class GrownLayers:
         joined, learner = self._joined, self._learner
         old, new = joined.before, joined.after
         sizes, device = learner.tables.inputs, next(learner.model.parameters()).device
-        added = len(new.dense) - len(old.dense)
-        fewer = replace(
-            sizes,
-            num_single=len(old.single),
-            num_multi=len(old.multi),
-            num_dense=sizes.num_dense - added,
-            single=tuple(one for one in sizes.single if one.name in {c.name for c in old.single}),
-            multi=tuple(one for one in sizes.multi if one.name in {c.name for c in old.multi}),
+        num_dense = sizes.num_dense - len(new.dense) + len(old.dense)
+        single, multi = (
+            tuple(SparseColumn(one.name, one.table) for one in kind)
+            for kind in (old.single, old.multi)
         )
+        fewer = InputSizes(len(single), len(multi), num_dense, single, multi, sizes.outputs)
         # The run's own random numbers stay what they are.
         with torch.random.fork_rng(devices=[]):
             model = build_model(joined.model, fewer).to(device)
-            torch.manual_seed(0)
-            width = learner.tables.width
-            rows = RowInputs(
-                torch.randn(_ROWS, sizes.num_single, width),
-                torch.randn(_ROWS * sizes.num_multi, width),
-                torch.arange(_ROWS * sizes.num_multi),
-                sizes.num_multi,
-                torch.randn(_ROWS, sizes.num_dense),
-            )
         model.load_state_dict(self._stored)
+        draw = partial(torch.randn, generator=torch.Generator(device).manual_seed(0), device=device)
+        width, num_values = learner.tables.width, _ROWS * sizes.num_multi
+        rows = RowInputs(
+            draw(_ROWS, sizes.num_single, width),
+            draw(num_values, width),
+            torch.arange(num_values, device=device),
+            sizes.num_multi,
+            draw(_ROWS, sizes.num_dense),
+        )
         outputs: list[Tensor] = []
         for one, inputs in ((model, _without(rows, joined, learner)), (learner.model, rows)):
-            moved = replace(
-                inputs,
-                single_NFD=inputs.single_NFD.to(device),
-                bag_values_VD=inputs.bag_values_VD.to(device),
-                bag_index_V=inputs.bag_index_V.to(device),
-                dense_NK=inputs.dense_NK.to(device),
-            )
             with in_eval_mode(one):
-                outputs.append(split_output(one(moved))[0].float())
+                outputs.append(split_output(one(inputs))[0])
         if not torch.allclose(outputs[0], outputs[1], rtol=1e-3, atol=1e-4):
             raise self._refuse("its predictions would change")
 
@@ -187,7 +178,7 @@ def find_places(joined: JoinedInputs, learner: MetaLearner) -> _Places:
             pairs = [
                 high * (high - 1) // 2 + low
                 for at in range(len(vectors))
-                for high, low in (_order(vectors[at], vectors[before]) for before in range(at))
+                for high, low in ((vectors[at], before) for before in vectors[:at])
             ]
             offsets = [width * has for has in first]
             own = [*range(width)] if first[1] else []
@@ -203,10 +194,6 @@ def find_places(joined: JoinedInputs, learner: MetaLearner) -> _Places:
             [*places, *(now + place for place in places), 2 * now, 2 * now + 1],
         )
     return found
-
-
-def _order(one: int, other: int) -> tuple[int, int]:
-    return max(one, other), min(one, other)
 
 
 def _find_all(old: Sequence[Any], new: Sequence[Any]) -> list[int]:
@@ -242,7 +229,7 @@ def _without(rows: RowInputs, joined: JoinedInputs, learner: MetaLearner) -> Row
     return RowInputs(
         rows.single_NFD[:, singles],
         values_NMD.flatten(0, 1),
-        torch.arange(_ROWS * len(multis)),
+        torch.arange(_ROWS * len(multis), device=rows.dense_NK.device),
         len(multis),
         rows.dense_NK[:, _find_dense(joined, learner)],
     )

@@ -97,8 +97,8 @@ def test_a_rewritten_partition_gives_only_what_is_new(tmp_path: Path) -> None:
     learnt = {row for _, support, query in found for row in (*support, *query)}
     again = table.filter(pa.array([row in learnt for row in table["row"].to_pylist()]))
     assert catch_message(DataError, append, stream, again, "again.parquet", backfill=True) == (
-        f"--backfill was given {tmp_path}/logs/again.parquet, of whose {len(again)} rows the stream "
-        "has all: there is nothing to learn. Leave them out"
+        f"--backfill was given {tmp_path}/logs/again.parquet, of whose {len(again)} rows the "
+        "stream has all: there is nothing to learn. Leave them out"
     )
     assert list_quarantine(stream) == []
 
