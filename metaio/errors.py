@@ -31,6 +31,10 @@ class TooFewRowsError(DataError):
         self.files = files
 
 
+class MissingColumnError(DataError):
+    """An input lacks a column of the schema."""
+
+
 # A class of its own, since the same input may be read later: it must not be quarantined.
 class AccessError(DataError):
     """An input cannot be read now, whatever it holds: a path, disk, network or memory failed."""

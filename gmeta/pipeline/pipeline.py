@@ -38,7 +38,7 @@ from gmeta.serving.channel.model_version import Version
 from gmeta.serving.channel.version_retention import prune
 from gmeta.serving.exported_folder import CONFIG_FILE
 from metaio.errors import MetaIOError
-from metaio.prepare.schema.schema_file import fingerprint_schema, load_schema, parse_schema
+from metaio.prepare.schema.schema_file import fingerprint_schema, load_schema
 from metaio.quantities import format_count
 from metaio.stream.chain import list_increment_numbers, name_increment_folder, open_stream
 from metaio.stream.quarantine import list_quarantine
@@ -309,12 +309,9 @@ class Pipeline:
         # pass for new.
         along = [] if partition.is_begun else [one for one in held if one not in partition.files]
         arguments += [one for name in along for one in ("--along", name)]
-        if list_increment_numbers(self._stream):
-            schema = parse_schema(open_stream(self._stream).description["schema"])
-        else:
-            # Later increments are prepared by the stream's own schema.
-            arguments += ["--schema", self.config.follow.schema]
-            schema = load_schema(self.config.follow.schema)
+        # Columns that join, and policies, are taken from it; other changes are refused.
+        arguments += ["--schema", self.config.follow.schema]
+        schema = load_schema(self.config.follow.schema)
         # Rows with labels that a loss does not take would fail every training.
         train = load_config(self.config.follow.train, ["data.path=-", "run.dir=-"])
         for name in schema.label_columns:

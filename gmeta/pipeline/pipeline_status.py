@@ -100,7 +100,8 @@ def read_status(pipeline: Pipeline) -> PipelineStatus:
     if not numbers:
         return PipelineStatus(**shared)
     stream = open_stream(follow.stream)
-    end = stream.newest.window[1]
+    # Not of an old partition, which leaves the window where it is.
+    end = max(stream.record(number).window[1] for number in numbers[-2:])
     is_ahead = end / stream.ticks_per_s > time.time() + _AHEAD_S
     if is_ahead or log.num_late >= _MOST_LATE:
         shared["stuck"] = (
@@ -116,7 +117,9 @@ def read_status(pipeline: Pipeline) -> PipelineStatus:
     newest = numbers[: -1 - _LOOKED_AT : -1]
     forecasts = (read_scores(pipeline.folder(n) / "run" / PREQUENTIAL_FILE) for n in newest)
     verdicts = (pipeline.verdict(n) or {} for n in newest)
-    end_s = stream.record(served[-1]).window[1] / stream.ticks_per_s if served else None
+    # An increment of an old partition makes a model no older.
+    of_time = [n for n in served if "backfill" not in stream.record(n).report] or served
+    end_s = stream.record(of_time[-1]).window[1] / stream.ticks_per_s if served else None
     return PipelineStatus(
         prepared=numbers[-1],
         served_increment=served[-1] if served else None,

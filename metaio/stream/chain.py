@@ -32,8 +32,9 @@ _REPORT = {
     "alarms": [str],
     "inputs": [{"name": str}],
 }
+_RECIPE = dict.fromkeys(("schema", "moments", "kinds"), dict)
 _DESCRIPTION = dict.fromkeys(("stream", "task_kind", "time_type", "time_unit"), str) | {
-    **dict.fromkeys(("schema", "moments", "kinds"), dict),
+    **_RECIPE,
     "columns": [str],
 }
 # From 1973 to 2286; integers that do not count from 1970 are smaller.
@@ -148,6 +149,17 @@ class Stream:
     def newest(self) -> IncrementRecord:
         """Return the last increment."""
         return self.record(self.numbers[-1])
+
+    @property
+    def newest_recipe(self) -> dict[str, Any]:
+        """Return the schema, moments and kinds of columns of the last increment: columns may join,
+        which stream.json does not say."""
+        self.record(self.numbers[-1])
+        recipe = self._manifests[self.numbers[-1]].recipe
+        if not has_shape(recipe, _RECIPE):
+            name = self._storage.name(f"{self._path(self.numbers[-1])}/{MANIFEST_NAME}")
+            raise make_content_error(f"{name}: recipe is not that of an increment")
+        return recipe
 
     def dataset(self, number: int, damaged: list[str] | None = None) -> Dataset:
         """Return an increment as a dataset; `damaged` is that of `open_dataset`."""

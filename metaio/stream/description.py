@@ -14,8 +14,11 @@ from metaio.prepare.schema.schema import Schema
 from metaio.prepare.schema.schema_file import fingerprint_schema, parse_schema, with_stream_defaults
 from metaio.prepare.schema.values import Kind, infer_kind, to_float64
 from metaio.stream.chain import FIRST_INCREMENT, list_increment_numbers, open_stream
+from metaio.stream.schema_changes import apply_changes
 from metaio.stream.stream_state import StreamState, load_state
-from metaio.stream.window import find_time_unit
+from metaio.stream.window import find_stream_rule, find_time_unit
+
+_SQL_TYPES = {"integer": "BIGINT", "text": "VARCHAR"}
 
 
 @dataclass(frozen=True)
@@ -27,15 +30,16 @@ class OpenedStream:
     state: StreamState
     number: int
     parent: str
-    # The content of stream.json; None before the first increment.
+    # The content of stream.json, with what the newest increment says of columns that joined; None
+    # before the first increment.
     description: dict[str, Any] | None
+    stored: Schema  # of the increment before, by which the state's rows are encoded
 
     @property
-    def moments(self) -> dict[str, tuple[float, float]] | None:
-        """Return the means and deviations frozen by the first increment; None before it."""
-        if self.description is None:
-            return None
-        return {name: (own[0], own[1]) for name, own in self.description["moments"].items()}
+    def moments(self) -> dict[str, tuple[float, float]]:
+        """Return the means and deviations that earlier increments froze."""
+        known = {} if self.description is None else self.description["moments"]
+        return {name: (own[0], own[1]) for name, own in known.items()}
 
     @property
     def mark(self) -> str:
@@ -58,20 +62,38 @@ def open_for_extension(root: Path, schema: Schema | None) -> OpenedStream:
                 f"{root} holds no stream yet, and no schema is given: the first increment needs "
                 "it. Pass --schema"
             )
-        return OpenedStream(root, given_schema, StreamState({}), FIRST_INCREMENT, "", None)
+        empty = StreamState({})
+        return OpenedStream(root, given_schema, empty, FIRST_INCREMENT, "", None, given_schema)
     stream = open_stream(str(root))
-    own = parse_schema(stream.description["schema"])
-    if given_schema is not None and given_schema != own:
-        differing = [
-            name for name, part in vars(own).items() if getattr(given_schema, name) != part
-        ]
-        raise DataError(
-            f"the schema differs from that of the stream {root} in {', '.join(differing)}: rows "
-            "of both would not mean the same. Leave --schema out, or begin a new stream"
-        )
-    newest = stream.newest
+    newest, recipe = stream.newest, stream.newest_recipe
+    own = parse_schema(recipe["schema"])
+    description = {**stream.description, "moments": recipe["moments"]}
+    description["kinds"] = {**recipe["kinds"], **stream.description["kinds"]}
+    schema = own if given_schema in (None, own) else apply_changes(own, given_schema, str(root))
     state, number = load_state(root, newest.number), newest.number + 1
-    return OpenedStream(root, own, state, number, newest.fingerprint, stream.description)
+    return OpenedStream(root, schema, state, number, newest.fingerprint, description, own)
+
+
+def choose_fill_types(before: OpenedStream) -> dict[str, str] | None:
+    """Return the SQL type of each column that files may lack, as its null is known; None: the
+    stream takes no such file."""
+    schema, description = before.schema, before.description
+    if find_stream_rule(schema).missing != "fill" or description is None or schema.transform:
+        return None
+    kinds = description["kinds"]
+    sql_types = {
+        c.column: _SQL_TYPES[kinds[c.column]] for c in schema.sparse if c.null == "unknown"
+    }
+    for column in schema.multi:
+        if column.column in sql_types and column.separator is None:
+            sql_types[column.column] += "[]"
+    sql_types |= {c.column: "DOUBLE" for c in schema.dense if c.fill is not None}
+    sql_types |= {c.column: "DOUBLE[]" for c in schema.vector if c.fill is not None}
+    # What decides where a row belongs, or what it teaches, has no null that says so.
+    parts = (schema.task, schema.time, schema.row_id)
+    fixed = {part.column for part in parts if part is not None}
+    fixed |= {*schema.label_columns, *schema.event_conditions}
+    return {column: kind for column, kind in sql_types.items() if column not in fixed}
 
 
 def infer_column_kinds(schema: Schema, types: dict[str, pa.DataType]) -> dict[str, Kind]:
@@ -115,7 +137,7 @@ def check_columns(
             if any(distinct(column)):  # in CSV a column without a value is text
                 raise
     for column, kind in found.items():
-        if kind != expected[column]:
+        if kind != expected.get(column, kind):
             raise DataError(
                 f"column {column} of input {name} holds {kind} values, in the stream "
                 f"{before.root} it holds {expected[column]}. Cast it, or begin a new stream"

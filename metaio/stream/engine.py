@@ -36,6 +36,7 @@ from metaio.stream.newest_rows import (
     split_by_tasks,
 )
 from metaio.stream.numbering import Numbering
+from metaio.stream.schema_changes import RowGrowth
 from metaio.stream.stream_state import name_rows_file, open_newest_rows
 from metaio.stream.taken_files import InputFile, hash_file
 from metaio.stream.window import (
@@ -60,10 +61,11 @@ class WindowJob:
     num_rows: int
     labels: dict[str, LabelWindows]  # of each split
     end: int  # of the window
+    growth: RowGrowth | None = None  # of the newest rows, where the schema has changed since
 
     def open_old_rows(self, split: str) -> NewestRows:
         """Return the newest rows of the tasks of a split, from before the window."""
-        return open_newest_rows(self.state, split, self.job.schema)
+        return open_newest_rows(self.state, split, self.job.schema, self.growth)
 
 
 class BucketResult(NamedTuple):
@@ -225,6 +227,11 @@ def write_bucket(
     newest = kept.select(schema, merged.rows)
     newest = merge_in_task_order(schema, old, waiting, newest)
     counts = labels.count(schema, merged, newest)
+    if clock.is_backfill:
+        # A row of its time that the stream has was learnt: it is no query row again.
+        is_past_N = merged.rows.time_N < labels.first.start
+        shown = select_rows(merged.rows, np.flatnonzero(merged.is_new_N | is_past_N))
+        merged = replace(merged, rows=shown)
     cut = [_cut_window(schema, one.mask(merged), one, kept) for one in labels.windows]
     parts = cut
     if schema.event_files:

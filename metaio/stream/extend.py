@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pyarrow as pa
 
-from metaio.errors import AccessError, DataError, TooFewRowsError
+from metaio.errors import AccessError, DataError, MissingColumnError, SchemaError, TooFewRowsError
 from metaio.format.atomic_folder import lock_writer
 from metaio.format.storage import find_file_system, is_local
 from metaio.prepare.episodes.ordered_map import Progress, map_in_order
@@ -26,6 +26,7 @@ from metaio.prepare.schema.values import parse_time
 from metaio.prepare.source.input_files import list_file_names
 from metaio.prepare.source.source import DuckSource, count_rows
 from metaio.prepare.source.transform import check_trusted
+from metaio.stream.backfill import check_backfill, check_new, find_known_rows
 from metaio.stream.chain import (
     FIRST_INCREMENT,
     INCREMENTS,
@@ -37,6 +38,7 @@ from metaio.stream.chain import (
 from metaio.stream.description import (
     OpenedStream,
     check_columns,
+    choose_fill_types,
     infer_column_kinds,
     open_for_extension,
 )
@@ -79,6 +81,10 @@ from metaio.stream.window_events import WindowEvents, open_window_events
 EngineFactory = Callable[[DuckSource, Schema, PrepareOptions], Engine]
 
 
+class _StoppedError(DataError):
+    """A file lacks a column, and the stream is to stop there."""
+
+
 @dataclass(frozen=True)
 class _Screening:
     """How the files and rows of an increment are judged."""
@@ -86,6 +92,7 @@ class _Screening:
     accept: bool  # what differs from recent increments, and times ahead of others
     strict: bool  # refuse all for a damaged row, and fail for a damaged file
     ranges: Mapping[str, tuple[float, float]]  # of labels
+    backfill: bool = False  # all rows are from before the window
 
 
 def extend(
@@ -98,15 +105,22 @@ def extend(
     strict: bool = False,
     label_ranges: Mapping[str, tuple[float, float]] | None = None,
     begin: str = "",
+    backfill: bool = False,
     along: Sequence[str] = (),
     left_out: Callable[[RefusedFilesError], None] = lambda refusal: None,
     progress: Progress | None = None,
     engine_of: EngineFactory = LocalEngine,
 ) -> IncrementRecord:
     """Append raw tables to the stream at a local path; return the new increment. `begin` sets its
-    window back to a time, which a wrong row has moved on."""
+    window back to a time, which a wrong row has moved on; of a `backfill` all rows are older."""
     options = options or PrepareOptions()
-    screening = _Screening(accept, strict, label_ranges or {})
+    screening = _Screening(accept, strict, label_ranges or {}, backfill)
+    if backfill and (begin or along):
+        other = "--begin" if begin else "--along"
+        raise DataError(
+            f"--backfill and {other}: rows of an old partition are an increment of their own, and "
+            "the window stays. Leave one of them out"
+        )
     report_progress = progress or (lambda phase, done, total: None)
     fs, place = find_file_system(stream)
     if not is_local(fs):
@@ -132,12 +146,20 @@ def extend(
             check_trusted(before.schema.transform)
         if begin:
             before = _set_back(before, begin)
+        if backfill:
+            check_backfill(before)
         append = partial(_append, before, options, screening, report_progress, engine_of)
         try:
             # Late tables join if they can: if all together are refused, inputs are tried alone, and
             # if these are taken, the late ones go into quarantine.
             taken, left = _with_along(append, inputs, along)
         except RefusedFilesError as error:
+            if backfill:  # no note: the loop would try the files again with the next ones
+                accept_too = ", or pass --accept if they are right" * (error.kind == "unusual")
+                raise DataError(
+                    f"--backfill was given {error.names}: {'; '.join(error.reasons)}. Mend the "
+                    f"files{accept_too}, or leave them out"
+                ) from error
             probe = partial(_probe, before, options, screening, engine_of)
             refusal = error if screening.strict else _narrow(error, probe)
             _note(before, refusal)
@@ -165,7 +187,7 @@ def _with_along(
         # Inputs alone would be refused, too; or the machine fails, such as by a full disk.
         is_alike = refused is not None and refused.kind in ("doubled", "few", "late")
         of_machine = isinstance(error, AccessError) or getattr(error.__cause__, "errno", None)
-        if not along or is_alike or of_machine:
+        if not along or is_alike or of_machine or isinstance(error, _StoppedError):
             raise
         reasons = [str(error)] if refused is None else refused.reasons
     late = [hash_file(name) for name in dict.fromkeys(list_file_names(along))]
@@ -191,6 +213,11 @@ def _append(
         raise
     except DataError as error:
         few = error if isinstance(error, TooFewRowsError) else None
+        stops = find_stream_rule(before.schema).missing == "stop"
+        if stops and isinstance(error, MissingColumnError):
+            raise _StoppedError(
+                f"{error}. The stream stops at it: [stream] missing of its schema is 'stop'"
+            ) from error
         if few is None and screening.strict:
             raise
         names = list_file_names(inputs) if few is None else few.files
@@ -201,7 +228,7 @@ def _append(
         engine = engine_of(source, before.schema, options)
         read = engine.describe_files(source.names)
         files = collect_files(source.given, source.members, read, source.empty)
-        check_not_taken(files, taken_files)
+        check_not_taken(files, taken_files, may_differ=screening.backfill)
         # Hashes alone refuse files that were taken, before any row is read.
         duplicates = find_duplicates(files, taken_files, source.has_rows)
         if duplicates:
@@ -209,15 +236,20 @@ def _append(
         with nullcontext() if screening.strict else refuse_files(files.given):
             types, context = _check_types(before, source, screening)
         with open_window_events(before, types, options) as events:
-            looked = before, engine, context, files, events
+            looked = before, engine, context, files, events, source.count_absent()
             found = _inspect_rows(*looked, options, screening, is_alone, report_progress)
             write_increment(found, engine, source, types, options, report_progress)
     return files
 
 
 def _open_source(before: OpenedStream, options: PrepareOptions, inputs: list[str]) -> DuckSource:
-    memory_bytes = options.memory_of_log(before.schema)
-    return DuckSource(inputs, before.schema, memory_bytes=memory_bytes, threads=options.threads)
+    return DuckSource(
+        inputs,
+        before.schema,
+        memory_bytes=options.memory_of_log(before.schema),
+        threads=options.threads,
+        fill=choose_fill_types(before),
+    )
 
 
 def _check_types(
@@ -226,7 +258,15 @@ def _check_types(
     """Return the columns' types, and what summarising needs; raise DataError for other types."""
     types = source.arrow_types(before.schema.columns)
     check_columns(before, source.names[0], types, source.find_distinct)
-    return types, _make_context(before, types, screening)
+    context = _make_context(before, types, screening)
+    for table, kind in context.value_types.items():
+        known = before.state.tables.get(table)
+        if known is not None and not known.values.type.equals(kind):
+            raise SchemaError(
+                f"a column that joins the stream shares table {table}, and one of the two holds "
+                "text, the other integers. Give it a table of its own"
+            )
+    return types, context
 
 
 def _probe(
@@ -302,6 +342,7 @@ def _inspect_rows(
     context: SummaryContext,
     files: OfferedFiles,
     events: WindowEvents,
+    filled: dict[str, int],
     options: PrepareOptions,
     screening: _Screening,
     is_alone: bool,
@@ -311,24 +352,32 @@ def _inspect_rows(
     rule = find_stream_rule(before.schema)
     with refuse_files(files.given):
         context, summary = _summarise(engine, context, screening, report_progress)
+    if screening.backfill:
+        context = find_known_rows(before, context, summary)
+        if context.screen.known is not None:
+            context, summary = _summarise(engine, context, screening, report_progress)
+        summary.num_known, summary.num_dropped = summary.num_dropped, 0
+        check_new(summary, ", ".join(file.name for file in files.given))
+    for column in filled:
+        summary.nulls.pop(column, None)  # they say nothing of the rows
     clock = context.screen.clock
     # With labels that mature late rows are usual: they correct others.
     mostly_in = is_alone and not screening.accept and not any(clock.delays)
     if late := _find_lateness(summary, clock, mostly_in):
         raise RefusedFilesError(files.given, [late], "late")
     window, windows = summarise_window(summary), before.state.windows
-    reasons = [] if screening.accept else find_faults(window, windows, rule, clock.unit)
+    reasons = []
+    if not screening.accept:
+        # A part of a partition may be of any size.
+        reasons = find_faults(window, windows, rule, clock.unit, not screening.backfill)
     if reasons:
         raise RefusedFilesError(files.given, reasons, "unusual")
     look = partial(summarise_events, context)
     for part in map_in_order(options.threads, look, events.read()):
         summary.add(part, context.admissions)
-    # Frozen by the first increment, so that dense inputs keep their units.
-    moments = before.moments
-    if moments is None:
-        moments = {
-            name: compute_mean_and_deviation(*known) for name, known in summary.moments.items()
-        }
+    # Frozen by the first increment that has them, so that dense inputs keep their units.
+    moments = {name: compute_mean_and_deviation(*known) for name, known in summary.moments.items()}
+    moments |= before.moments
     start = summary.least_time if clock.start is None else clock.start
     tables, changes = {}, {}
     for table, least in context.admissions.items():
@@ -337,7 +386,7 @@ def _inspect_rows(
         tables[table], changes[table] = advance(
             old, merge_occurrences(summary.occurrences[table], least), admission
         )
-    return NextIncrement(before, summary, context, files, events, tables, changes, moments)
+    return NextIncrement(before, summary, context, files, events, filled, tables, changes, moments)
 
 
 def _summarise(
@@ -373,6 +422,7 @@ def _make_context(
         for table in (c.table_name for c in schema.sparse if c.vocabulary is not None)
     }
     clock = StreamClock.of(schema, unit, before.state.end)
+    clock = replace(clock, is_backfill=screening.backfill)
     screen = RowScreen(schema, clock, screening.ranges)
     is_dated = not pa.types.is_integer(types[schema.time.column])
     return SummaryContext(schema, Splits(list_split_names(schema)), screen, value_types, is_dated)

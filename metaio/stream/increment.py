@@ -31,6 +31,7 @@ from metaio.stream.engine import Engine, WindowJob
 from metaio.stream.label_windows import LabelWindows, nest
 from metaio.stream.numbering import Numbering, TableChange, choose_capacity
 from metaio.stream.quarantine import refuse_files
+from metaio.stream.schema_changes import RowGrowth
 from metaio.stream.stream_state import StreamState, commit_state, open_new_state, write_tables
 from metaio.stream.taken_files import InputFile, OfferedFiles, append_inputs
 from metaio.stream.window import SummaryContext, WindowSummary, find_stream_rule, find_time_unit
@@ -47,6 +48,7 @@ class NextIncrement:
     context: SummaryContext
     files: OfferedFiles
     events: WindowEvents
+    filled: dict[str, int]  # rows of files that lack a column
     tables: dict[str, Numbering]
     changes: dict[str, TableChange]
     moments: dict[str, tuple[float, float]]
@@ -59,8 +61,11 @@ class NextIncrement:
     @property
     def window(self) -> tuple[int, int]:
         """Return the span of event time; it begins where the one before ended."""
-        start = self.context.screen.clock.start
-        return self.summary.least_time if start is None else start, self.summary.most_time + 1
+        clock = self.context.screen.clock
+        start = self.summary.least_time
+        if clock.start is not None and not clock.is_backfill:
+            start = clock.start
+        return start, self.summary.most_time + 1
 
 
 def write_increment(
@@ -78,11 +83,15 @@ def write_increment(
     freed = {table: change.freed for table, change in found.changes.items()}
     screen = found.context.screen
     labels = {
-        name: LabelWindows.of(schema, screen.clock, before.state, found.window[1], name != GATE)
+        name: LabelWindows.of(schema, screen.clock, before.state, found.window, name != GATE)
         for name in found.context.splits.names
     }
-    num_rows = found.summary.num_rows
-    window = WindowJob(job, screen, freed, before.state.folder, num_rows, labels, found.window[1])
+    num_rows, growth = found.summary.num_rows, None
+    if before.stored != schema:
+        growth = RowGrowth(before.stored, schema, found.moments)
+    window = WindowJob(
+        job, screen, freed, before.state.folder, num_rows, labels, found.window[1], growth
+    )
     # In this order: a state counts once its increment exists, a description once there is one.
     with job.open(str(root / INCREMENTS / name_increment_folder(number))) as writer:
         description = before.description or _make_description(found, job, source.columns, types)
@@ -95,10 +104,12 @@ def write_increment(
             job.write_vocabularies(writer.folder)
             write_bad_lines(writer.folder, source.bad_lines)
             _write_resets(writer.folder, found.changes)
-            new_columns = sorted(set(source.columns) - set(description["columns"]))
+            new_columns = sorted({*source.columns} - {*description["columns"], *schema.columns})
             num_late = written.rows.get("late", found.summary.num_late)
             report = _make_report(found, job, num_late)
             report |= {"tasks": written.tasks, "new_columns": new_columns}
+            if joined := [name for name in schema.inputs if name not in before.stored.inputs]:
+                report["joined_columns"] = joined
             if labels[GATE].matures:
                 report["labels"] = {name: nest(own) for name, own in written.labels.items()}
             account, num_bad = report["account"], len(source.bad_lines)
@@ -115,7 +126,11 @@ def write_increment(
             windows = [*before.state.windows, summarise_window(found.summary)]
             windows = windows[-find_stream_rule(schema).recent :]
             inputs = append_inputs(before.state.inputs, found.recorded, number)
-            end, gate = found.window[1], labels[GATE]
+            end: int | None = found.window[1]
+            gate = labels[GATE]
+            if screen.clock.is_backfill:
+                # The next window begins where it would have, and is compared with those before.
+                end, windows = before.state.end, before.state.windows
             ripe = (gate.ripe_after, gate.opened) if gate.matures else ((), ())
             commit_state(partial, StreamState(found.tables, inputs, windows, end, *ripe))
         if number == FIRST_INCREMENT:
@@ -169,7 +184,15 @@ def _make_report(found: NextIncrement, job: Job, num_late: int) -> dict[str, Any
         for name, state in found.tables.items()
     }
     moved = measure_drift(look, found.moments)
+    alarms = find_alarms(look, num_late, moved, tables, rule, found.context.screen.clock.unit)
+    alarms += [
+        f"column {name} is missing in files of {num_rows:,} rows, which have its null"
+        for name, num_rows in found.filled.items()
+    ]
+    filled = {"missing_columns": found.filled} if found.filled else {}
+    backfill = {"backfill": look.num_known} if found.context.screen.clock.is_backfill else {}
     return {
+        **backfill,
         "rows": look.num_rows,
         "late": num_late,
         "too_late": look.num_dropped,
@@ -177,11 +200,13 @@ def _make_report(found: NextIncrement, job: Job, num_late: int) -> dict[str, Any
         "account": {
             **{"read": look.num_read, "late": num_late, "too_late": look.num_dropped},
             "quarantined": look.set_aside.total(),
+            **({"known": look.num_known} if backfill else {}),
         },
         "label_mean": summarise_window(look)["label_mean"],
         "tables": tables,
         "drift": moved,
-        "alarms": find_alarms(look, num_late, moved, tables, rule, found.context.screen.clock.unit),
+        "alarms": alarms,
+        **filled,
         "inputs": [file._asdict() for file in found.recorded],
     }
 

@@ -91,11 +91,20 @@ class LabelWindows:
 
     @classmethod
     def of(
-        cls, schema: Schema, clock: StreamClock, before: StreamState, stop: int, is_train: bool
+        cls,
+        schema: Schema,
+        clock: StreamClock,
+        before: StreamState,
+        window: tuple[int, int],
+        is_train: bool,
     ) -> Self:
-        """Return the windows of an increment whose own ends at `stop`; the split that is trained
+        """Return the windows of an increment whose own is `window`; the split that is trained
         alone shows labels before they are final."""
-        delays = clock.delays
+        (begin, stop), delays = window, clock.delays
+        if clock.is_backfill:
+            # Rows from behind it, which the stream has, are neither query nor support.
+            every = tuple(range(len(delays)))
+            return cls((LabelWindow(begin, stop, every, (_NEVER,) * len(delays)),), (), ())
         start = _EVER if clock.start is None else clock.start
         # A person may have set the window back: rows that were learnt are not learnt again.
         known = before.ripe or (start,) * len(delays)

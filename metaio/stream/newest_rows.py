@@ -27,6 +27,7 @@ from metaio.prepare.episodes.encoded_rows import (
 from metaio.prepare.episodes.row_order import hash_row_identity, sort_rows
 from metaio.prepare.schema.schema import Schema
 from metaio.ragged import Int64, find_run_starts, offsets, places, ragged_indices, sum_rows
+from metaio.stream.schema_changes import RowGrowth
 
 
 @dataclass(frozen=True)
@@ -160,8 +161,9 @@ class NewestRowsWriter:
 class NewestRows:
     """The stored rows of a split, read when they are needed."""
 
-    def __init__(self, path: Path | None, schema: Schema) -> None:
-        self._schema = schema
+    def __init__(self, path: Path | None, schema: Schema, growth: RowGrowth | None = None) -> None:
+        """Open the file `path`, written by `schema`, or by that which `growth` leads from."""
+        self._schema, self._growth = schema, growth
         self._batches: list[pa.RecordBatch] = []
         if path is not None:
             reader = pa.ipc.open_file(pa.memory_map(str(path)))
@@ -177,6 +179,11 @@ class NewestRows:
         """Return their size in memory, once read."""
         return sum(batch.nbytes for batch in self._batches)
 
+    def iterate_row_ids(self) -> Iterator[tuple[UInt64, Int64]]:
+        """Yield the hashes of the tasks and the [row_id]s of all rows [N], part by part."""
+        for batch in self._batches:
+            yield batch["task_hash_N"].to_numpy(), batch["row_id_NR"].flatten().to_numpy()
+
     def read_bucket(self, bucket: int, num_buckets: int) -> EncodedRows:
         """Return all rows of the tasks of a bucket (spool.assign_buckets), sorted by task hash."""
         first, stop = (-(-(b << 32) // num_buckets) << 32 for b in (bucket, bucket + 1))
@@ -190,7 +197,11 @@ class NewestRows:
             begin = int(np.searchsorted(hashes, np.uint64(first)))
             end = len(hashes) if stop >= 1 << 64 else int(np.searchsorted(hashes, np.uint64(stop)))
             if begin < end:
-                yield _from_arrow(batch.slice(begin, end - begin), self._schema)
+                rows, growth = batch.slice(begin, end - begin), self._growth
+                if growth is None:
+                    yield _from_arrow(rows, self._schema)
+                else:
+                    yield growth.grow(_from_arrow(rows, growth.stored))
 
 
 def _make_arrow_schema(types: dict[str, tuple[np.dtype[Any], int | None]]) -> pa.Schema:

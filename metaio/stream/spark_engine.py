@@ -78,7 +78,7 @@ class _SparkEngine:
                 "--spark out"
             )
         self._session, self._names = session, source.names
-        self._rows = read_frame(session, source.names, schema)
+        self._rows = read_frame(session, source.groups, schema)
         # 200 is Spark's own default.
         self._parts = int(session.conf.get("spark.sql.shuffle.partitions") or 200)
 

@@ -19,6 +19,7 @@ from metaio.prepare.schema.schema import Schema
 from metaio.stream.chain import name_increment_folder, read_stream_json
 from metaio.stream.newest_rows import NewestRows
 from metaio.stream.numbering import Numbering
+from metaio.stream.schema_changes import RowGrowth
 
 STATES = "state"
 STATE_FILE, _FORMAT = "state.json", "gmeta-stream-state"
@@ -48,9 +49,11 @@ class StreamState:
         return open_newest_rows(self.folder, split, schema)
 
 
-def open_newest_rows(folder: Path | None, split: str, schema: Schema) -> NewestRows:
+def open_newest_rows(
+    folder: Path | None, split: str, schema: Schema, growth: RowGrowth | None = None
+) -> NewestRows:
     """Return the newest rows of the tasks of a split in a state's folder; none without a folder."""
-    return NewestRows(name_rows_file(folder, split) if folder else None, schema)
+    return NewestRows(name_rows_file(folder, split) if folder else None, schema, growth)
 
 
 def name_rows_file(folder: Path, split: str) -> Path:

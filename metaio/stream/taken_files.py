@@ -68,8 +68,9 @@ def collect_files(
     return OfferedFiles(files, read, members)
 
 
-def check_not_taken(files: OfferedFiles, taken_files: pa.Table) -> None:
-    """Raise DataError for a file that was taken under the same name, unless it was empty then."""
+def check_not_taken(files: OfferedFiles, taken_files: pa.Table, may_differ: bool = False) -> None:
+    """Raise DataError for a file that was taken under the same name, unless it was empty then, or
+    `may_differ` and does."""
     row_of = {name: row for row, name in enumerate(taken_files["name"].to_pylist())}
     for file in files.given:
         row = row_of.get(file.name)
@@ -79,12 +80,12 @@ def check_not_taken(files: OfferedFiles, taken_files: pa.Table) -> None:
         if before["xxh3"] == file.xxh3:
             raise DataError(_explain_taken(file.name, before))
         # An empty file gave no rows: what was written to it since is new.
-        if before["xxh3"] == _NO_BYTES:
+        if before["xxh3"] == _NO_BYTES or may_differ:
             continue
         raise DataError(
             f"input {file.name} was taken into increment {before['increment']} with other content: "
             "it was rewritten since, and increments do not change. Give new rows in a file of a "
-            "new name, or begin a new stream"
+            "new name, with --backfill the file as it is, or begin a new stream"
         )
 
 

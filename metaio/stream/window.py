@@ -13,6 +13,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from metaio.errors import DataError
+from metaio.hashing import UInt64, splitmix64
 from metaio.prepare.episodes.encode import Encoder, hash_tasks
 from metaio.prepare.episodes.encoded_rows import EncodedRows
 from metaio.prepare.episodes.ordered_map import should_merge
@@ -22,7 +23,7 @@ from metaio.prepare.schema.label_columns import read_labels
 from metaio.prepare.schema.raw_columns import read_dense
 from metaio.prepare.schema.rules import StreamRule
 from metaio.prepare.schema.schema import LabelColumn, Schema, make_event_schema
-from metaio.prepare.schema.values import to_float32, to_time_ticks
+from metaio.prepare.schema.values import hash_values, infer_kind, to_float32, to_time_ticks
 from metaio.ragged import Int64
 from metaio.stream.chain import TICKS_PER_S
 from metaio.stream.numbering import Occurrences, merge_occurrences
@@ -60,6 +61,7 @@ class StreamClock:
     grace: int
     unit: str
     delays: tuple[int, ...]  # by label: how old a row must be for it to be final
+    is_backfill: bool = False  # all rows are from before `start`, and none is late
 
     @classmethod
     def of(cls, schema: Schema, unit: str, start: int | None) -> "StreamClock":
@@ -79,13 +81,15 @@ class StreamClock:
 
     def is_kept(self, time_N: Int64) -> npt.NDArray[np.bool_]:
         """Return which rows are not too late for the window."""
-        if self.start is None:
+        if self.start is None or self.is_backfill:
             return np.ones(len(time_N), np.bool_)
         return time_N >= self.start - self.late
 
     def is_late(self, time_N: Int64) -> npt.NDArray[np.bool_]:
         """Return which rows are from before the window."""
-        return time_N < (np.iinfo(np.int64).min if self.start is None else self.start)
+        if self.start is None or self.is_backfill:
+            return np.zeros(len(time_N), np.bool_)
+        return time_N < self.start
 
     @property
     def forget_before(self) -> int | None:
@@ -102,6 +106,7 @@ class RowScreen:
     ranges: Mapping[str, tuple[float, float]]  # of labels, where a loss takes no others
     latest: int | None = None  # times behind it are of a wrong clock
     ahead: str = ""  # the newest of these
+    known: UInt64 | None = None  # keys of rows that the stream has, sorted; see hash_row_keys
 
     def select(self, batch: pa.RecordBatch) -> tuple[pa.RecordBatch, Int64, Counter[str], int]:
         """Return the rows that the window takes, their times, how many are set aside by reason, and
@@ -123,6 +128,13 @@ class RowScreen:
             keep(time_N <= self.latest, why)
         # Rows that are too late are counted, and not looked at: they may be of any age.
         keep(self.clock.is_kept(time_N), _TOO_LATE)
+        if self.known is not None and self.schema.row_id is not None and batch.num_rows:
+            # Counted as those that are too late: the stream has them.
+            row_id = batch[self.schema.row_id.column]
+            id_N = hash_values(row_id, infer_kind("", row_id.type, "row_id")).view(np.int64)
+            key_N = hash_row_keys(hash_tasks(self.schema, batch)[0], id_N)
+            place_N = np.minimum(np.searchsorted(self.known, key_N), max(len(self.known) - 1, 0))
+            keep(self.known[place_N] != key_N, _TOO_LATE)
         num_labels = len(self.schema.labels)
         for label in self.schema.labels:
             keep(_find_known_labels(label, batch), f"label {label.column} is null or no number")
@@ -133,6 +145,11 @@ class RowScreen:
                 wrong_N = (label_N < least) | (label_N > most)  # NaN: not known
                 keep(~wrong_N, f"label {label.column} is not from {least:g} to {most:g}")
         return batch, time_N, set_aside, set_aside.pop(_TOO_LATE, 0)
+
+
+def hash_row_keys(task_hash_N: UInt64, row_id_N: Int64) -> UInt64:
+    """Return a key of each row by its task and [row_id]."""
+    return splitmix64(task_hash_N + splitmix64(row_id_N.view(np.uint64)))
 
 
 def _find_known_labels(rule: LabelColumn, batch: pa.RecordBatch) -> npt.NDArray[np.bool_]:
@@ -160,6 +177,7 @@ class WindowSummary:
     num_rows: int = 0
     num_late: int = 0  # of them
     num_dropped: int = 0  # too late
+    num_known: int = 0  # of a backfill, rows that the stream has
     set_aside: Counter[str] = field(default_factory=Counter)  # by reason
     times: Counter[int] = field(default_factory=Counter)  # see count_times
     least_time: int = np.iinfo(np.int64).max

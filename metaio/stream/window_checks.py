@@ -62,23 +62,29 @@ def summarise_window(summary: WindowSummary) -> dict[str, Any]:
 
 
 def find_faults(
-    own: dict[str, Any], recent: list[dict[str, Any]], rule: StreamRule, unit: str
+    own: dict[str, Any],
+    recent: list[dict[str, Any]],
+    rule: StreamRule,
+    unit: str,
+    with_sizes: bool = True,
 ) -> list[str]:
-    """Return why a window is suspicious, given those before it; [] if it is not."""
+    """Return why a window is suspicious, given those before it; [] if it is not. Its rows and its
+    span count only `with_sizes`."""
     recent = recent[-rule.recent :]
     # So few windows do not show what is usual.
     if len(recent) < rule.screen_after:
         return []
     found = []
     typical = statistics.median(window["rows"] for window in recent)
-    if not typical / rule.rows_factor <= own["rows"] <= typical * rule.rows_factor:
+    is_usual = typical / rule.rows_factor <= own["rows"] <= typical * rule.rows_factor
+    if with_sizes and not is_usual:
         found.append(
             f"it holds {own['rows']:,} rows, recent increments about {typical:,.0f} "
             f"(stream.rows_factor {rule.rows_factor:g})"
         )
     span = statistics.median(window["span"] for window in recent)
     # One wrong time far ahead would move the window's end there, and make all later rows late.
-    if own["span"] > max(span, 1) * rule.rows_factor:
+    if with_sizes and own["span"] > max(span, 1) * rule.rows_factor:
         per_s = TICKS_PER_S[unit]
         found.append(
             f"its times span {format_duration(own['span'] / per_s)}, those of recent increments "
@@ -95,7 +101,9 @@ def find_faults(
         )
     for name, share in own["nulls"].items():
         # The highest recent share: a column that is sometimes null is not suspicious.
-        usual = max(window["nulls"].get(name, 0.0) for window in recent)
+        # A column that joined, or that files lacked, is not in all of them.
+        shares = [window["nulls"][name] for window in recent if name in window["nulls"]]
+        usual = max(shares, default=1.0)
         if share > usual + rule.null_shift:
             found.append(
                 f"column {name} is null in {share:.0%} of the rows, in recent increments in at "

@@ -47,7 +47,7 @@ def inspect_stream(path: str, verify: bool) -> None:
         ],
         quarantined=refused,
     )
-    schema = parse_schema(stream.description["schema"])
+    schema = parse_schema(stream.newest_recipe["schema"])
     gate = schema.stream.gate if schema.stream else 0.0
     labels = "label" if len(schema.labels) == 1 else "labels"
     console.print(

@@ -42,11 +42,11 @@ OPTIONS = {
     # Memory and threads are set in Spark's own configuration.
     "--schema --spark": {"schema", "spark", "block_rows", "bundle_tasks", "compact"},
     "--extend": {
-        *("extend", "along", "accept", "strict", "begin", "label_range", "schema"),
+        *("extend", "along", "accept", "strict", "begin", "backfill", "label_range", "schema"),
         *("memory", "threads", "block_rows", "bundle_tasks", "compact"),
     },
     "--extend --spark": {
-        *("extend", "along", "accept", "strict", "begin", "label_range", "schema"),
+        *("extend", "along", "accept", "strict", "begin", "backfill", "label_range", "schema"),
         *("spark", "block_rows", "bundle_tasks", "compact"),
     },
 }
@@ -155,6 +155,9 @@ Accept = Annotated[
 
 Strict = Annotated[bool, typer.Option("--strict", help="extend: end at a damaged file or row")]
 Begin = Annotated[str, typer.Option(metavar="TIME", help="extend: set the window back to here")]
+Backfill = Annotated[
+    bool, typer.Option("--backfill", help="extend: rows from before the window, but for known ones")
+]
 LabelRange = Annotated[
     list[str] | None,
     typer.Option(metavar="LABEL=LEAST:MOST", help="extend: quarantine rows with other labels"),
@@ -189,6 +192,7 @@ def prepare(
     accept: Accept = False,
     strict: Strict = False,
     begin: Begin = "",
+    backfill: Backfill = False,
     label_range: LabelRange = None,
 ) -> None:
     """Turn raw tables into a dataset of tasks, each with a support and a query set.
@@ -216,7 +220,7 @@ def prepare(
                 "--overwrite has no effect with --extend: increments do not change. Leave it out"
             )
         # With --extend all paths are tables: there is no OUT.
-        screening = {"accept": accept, "strict": strict, "begin": begin}
+        screening = {"accept": accept, "strict": strict, "begin": begin, "backfill": backfill}
         screening |= {"label_ranges": dict(map(_parse_range, label_range or []))}
         extend_stream(paths, along or [], extend, schema, options, screening, spark)
         return

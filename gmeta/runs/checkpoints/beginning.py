@@ -13,6 +13,7 @@ from gmeta.distributed.ranks import Ranks
 from gmeta.distributed.sharded_learner import DistributedLearner
 from gmeta.runs.checkpoints.continuation import extend_lineage, find_continued_checkpoint
 from gmeta.runs.checkpoints.growth import load_into_grown_tables
+from gmeta.runs.checkpoints.joined_inputs import JoinedInputs, find_joined_inputs
 from gmeta.runs.checkpoints.lineage import Lineage, count_earlier_steps, read_lineage
 from gmeta.runs.checkpoints.loader import PARTS_OF_ALGORITHMS, load_checkpoint
 from gmeta.runs.checkpoints.progress_file import read_about
@@ -21,7 +22,7 @@ from gmeta.runs.run_folder import RunFolder, parse_checkpoint_step
 from gmeta.runs.run_progress import RunProgress
 from metaio.format.dataset import Dataset
 from metaio.ragged import Int64
-from metaio.stream.chain import read_reset_rows
+from metaio.stream.chain import find_earlier_increment, read_reset_rows
 
 
 @dataclass(frozen=True)
@@ -32,6 +33,7 @@ class Beginning:
     checkpoint: Path | None
     lineage: Lineage
     reset_rows: dict[str, Int64]
+    joined: JoinedInputs | None = None  # inputs of the increment that the checkpoint does not know
 
     @property
     def resumed_from(self) -> Path | None:
@@ -51,7 +53,10 @@ class Beginning:
             before, own = (one.increment for one in self.lineage[-2:])
             numbers = ", ".join(map(str, range(before + 1, own)))
             skipped = f", without increment {numbers}" if numbers else ""
-            return [f"goes on from {self.checkpoint}{skipped}{reset}"]
+            joined = ""
+            if self.joined is not None:
+                joined = f"; {', '.join(self.joined.names)} joined, at weight 0"
+            return [f"goes on from {self.checkpoint}{skipped}{reset}{joined}"]
         return []
 
     def load(
@@ -74,8 +79,8 @@ class Beginning:
         if self.how == "weights":
             load_checkpoint(self.checkpoint, sharded, None, ranks, PARTS_OF_ALGORITHMS)
         else:
-            rows = self.reset_rows
-            load_into_grown_tables(self.checkpoint, sharded, optimizer, ranks, outer, rows)
+            rows, joined = self.reset_rows, self.joined
+            load_into_grown_tables(self.checkpoint, sharded, optimizer, ranks, outer, rows, joined)
         return RunProgress()
 
 
@@ -95,7 +100,12 @@ def beginning_of(
     lineage = extend_lineage(before, dataset)
     if checkpoint is None:
         return Beginning("fresh", None, lineage, {})
-    return Beginning("continued", checkpoint, lineage, _reset_since([*skipped, dataset]))
+    resets, last = (
+        _reset_since([*skipped, dataset]),
+        find_earlier_increment(dataset, 1 + len(skipped)),
+    )
+    joined = None if last is None else find_joined_inputs(last, dataset, config.model)
+    return Beginning("continued", checkpoint, lineage, resets, joined)
 
 
 def _reset_since(datasets: Sequence[Dataset]) -> dict[str, Int64]:

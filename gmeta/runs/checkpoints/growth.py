@@ -13,6 +13,7 @@ from gmeta.config.train_config import ADAGRADS, OuterConfig
 from gmeta.distributed.ranks import Ranks
 from gmeta.distributed.sharded_learner import DistributedLearner
 from gmeta.platform.internals import ShardedTensor
+from gmeta.runs.checkpoints.joined_inputs import JoinedInputs
 from gmeta.runs.checkpoints.loader import collect_state, load_checkpoint
 from metaio.ragged import Int64
 
@@ -24,16 +25,18 @@ def load_into_grown_tables(
     ranks: Ranks,
     outer: OuterConfig,
     reset_rows: Mapping[str, Int64],
+    joined: JoinedInputs | None = None,
 ) -> None:
     """Fill a fresh model and its optimizer from a checkpoint of any number of ranks, whose tables
-    may have fewer rows; Adagrad's sums are discounted as `outer` says."""
+    may have fewer rows, and which may lack inputs that `joined` since; Adagrad's sums are
+    discounted as `outer` says."""
     # Rows in `reset_rows` mean another value from now on: they keep initial values and no momentum.
     fresh = [
         (part, rows, part[rows].clone())
         for table, first_row, part in _iterate_table_parts(sharded, optimizer)
         if (rows := _select_rows(reset_rows.get(table), first_row, len(part))).numel()
     ]
-    load_checkpoint(path, sharded, optimizer, ranks, tables_may_grow=True)
+    load_checkpoint(path, sharded, optimizer, ranks, tables_may_grow=True, joined=joined)
     with torch.no_grad():
         for values in _iterate_adagrad_sums(sharded, optimizer, outer):
             decay_sums(values, outer.adagrad_decay)

@@ -15,6 +15,7 @@ from gmeta.distributed.sharded_learner import DistributedLearner
 from gmeta.errors import GMetaError, UserError
 from gmeta.runs.checkpoints.index import IndexedReader, fit_grown_index
 from gmeta.runs.checkpoints.integrity import DAMAGE, check_files, describe_failure, first_failure
+from gmeta.runs.checkpoints.joined_inputs import GrownLayers, JoinedInputs
 from gmeta.runs.checkpoints.progress_file import (
     FALL_BACK,
     choose_remedy,
@@ -42,9 +43,11 @@ def load_checkpoint(
     ranks: Ranks,
     may_lack: tuple[str, ...] = (),
     tables_may_grow: bool = False,
+    joined: JoinedInputs | None = None,
 ) -> RunProgress:
     """Fill the model, and the optimizer if there is one, from a checkpoint. It may lack tensors
-    whose names begin with one of `may_lack`; with `tables_may_grow` also rows of tables."""
+    whose names begin with one of `may_lack`; with `tables_may_grow` also rows of tables, and what
+    reads the inputs that `joined` since."""
     if optimizer is not None:
         # torch makes the state at the first step, and only what exists can be filled.
         initialise_optimizer_state(optimizer)
@@ -64,6 +67,10 @@ def load_checkpoint(
         wanted = {**state, "model": model, **_without_outer_momentum(state, there)}
         if tables_may_grow:
             reader.index = fit_grown_index(reader.index, wanted, TABLE_KEYS)
+        grown = None
+        if joined is not None:
+            grown = GrownLayers(joined, sharded.local.learner, reader.index)
+            wanted = grown.fit(wanted)
         # Each group of ranks fills its own copy of the tables.
         inside = sharded.local.levels.inside
         load_shards(wanted, storage_reader=reader, process_group=inside.control)
@@ -88,6 +95,8 @@ def load_checkpoint(
             f"checkpoint {path} cannot be loaded: {reason}. "
             f"{choose_remedy(first_failure(error), damaged)}"
         ) from error
+    if grown is not None:
+        grown.place()
     # The live tensors were filled in place; this notifies the modules.
     sharded.load_state_dict(state["model"])
     if optimizer is not None:

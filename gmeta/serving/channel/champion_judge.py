@@ -21,7 +21,12 @@ from gmeta.metrics.catalogue import Scoring, loss_metric, predicted_by
 from gmeta.metrics.row_metrics import logloss_N
 from gmeta.metrics.scores import split_terms
 from gmeta.metrics.terms import Terms, sum_T
-from gmeta.serving.channel.gate_predictions import GatePredictions, predict_gate, to_optional_values
+from gmeta.serving.channel.gate_predictions import (
+    GatePredictions,
+    knows_inputs,
+    predict_gate,
+    to_optional_values,
+)
 from gmeta.serving.model_loader import load
 from metaio.format.dataset import Dataset
 from metaio.quantities import format_count
@@ -93,7 +98,8 @@ def judge(
     compared = _Comparison(scoring, metric, margin, band)
     for window in range(pool + 1):
         dataset = datasets(window)
-        if dataset is None:
+        # Windows from before an input joined show nothing of it.
+        if dataset is None or (window and not knows_inputs(served.config, dataset)):
             break
         # A window without a task says nothing; an unknown split is an error of predict_gate.
         if split in dataset.splits and not dataset.splits[split].num_episodes:

@@ -22,10 +22,12 @@ from gmeta.errors import UserError
 from gmeta.metrics.terms import Array, Terms, Value
 from gmeta.serving.exported_folder import ExportedConfig, read_vocabulary, vocabulary_file
 from gmeta.serving.served_model import ServedModel
+from metaio.format.block import find_features_of_values
 from metaio.format.dataset import Dataset, read_verified_file
 from metaio.prepare.schema.schema_file import parse_schema
 from metaio.read.batch import TaskBatch
 from metaio.read.reader import EpisodeRange, read_ranges
+from metaio.stream.schema_changes import may_become
 
 _TASKS_PER_BATCH = 256
 
@@ -48,20 +50,21 @@ def predict_gate(served: ServedModel, model: Path, dataset: Dataset, split: str)
             f"{', '.join(dataset.splits)}. Name one that is not trained on with --split"
         )
     served.choose_threads()
-    row_maps = _map_rows(model, served.config, dataset)
+    columns = find_columns(model, served.config, dataset)
     all_episodes = [EpisodeRange(split, 0, dataset.splits[split].num_episodes)]
     batches = read_ranges(dataset, all_episodes, tasks_per_batch=_TASKS_PER_BATCH)
     parts, judged = [], served.config.judged
     for batch in check_labels(batches, served.config.losses, dataset, split):
-        found = served.predict_batch(_with_model_rows(batch, row_maps))
+        found = served.predict_batch(columns.select(batch))
         after = served.learner.objectives.outer.predictions(found.after_N)
         judged_N = [each.reshape(len(after), -1)[:, judged] for each in (found.label_N, after)]
         is_known_N = ~judged_N[0].isnan()
         task_N = torch.repeat_interleave(batch.task_T, found.layout.lengths_T)
         # Of several labels each has the row's weight.
         weight_N = select_query_rows(batch)[2].reshape(len(task_N), -1)[:, judged]
-        columns = task_N, *judged_N, weight_N if batch.weight_N.numel() else torch.ones(len(after))
-        parts.append([values_N[is_known_N] for values_N in columns])
+        weight_N = weight_N if batch.weight_N.numel() else torch.ones(len(after))
+        values = task_N, *judged_N, weight_N
+        parts.append([values_N[is_known_N] for values_N in values])
     return GatePredictions(*(torch.cat(column).numpy() for column in zip(*parts, strict=True)))
 
 
@@ -72,18 +75,84 @@ def to_optional_values(terms: Mapping[str, Terms | Value]) -> dict[str, float | 
     }
 
 
-def _map_rows(folder: Path, config: ExportedConfig, dataset: Dataset) -> list[Tensor | None]:
-    """Return for each table the model's row [R] of each row of the dataset; None: the same one."""
+@dataclass(frozen=True)
+class ModelColumns:
+    """Where the columns of a model stand in a dataset, which may have more, and its rows of their
+    ids."""
+
+    single: list[int]
+    multi: list[int]
+    dense: list[int]
+    tables: list[int]
+    row_maps: list[Tensor | None]  # for each table the row [R] of each of the dataset; None: same
+    is_all: bool  # the dataset has no others
+
+    def select(self, batch: TaskBatch) -> TaskBatch:
+        """Return the batch as one of the model's own data."""
+        if self.is_all and all(rows is None for rows in self.row_maps):
+            return batch
+        ids, lengths, before = [], [], 0
+        parts = batch.unique_ids_U.split(batch.unique_lengths_B.tolist())
+        place_U = torch.zeros(len(batch.unique_ids_U), dtype=batch.positions_NF.dtype)
+        places = place_U.split(batch.unique_lengths_B.tolist())
+        for rows_R, table in zip(self.row_maps, self.tables, strict=True):
+            mapped = parts[table] if rows_R is None else rows_R[parts[table]]
+            # Several rows of the dataset may become one of the model: that of unknown values.
+            unique, inverse = torch.unique(mapped, return_inverse=True)
+            ids.append(unique)
+            # Positions number the rows of all tables one after the other.
+            places[table].copy_(inverse + before)
+            lengths.append(len(unique))
+            before += len(unique)
+        feature_V = find_features_of_values(batch.multi_lengths_NM.numpy())
+        is_kept_V = torch.from_numpy(np.isin(feature_V, self.multi))
+        return replace(
+            batch,
+            unique_ids_U=torch.cat(ids),
+            unique_lengths_B=torch.tensor(lengths),
+            positions_NF=place_U[batch.positions_NF[:, self.single]],
+            multi_positions_V=place_U[batch.multi_positions_V[is_kept_V]],
+            multi_lengths_NM=batch.multi_lengths_NM[:, self.multi],
+            dense_NK=batch.dense_NK[:, self.dense],
+            event_positions=place_U[batch.event_positions],
+        )
+
+
+def knows_inputs(config: ExportedConfig, dataset: Dataset) -> bool:
+    """Return whether a dataset has all inputs of a model: one from before they joined has not."""
+    ours, theirs = config.features, dataset.features
+    return {*ours.sparse, *ours.dense} <= {*theirs.sparse, *theirs.dense}
+
+
+def find_columns(folder: Path, config: ExportedConfig, dataset: Dataset) -> ModelColumns:
+    """Return where a dataset has the columns of a model in `folder`. Raises UserError: they, or
+    their ids, mean something else."""
     schema = dataset.manifest.recipe.get("schema")
     theirs = parse_schema(schema) if schema is not None else None
     moments = dataset.manifest.recipe.get("moments", {})
-    moments = {name: tuple(moment) for name, moment in moments.items()}
-    ours = {table.name: table.num_rows for table in config.features.tables}
+    ours, has = config.features, dataset.features
+    places = [
+        [index for index, one in enumerate(columns) if one in own]
+        for own, columns in (
+            (getattr(ours, kind), getattr(has, kind)) for kind in ("single", "multi", "dense")
+        )
+    ]
+    single, multi, dense = places
+    kept = replace(
+        has,
+        tables=(),
+        single=tuple(has.single[one] for one in single),
+        multi=tuple(has.multi[one] for one in multi),
+        dense=tuple(has.dense[one] for one in dense),
+    )
+    sizes, tables = {one.name: one.num_rows for one in ours.tables}, [t.name for t in has.tables]
     fits = (
-        config.columns.schema == theirs
-        and dict(config.columns.moments) == moments
-        and replace(config.features, tables=()) == replace(dataset.features, tables=())
-        and list(ours) == [table.name for table in dataset.features.tables]
+        # Inputs may have joined since the model was trained.
+        may_become(config.columns.schema, theirs)
+        and all(tuple(moments.get(name, ())) == own for name, own in config.columns.moments.items())
+        and replace(ours, tables=()) == kept
+        and sizes.keys() <= {*tables}
+        and (theirs is not None or [*sizes] == tables)
     )
     # Without a schema ids mean the same only within one stream, which keeps them.
     is_own = config.source.get("dataset_fingerprint") == dataset.fingerprint
@@ -94,10 +163,13 @@ def _map_rows(folder: Path, config: ExportedConfig, dataset: Dataset) -> list[Te
             f"{dataset.url} was not prepared as the data of the model in {folder} was: its columns "
             "or ids mean something else. Judge on data of the same stream or schema"
         )
-    return [
-        None if is_own else _map_table_rows(folder, config, dataset, table.name, ours[table.name])
-        for table in dataset.features.tables
+    row_maps = [
+        None if is_own else _map_table_rows(folder, config, dataset, name, num_rows)
+        for name, num_rows in sizes.items()
     ]
+    is_all = len(kept.sparse) + len(kept.dense) == len(has.sparse) + len(has.dense)
+    own_tables = [tables.index(name) for name in sizes]
+    return ModelColumns(single, multi, dense, own_tables, row_maps, is_all)
 
 
 def _map_table_rows(
@@ -126,28 +198,3 @@ def _map_table_rows(
         hit = present & (place >= 0)
         row_R[1:][: len(values)][hit] = places[place[hit]] + 1
     return torch.from_numpy(row_R)
-
-
-def _with_model_rows(batch: TaskBatch, row_maps: list[Tensor | None]) -> TaskBatch:
-    if all(rows is None for rows in row_maps):
-        return batch
-    ids, place, lengths, before = [], [], [], 0
-    parts = batch.unique_ids_U.split(batch.unique_lengths_B.tolist())
-    for rows_R, table_ids in zip(row_maps, parts, strict=True):
-        mapped = table_ids if rows_R is None else rows_R[table_ids]
-        # Several rows of the dataset may become one of the model: that of unknown values.
-        unique, inverse = torch.unique(mapped, return_inverse=True)
-        ids.append(unique)
-        # Positions number the rows of all tables one after the other.
-        place.append(inverse + before)
-        lengths.append(len(unique))
-        before += len(unique)
-    place_U = torch.cat(place).to(batch.positions_NF.dtype)
-    return replace(
-        batch,
-        unique_ids_U=torch.cat(ids),
-        unique_lengths_B=torch.tensor(lengths),
-        positions_NF=place_U[batch.positions_NF],
-        multi_positions_V=place_U[batch.multi_positions_V],
-        event_positions=place_U[batch.event_positions],
-    )

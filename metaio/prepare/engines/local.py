@@ -7,6 +7,7 @@ from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 import pyarrow as pa
 
@@ -40,7 +41,7 @@ def prepare(
     options = options or PrepareOptions()
     find_free_place(out, options.overwrite)  # before hours of reading
     report_progress = progress or (lambda phase, done, total: None)
-    limits = {"memory_bytes": options.memory_of_log(schema), "threads": options.threads}
+    limits: Any = {"memory_bytes": options.memory_of_log(schema), "threads": options.threads}
     with DuckSource(inputs, schema, **limits) as source, ExitStack() as opened:
         total = source.survey()
         column = schema.splits.column

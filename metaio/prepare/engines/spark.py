@@ -61,6 +61,7 @@ from metaio.prepare.job import (
 from metaio.prepare.schema.event_columns import check_event_types
 from metaio.prepare.schema.schema import Schema, make_event_schema
 from metaio.prepare.schema.values import check_cases, warn_of_mixed_units
+from metaio.prepare.source.file_groups import FileGroup
 from metaio.prepare.source.input_files import list_file_names
 from metaio.prepare.source.source import check_counts
 from metaio.ragged import Int64
@@ -197,7 +198,7 @@ def _read_events(
     if not schema.event_files:
         return None
     own, names = make_event_schema(schema), list_file_names(schema.event_files)
-    events = read_frame(frame.sparkSession, names, own)
+    events = read_frame(frame.sparkSession, [FileGroup(tuple(names), {}, {})], own)
     check_counts(own, names, *count_nulls(events, own.columns))
     found = dict(zip(own.columns, _arrow_types(events, own), strict=True))
     check_event_types(schema, types, found)

@@ -5,6 +5,7 @@ import pickle
 import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import reduce
 from itertools import groupby
 from operator import itemgetter
 from typing import TYPE_CHECKING, Any
@@ -14,6 +15,7 @@ import pyarrow as pa
 from metaio import errors
 from metaio.errors import AccessError, DataError
 from metaio.prepare.schema.schema import Schema
+from metaio.prepare.source.file_groups import FileGroup
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame, SparkSession
@@ -66,6 +68,16 @@ def translate_failures() -> Iterator[None]:
             f"Spark failed: {errors.to_one_line(_find_reason(text)).rstrip('.')}. Its log says "
             "more; mend the input, or give Spark what it lacks, and run again"
         ) from error
+
+
+def _to_spark_type(kind: str) -> str:
+    """Return DuckDB's name of a type as Spark has it.
+
+    >>> _to_spark_type("VARCHAR"), _to_spark_type("BIGINT[]")
+    ('string', 'array<bigint>')"""
+    if kind.endswith("[]"):
+        return f"array<{_to_spark_type(kind[:-2])}>"
+    return {"VARCHAR": "string", "INTEGER": "int"}.get(kind, kind.lower())
 
 
 def _find_reason(text: str) -> str:
@@ -122,15 +134,28 @@ def count_nulls(frame: "DataFrame", columns: list[str]) -> tuple[int, dict[str, 
 
 
 @translate_failures()
-def read_frame(session: "SparkSession", names: list[str], schema: Schema) -> "DataFrame":
+def read_frame(session: "SparkSession", groups: list[FileGroup], schema: Schema) -> "DataFrame":
     """Return the used columns of all files; raise DataError where Spark cannot read them."""
-    from pyspark.errors import AnalysisException
+    frames = [_read_group(session, group, schema) for group in groups]
+    return reduce(lambda one, other: one.union(other), frames)
 
+
+def _read_group(session: "SparkSession", group: FileGroup, schema: Schema) -> "DataFrame":
+    from pyspark.errors import AnalysisException
+    from pyspark.sql import functions
+
+    names = group.names
     # Hadoop takes a bare path for one of its default file system, and calls S3 s3a.
     urls = [name if "://" in name else f"file://{os.path.abspath(name)}" for name in names]
     urls = [f"s3a{url[2:]}" if url.startswith("s3://") else url for url in urls]
     try:
-        return session.read.parquet(*urls).select(quote_columns(schema.columns))
+        frame = session.read.parquet(*urls)
+        own = [name for name in schema.columns if name not in group.absent]
+        chosen = dict(zip(own, map(functions.col, quote_columns(own)), strict=True))
+        chosen |= {name: functions.lit(None) for name in group.absent}
+        for name, kind in {**group.absent, **group.casts}.items():
+            chosen[name] = chosen[name].cast(_to_spark_type(kind))
+        return frame.select(*(chosen[name].alias(name) for name in schema.columns))
     except AnalysisException as error:
         raise DataError(
             f"Spark cannot read {urls[0]}: {str(error).splitlines()[0]} Correct the path, and "

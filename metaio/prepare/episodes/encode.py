@@ -134,7 +134,7 @@ class Encoder:
             ids_NF[:, index] = self._encode_ids(single, batch[single.column])
         dense_NK = np.empty((num_rows, types["dense_NK"][1] or 0), dtype=np.float32)
         for index, dense in enumerate(schema.dense):
-            dense_N = self._encode_dense(dense, batch[dense.column])
+            dense_N = self.encode_dense(dense, batch[dense.column])
             dense_NK[:, index] = to_float32(dense.column, dense_N, "dense")
         first = len(schema.dense)
         for vector in schema.vector:
@@ -249,7 +249,8 @@ class Encoder:
             column = pa.array(to_int64(column))  # written as they were counted
         return self._indexes[key].rows(column)
 
-    def _encode_dense(self, rule: DenseColumn, column: pa.Array) -> npt.NDArray[np.float64]:
+    def encode_dense(self, rule: DenseColumn, column: pa.Array) -> npt.NDArray[np.float64]:
+        """Return the numbers of a dense column as inputs [N]."""
         numbers = read_dense(rule, column.drop_null())
         if column.null_count:
             # As float64: a fill of 0.5 would become 0 in a column of integers.

@@ -2,7 +2,7 @@
 
 import difflib
 import re
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
 from functools import cached_property, partial
@@ -12,7 +12,7 @@ from typing import Any, Self
 import duckdb
 import pyarrow as pa
 
-from metaio.errors import DataError, TooFewRowsError, to_one_line
+from metaio.errors import DataError, MissingColumnError, TooFewRowsError, to_one_line
 from metaio.format.atomic_folder import open_temporary_folder
 from metaio.prepare.episodes.encode import check_file_nulls
 from metaio.prepare.schema.event_columns import check_event_types
@@ -35,6 +35,7 @@ from metaio.prepare.source.csv_errors import (
     explain_first_bytes,
     make_read_error,
 )
+from metaio.prepare.source.file_groups import FileGroup, find_wider_type, format_group, group_files
 from metaio.prepare.source.input_files import expand_inputs, make_no_rows_error
 from metaio.prepare.source.sql import (
     connect,
@@ -55,6 +56,7 @@ from metaio.prepare.source.text_types import (
     choose_types,
     explain_loss,
     list_declared_types,
+    list_number_columns,
 )
 from metaio.prepare.source.transform import transform_inputs
 
@@ -91,9 +93,17 @@ class DuckSource:
     """The raw rows of all inputs as one table; a context manager."""
 
     def __init__(
-        self, inputs: list[str], schema: Schema, *, memory_bytes: int, threads: int
+        self,
+        inputs: list[str],
+        schema: Schema,
+        *,
+        memory_bytes: int,
+        threads: int,
+        fill: Mapping[str, str] | None = None,
     ) -> None:
+        """Open the files, which may lack the columns in `fill`, given with their SQL types."""
         self._schema = schema
+        self._fill = fill
         with ExitStack() as opened:
             # For unpacked archives, and for what does not fit in memory.
             self._folder = opened.enter_context(open_temporary_folder())
@@ -117,11 +127,17 @@ class DuckSource:
         self._options = format_text_options(self._text)
         self._by_name = ""  # set where columns of another file have another order, or no type
         self._learnt: dict[str, str] = {}  # types of columns that are null in a Parquet file
+        self._widened: set[str] = set()  # columns whose types differ between Parquet files
         self._spelled: dict[str, str] = {}  # all columns, where DuckDB cannot find them out
         self._as_given, self._given_options = self._files, self._options
-        of_rows = next(filter(self.has_rows, self.names), None)  # its types are taken
-        first = of_rows or self.names[0]
         rule = schema.transform
+        self._types: dict[str, str] = {}
+        self._casts_of: dict[str, dict[str, str]] = {}  # by file, columns of a narrower type
+        self._absent_of = {} if rule else {name: self._find_absent(name) for name in self.names}
+        # The types are taken of the first file with rows that has all columns, or most of them.
+        by_absent = sorted(self.names, key=lambda name: len(self._absent_of.get(name, ())))
+        of_rows = next(filter(self.has_rows, by_absent), None)
+        first = of_rows or self.names[0]
         self.bad_lines: list[BadLine] = []  # that were left out
         self._first = self.names.index(first)
         if self._files.kind == "text" and not shows_quotes(first, self._text.encoding):
@@ -140,6 +156,8 @@ class DuckSource:
             with self._translate_errors(""):
                 copying = self._text, self._folder, self._find_bad_rows, self._describe_file
                 self.bad_lines = replace_by_copies(names, *copying)
+            copies = zip(names, self.names, strict=True)
+            self._absent_of = {copy: self._absent_of.get(name, []) for copy, name in copies}
             first = names[self._first]
         given_as = dict(zip(self._files.names, self.names, strict=True))
         if rule is not None:
@@ -150,10 +168,14 @@ class DuckSource:
         others = [name for name in self._files.names if name != first]
         if self._files.kind != "text":
             self._learn_types(others)
+        self._take_absent_types(first, others)
         self._check_columns(first)
         if of_rows is None and rule is None:
             raise make_no_rows_error(self.names, self.given)
         left_out = {name for name in others if not self._has_same_types(name, first)}
+        if self._widened:
+            self._casts_of = {name: self._find_casts(name) for name in self._files.names}
+            self._learnt = {column: self._types[column] for column in self._learnt}
         if self._files.kind == "Parquet" and self._learnt:
             self._by_name = ", union_by_name = true"
         self.names = [name for name in self.names if name not in left_out]
@@ -170,6 +192,55 @@ class DuckSource:
         self._asked = {} if kind == "Parquet" else choose_types(schema, self._types, kind)
         self._table = self._scan(self._files.names, self._asked)
         self.left_out = {"empty_files": len(self._files.empty)}
+
+    def _find_absent(self, name: str) -> list[str]:
+        """Return the columns that a file lacks and may lack; of JSON only all files tell."""
+        if not self._fill or self._files.kind == "JSON":
+            return []
+        # Without types: DuckDB takes none for a column that is not there. What cannot be described
+        # is refused where types are inferred.
+        table = format_scan(self._files, [name], self._options)
+        with suppress(duckdb.Error):
+            rows = self._connection.sql(f"DESCRIBE SELECT * FROM {table}").fetchall()
+            return [column for column in self._fill if column not in {row[0] for row in rows}]
+        return []
+
+    def _take_absent_types(self, first: str, others: list[str]) -> None:
+        """Set the types of columns that the first file lacks and may lack."""
+        absent = self._absent_of.get(first, [])
+        if self._files.kind == "JSON":
+            absent = [column for column in self._fill or () if column not in self._types]
+            self._absent_of = dict.fromkeys(self._files.names, absent) if absent else {}
+        for name in others if absent and self._files.kind != "JSON" else ():
+            # Of another file that has it, by whose values it is compared.
+            known = {c: kind for c, kind in self._infer_column_types(name).items() if c in absent}
+            self._types = known | self._types
+        self._types = {c: (self._fill or {})[c] for c in absent} | self._types
+
+    def _find_casts(self, name: str) -> dict[str, str]:
+        types = self._infer_column_types(name)
+        own = {c: types[c] for c in self._widened if types.get(c) not in OF_NO_VALUE}
+        return {c: self._types[c] for c, kind in own.items() if kind != self._types[c]}
+
+    @property
+    def groups(self) -> list[FileGroup]:
+        """Return the files, in groups where some lack columns or hold narrower types."""
+        return self._group(self._files.names, {})
+
+    def _group(self, names: Iterable[str], types: Mapping[str, str]) -> list[FileGroup]:
+        absent = {} if self._files.kind == "JSON" else self._absent_of
+        return group_files(names, absent, self._casts_of, {**self._types, **types})
+
+    def count_absent(self) -> dict[str, int]:
+        """Return by column how many rows are of files that lack it."""
+        found = {}
+        for column in dict.fromkeys(c for absent in self._absent_of.values() for c in absent):
+            names = [name for name in self._files.names if column in self._absent_of.get(name, ())]
+            counts = f"count(*) - count({quote_column(column)})"
+            if names:
+                table = self._scan(names, self._asked)
+                ((found[column],),) = self._fetch(f"SELECT {counts} FROM {table}")
+        return found
 
     def has_rows(self, name: str) -> bool:
         """Return whether a file has any row, even one that cannot be read."""
@@ -233,10 +304,20 @@ class DuckSource:
         return {place: rows for place, rows in found.items() if rows}
 
     def _scan(self, names: list[str], types: dict[str, str] | None, more: str = "") -> str:
-        """Return the table function that reads these files, with these types where given."""
+        """Return the table that these files are, with these types where given."""
+        groups = self._group(names, types or {})
+        if len(groups) == 1 and not groups[0].casts and not groups[0].absent:
+            return self._scan_alike(names, types, more)
+        queries = [format_group(one, self._scan_alike([*one.names], types, more)) for one in groups]
+        return f"({' UNION ALL BY NAME '.join(queries)})"
+
+    def _scan_alike(self, names: list[str], types: dict[str, str] | None, more: str = "") -> str:
+        """Return the table function that reads files with the same columns."""
         columns = f", columns = {format_struct(types)}" if types else ""
         columns = self._by_name if self._files.kind == "Parquet" else columns
         typed = self._spelled | list_declared_types(self._schema) | (types or {})
+        absent = self._absent_of.get(names[0], ()) if self._files.kind == "text" else ()
+        typed = {column: kind for column, kind in typed.items() if column not in absent}
         of_folders = {c: typed.pop(c) for c in self._folders if c in typed}
         option = "columns" if self._spelled else "types"
         declared = f", {option} = {format_struct(typed)}" if typed else ""
@@ -246,7 +327,7 @@ class DuckSource:
 
     def _infer_column_types(self, name: str) -> dict[str, str]:
         """Return the SQL type of each column of a file, by its first rows."""
-        describe = f"DESCRIBE SELECT * FROM {self._scan([name], None)}"
+        describe = f"DESCRIBE SELECT * FROM {self._scan_alike([name], None)}"
         try:
             rows = self._connection.sql(describe).fetchall()
         except duckdb.InvalidInputException as error:
@@ -254,7 +335,7 @@ class DuckSource:
                 self._check_ragged_rows(name)
                 raise self._make_error(error, name) from error
             self._spell_out(name, error)
-            rows = self._fetch(f"DESCRIBE SELECT * FROM {self._scan([name], None)}", name)
+            rows = self._fetch(f"DESCRIBE SELECT * FROM {self._scan_alike([name], None)}", name)
         except duckdb.Error as error:
             raise self._make_error(error, name) from error
         types = {row[0]: row[1] for row in rows}
@@ -308,7 +389,9 @@ class DuckSource:
                 remedy = "Correct the schema"
                 if self._files.kind == "text" and len(self._types) == 1:
                     remedy = "Name what separates the values: separator under [text] in the schema"
-                raise DataError(f"input {name} has no column {column}; {hint} {remedy}")
+                elif self._fill is not None:
+                    remedy += ', or say what its null is: null = "unknown", or fill = VALUE'
+                raise MissingColumnError(f"input {name} has no column {column}; {hint} {remedy}")
             if self._types[column] == "JSON" and column not in numbers:
                 raise DataError(
                     f"column {column} of input {name} holds values of several kinds, or none. "
@@ -337,10 +420,10 @@ class DuckSource:
             self._by_name = ", union_by_name = true"
         for column, kind in wanted.items():
             if column not in types:
-                if self._files.kind == "JSON":
+                if self._files.kind == "JSON" or column in self._absent_of.get(name, ()):
                     continue  # null in all of its rows
                 self._check_ragged_rows(name)
-                raise DataError(
+                raise MissingColumnError(
                     f"input {name} has no column {column}, but {first} has. Make the files agree"
                 )
             # Types of text are guesses, and rows that do not fit are refused later; but the zone of
@@ -350,6 +433,12 @@ class DuckSource:
                 self._learnt[column] = kind  # null in all of its rows, whatever their type
                 continue
             if types[column] != kind and (self._files.kind == "Parquet" or zones):
+                as_number = column in list_number_columns(self._schema)
+                wider = find_wider_type(types[column], kind, as_number)
+                if wider is not None and not zones:
+                    self._types[column] = wider
+                    self._widened.add(column)
+                    continue
                 if self.has_rows(name):
                     raise DataError(
                         f"column {column} is {types[column]} in {name} and {kind} in {first}. "

@@ -50,6 +50,13 @@ def _list_id_columns(schema: Schema) -> set[str | None]:
     return {schema.task.column, row_id, *sparse}
 
 
+def list_number_columns(schema: Schema) -> set[str]:
+    """Return the columns that hold numbers alone, in which 1 and 1.0 are the same."""
+    numbers = {*schema.label_columns, *(c.column for c in schema.dense)}
+    numbers |= {c.column for c in schema.vector}
+    return numbers - _list_id_columns(schema) - {schema.time.column if schema.time else ""}
+
+
 def choose_types(schema: Schema, guessed: Mapping[str, str], file_kind: FileKind) -> dict[str, str]:
     """Return the types to read columns by: the guessed ones, except where later rows may differ."""
     # As UUID it would be rewritten in lower case, unlike other rows and requests.

@@ -311,7 +311,8 @@ def test_a_file_is_taken_once_whatever_its_name(tmp_path: Path) -> None:
     )
     assert catch_message(DataError, append, stream, log(1), "a.parquet") == (
         f"input {file} was taken into increment 1 with other content: it was rewritten since, and "
-        "increments do not change. Give new rows in a file of a new name, or begin a new stream"
+        "increments do not change. Give new rows in a file of a new name, with --backfill the file "
+        "as it is, or begin a new stream"
     )
     old = log(0, seed=1)
     old = old.filter(pa.array(old["time"].to_numpy() < end))
@@ -371,9 +372,10 @@ def test_what_a_stream_cannot_be_is_said(tmp_path: Path) -> None:
         "--schema"
     )
     append(stream, log(0), schema=schema())
-    assert catch_message(DataError, append, stream, log(1), schema=schema(gate=0.1)) == (
+    assert catch_message(SchemaError, append, stream, log(1), schema=schema(gate=0.1)) == (
         f"the schema differs from that of the stream {stream} in stream: rows of both would not "
-        "mean the same. Leave --schema out, or begin a new stream"
+        "mean the same. Inputs may join, and policies change (docs/streams.md); else leave "
+        "--schema out, or begin a new stream"
     )
     body = schema().to_json()
     with pytest.raises(SchemaError, match="a stream is ordered by event time"):

@@ -7,6 +7,7 @@ import shutil
 import signal
 import sys
 from pathlib import Path
+from typing import Any
 
 import pyarrow as pa
 import pytest
@@ -17,6 +18,7 @@ from metaio.format.inspection import find_damage
 from metaio.prepare.schema.schema_file import parse_schema
 from metaio.stream.chain import open_stream
 from metaio.stream.extend import extend
+from tests.metaio.stream.changing import filling
 from tests.metaio.stream.logs import OPTIONS, append, changed, log, schema
 from tests.support.processes import with_imports_ready
 
@@ -26,7 +28,7 @@ KILLS = int(os.environ.get("METAIO_STREAM_KILLS", "2"))
 EVENTS = {"open", "os.mkdir", "os.rename", "os.remove", "os.rmdir", "shutil.rmtree"}
 
 
-def _extend(stream: str, file: str, last_event: int, count_to: str) -> None:
+def _extend(stream: str, file: str, last_event: int, count_to: str, how: dict[str, Any]) -> None:
     """Append the file; die at that event, or write down how many there were."""
     seen = 0
 
@@ -38,15 +40,17 @@ def _extend(stream: str, file: str, last_event: int, count_to: str) -> None:
                 os.kill(os.getpid(), signal.SIGKILL)
 
     sys.addaudithook(watch)
-    extend([file], stream, None, OPTIONS)
+    extend([file], stream, None, OPTIONS, **how)
     Path(count_to).write_text(str(seen))
 
 
-def in_a_process(stream: Path, file: Path, last_event: int) -> int:
+def in_a_process(
+    stream: Path, file: Path, last_event: int, how: dict[str, Any] | None = None
+) -> int:
     """The exit code, below 0 where it was killed."""
     count = stream.parent / "events"
     process = with_imports_ready().Process(
-        target=_extend, args=(str(stream), str(file), last_event, str(count))
+        target=_extend, args=(str(stream), str(file), last_event, str(count), how or {})
     )
     process.start()
     process.join()
@@ -58,14 +62,16 @@ def test_a_kill_at_any_point_leaves_the_stream_with_the_increment_or_not(tmp_pat
     stream, base = tmp_path / "s", tmp_path / "base"
     # With rows that wait for their labels, and others that correct them.
     late = {"label": {"column": "click", "matures": "30h"}}
-    waiting = parse_schema(schema().to_json() | late)
+    waiting = parse_schema(filling().to_json() | late)
     append(stream, log(0, days=2, rows=300), "0.parquet", schema=waiting)
     append(stream, log(2, rows=150), "1.parquet")
     shutil.copytree(stream, base)
     file = tmp_path / "logs" / "2.parquet"
     corrections = changed(log(2, rows=150), "click", [1] * 150).slice(100)
-    append(stream, pa.concat_tables([log(3, rows=150), corrections]), file.name)
+    both = pa.concat_tables([log(3, rows=150), corrections])
+    append(stream, both.drop_columns(["city"]), file.name)  # which is filled
     expected = open_stream(str(stream)).newest
+    assert expected.report["missing_columns"] == {"city": 200}
     assert expected.report["account"]["corrections"] == 50
     shutil.rmtree(stream)
     shutil.copytree(base, stream)

@@ -17,6 +17,7 @@ from metaio.prepare.schema.schema import Schema
 from metaio.stream.chain import IncrementRecord, open_stream
 from metaio.stream.extend import extend
 from metaio.stream.spark_engine import make_spark_engine
+from tests.metaio.stream.changing import NARROW, cast, filling
 from tests.metaio.stream.logs import DAY, OPTIONS, changed, log, schema
 
 pytest.importorskip("pyspark", reason="needs the extra spark")
@@ -99,6 +100,33 @@ def test_spark_and_one_machine_write_the_same_stream(
     assert late > 0
     assert returning > 0
     assert (reused > 0) == ("ttl" in rule)
+
+
+def test_spark_reads_files_whose_columns_differ_as_one_machine_does(
+    tmp_path: Path, session: Any
+) -> None:
+    one, many = tmp_path / "one", tmp_path / "many"
+    for day in range(3):
+        inputs = written(tmp_path / "logs", day)
+        tables = [pq.read_table(name) for name in inputs]
+        if day == 1:  # beside a file that has the columns
+            pq.write_table(tables[0].drop_columns(["item", "tags", "price"]), inputs[0])
+            narrow = {name: kind for name, kind in NARROW.items() if name != "click"}
+            pq.write_table(cast(tables[1], narrow), inputs[1])
+        for name, table in zip(inputs, tables, strict=True) if day == 2 else ():
+            pq.write_table(table.drop_columns(["city", "price"]), name)
+        given = filling() if day == 0 else None
+        record = extend(inputs, str(one), given, SMALL)
+        by_spark(session, inputs, many, given)
+        expected, found = files(one), files(many)
+        assert [name for name in found | expected if found[name] != expected[name]] == []
+    assert record.report["missing_columns"] == {"city": 500, "price": 500}
+    # An old partition, of which the stream has a part.
+    old = log(1, rows=700, seed=4)
+    pq.write_table(old.slice(0, 300), str(tmp_path / "old.parquet"))
+    extend([str(tmp_path / "old.parquet")], str(one), None, SMALL, backfill=True)
+    by_spark(session, [str(tmp_path / "old.parquet")], many, None, backfill=True)
+    assert files(one) == files(many)
 
 
 def test_spark_refuses_what_one_machine_refuses(tmp_path: Path, session: Any) -> None:
