@@ -20,6 +20,7 @@ episodes (_quality_outside.py says what it is given and prints). Where it fails,
 that is not installed, the column is left out with the reason."""
 
 import os
+import re
 import shutil
 import sys
 import time
@@ -33,13 +34,21 @@ from _common import REPOSITORY, available_cores, environment, finish, make_parse
 from _quality_jobs import Job, JobError, Ran, gmeta_processes, run_jobs
 from _quality_outside import Values, measure_outside
 from _quality_page import Measured, page
-from _quality_protocols import FIRST_TRY, PROTOCOLS, Protocol
+from _quality_protocols import (
+    FIRST_TRY,
+    NO_EVENTS,
+    NO_EVENTS_PLAIN,
+    PROTOCOLS,
+    READS_EVENTS,
+    WITH_EVENTS,
+    Protocol,
+)
 from _quality_tables import counts, figures, rows_of, text_lines
 
 from gmeta.cli.commands.init import begin_with
 
 DATA = REPOSITORY.parent / "shared" / "data"
-ALL = (*PROTOCOLS, *FIRST_TRY)
+ALL = (*PROTOCOLS, *FIRST_TRY, *WITH_EVENTS)
 NAMES = [protocol.name for protocol in ALL]
 # --quick: what fits into a minute of two busy cores.
 QUICK = ("movielens-100k", "synthetic")
@@ -113,7 +122,7 @@ def measure(
         for name in (*protocol.configs(place), *(() if quick or seed else protocol.others))
     ]
     # As `gmeta init --run` has it, the adapted run of a log begins with the plain one.
-    second = [job for job in trainings if protocol.log and job.out.name == "adapted"]
+    second = [job for job in trainings if protocol.log and job.out.name in ("adapted", NO_EVENTS)]
     trained = run_jobs([job for job in trainings if job not in second], parallel, context)
     trained += run_jobs(second, parallel, context)
     evaluations = [
@@ -138,13 +147,23 @@ def prepare(
         return run_jobs([prepare_job(protocol, raw, place / "data", quick=quick)], 1, context)[0]
     place.mkdir(parents=True, exist_ok=True)
     log, made, data = place / "log.csv", place / "made", place / "data"
+    if protocol.recipe:
+        raw = place / "raw"
+        run_jobs([prepare_job(protocol, raw, raw, quick=quick)], 1, context)
     query = protocol.log.format(raw=str(raw).replace("'", "''"))
     duckdb.sql(query).write_csv(str(log))
     run_jobs(
         [Job(("init", str(log), *protocol.init, "--out", str(made)), made, (log,))], 1, context
     )
-    words = ("prepare", "--schema", str(made / "schema.toml"), str(log), str(data))
-    return run_jobs([Job(words, data, (place / "made.done",))], 1, context)[0]
+    schema = made / "schema.toml"
+    if protocol.events:
+        text = schema.read_text()
+        if protocol.split_by:
+            text = re.sub(r"^shares = .*$", protocol.split_by, text, flags=re.MULTILINE)
+        schema = place / "schema.toml"
+        schema.write_text(f"{text}\n[events]\n{protocol.events}\n")
+    words = ("prepare", "--schema", str(schema), str(log), str(data))
+    return run_jobs([Job(words, data, (place / "made.done", schema))], 1, context)[0]
 
 
 def tell_outside(protocol: Protocol, script: Path, place: Path) -> Values:
@@ -172,9 +191,12 @@ def train_job(protocol: Protocol, name: str, seed: int, place: Path, *, quick: b
     overrides = [f"data.path={place / 'data'}", f"run.dir={out}", f"run.seed={seed}"]
     if protocol.log and name == "plain":
         overrides.append("algorithm.name=none")
-    elif protocol.log:
-        overrides += begin_with(str(out.with_name("plain")))
-        read.append(out.with_name("plain.done"))
+    elif protocol.log and name != NO_EVENTS_PLAIN:
+        plain = NO_EVENTS_PLAIN if name == NO_EVENTS else "plain"
+        overrides += begin_with(str(out.with_name(plain)))
+        read.append(out.with_name(f"{plain}.done"))
+    if protocol.events and name in configs:
+        overrides += READS_EVENTS
     shorter = QUICK_TRAIN if quick else ()
     overrides += [*protocol.train, *protocol.others.get(name, ()), "run.keep_last=1", *shorter]
     return Job(("train", str(config), *overrides), out, tuple(read))
