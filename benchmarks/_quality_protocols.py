@@ -23,9 +23,9 @@ class Protocol:
     ahead everywhere. `others` are other algorithms: overrides of the adapted config by name, run
     with the first seed alone. One with a `log` has neither recipe nor config: this query makes a
     log of the files of the folder `{raw}`, or of what its recipe writes, and what `gmeta init`
-    makes of that, with the options `init`, is all that is set. But where it has `events`, a block
-    of the schema, the runs read these by READS_EVENTS, and others beside them do not; `split_by`
-    is then in the place of the shares of tasks."""
+    makes of that, with the options `init`, is all that is set, but for `split_by` in the place of
+    the shares of tasks. With `events` all have the dataset of `gmeta init --events`, and the config
+    of it or, the others, that of `gmeta init`."""
 
     name: str
     title: str
@@ -45,7 +45,7 @@ class Protocol:
     others: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     log: str = ""
     init: tuple[str, ...] = ()
-    events: str = ""
+    events: bool = False
     split_by: str = ""
 
     def configs(self, place: Path) -> dict[str, Path]:
@@ -233,25 +233,11 @@ def _at_the_first_try(
     )
 
 
-# What a run with events changes in the config of `gmeta init`, chosen on the validation split of
-# grocery: the encoder reads embeddings of items, which statistics alone have no use for.
-READS_EVENTS = (
-    "model.events=sasrec",
-    "model.event_options.blocks=1",
-    "model.event_options.dropout=0.3",
-    "model.embedding_dim=64",
-    "outer.dense_lr=0.003",
-    "outer.sparse_optimizer=adam",
-    "outer.sparse_lr=0.002",
-    "outer.sparse_weight_decay=0",
-    "outer.embedding_init_std=0.02",
-    "run.epochs=6",
-)
 NO_EVENTS, NO_EVENTS_PLAIN = "without events", "without events, plain"
 
 
 def _with_events(
-    name: str, title: str, about: str, log: str, label: str, events: str, *,
+    name: str, title: str, about: str, log: str, label: str, *,
     folder: str = "", recipe: str = "", prepare: tuple[str, ...] = (), split: str = "user-cold",
     split_by: str = "",
 ) -> Protocol:  # fmt: skip
@@ -264,17 +250,16 @@ def _with_events(
         splits=(split,),
         metrics=CLICKS,
         draws=False,
-        about=f"{about} `[events]`: `{events.replace(chr(10), ', ')}`.",
+        about=about,
         tuned=(0, 0),
         by_hand=(0, 0),
         judged_by="nothing was chosen",
         why="the models that fine-tune read the same events.",
         prepare=prepare,
-        train=("run.early_stop_patience=5",),
         others={NO_EVENTS_PLAIN: ("algorithm.name=none",), NO_EVENTS: ()},
         log=log,
         init=("--label", label, "--task", "user"),
-        events=events,
+        events=True,
         split_by=split_by,
     )
 
@@ -284,7 +269,7 @@ WITH_EVENTS = (
         "grocery", "grocery purchases", "Purchases against drawn items; the newest are predicted.",
         "SELECT user_id AS user, item_id AS item, i_category AS category, l.time, 1 AS bought "
         "FROM '{raw}/grocery.tsv' l JOIN '{raw}/grocery_items.tsv' USING (item_id)",
-        "bought", 'columns = ["item", "category"]\nlongest = 100', folder="cold",
+        "bought", folder="cold",
     ),
     _with_events(
         "movielens-100k", "MovieLens-100k by time",
@@ -294,8 +279,7 @@ WITH_EVENTS = (
         i."timestamp:float"::BIGINT AS "time", (i."rating:float" >= 4)::INT AS click
         FROM read_csv('{raw}/ml-100k.inter', delim='\t', header=true) i
         JOIN read_csv('{raw}/ml-100k.item', delim='\t', header=true) m USING ("item_id:token")""",
-        "click", 'columns = ["item", "genre"]\nwhere = "click = 1"\nlongest = 200',
-        folder="ml-100k", split="test",
+        "click", folder="ml-100k", split="test",
         split_by="by_time = { train = 0.7, valid = 0.1, test = 0.2 }",
     ),
     _with_events(
@@ -305,8 +289,8 @@ WITH_EVENTS = (
         ".884.",
         'SELECT "user", item, genre, brand, age, region, device, "hour", price, item_age, '
         "position, time, click FROM '{raw}/day=*/*.parquet'",
-        "click", 'columns = ["item", "genre", "brand"]\nwhere = "click = 1"\nlongest = 50',
-        recipe="synthetic-days", prepare=("--days", "5", "--tasks", "2000", "--drift", "0.5"),
+        "click", recipe="synthetic-days",
+        prepare=("--days", "5", "--tasks", "2000", "--drift", "0.5"),
         split="test", split_by="by_time = { train = 0.6, valid = 0.2, test = 0.2 }",
     ),
 )  # fmt: skip

@@ -39,7 +39,6 @@ from _quality_protocols import (
     NO_EVENTS,
     NO_EVENTS_PLAIN,
     PROTOCOLS,
-    READS_EVENTS,
     WITH_EVENTS,
     Protocol,
 )
@@ -152,18 +151,21 @@ def prepare(
         run_jobs([prepare_job(protocol, raw, raw, quick=quick)], 1, context)
     query = protocol.log.format(raw=str(raw).replace("'", "''"))
     duckdb.sql(query).write_csv(str(log))
-    run_jobs(
-        [Job(("init", str(log), *protocol.init, "--out", str(made)), made, (log,))], 1, context
-    )
-    schema = made / "schema.toml"
+    kinds = {made: ("--events",) * protocol.events}
     if protocol.events:
-        text = schema.read_text()
-        if protocol.split_by:
-            text = re.sub(r"^shares = .*$", protocol.split_by, text, flags=re.MULTILINE)
+        kinds[place / "without-events"] = ()
+    jobs = [
+        Job(("init", str(log), *protocol.init, *words, "--out", str(out)), out, (log,))
+        for out, words in kinds.items()
+    ]
+    run_jobs(jobs, 1, context)
+    schema = made / "schema.toml"
+    if protocol.split_by:
+        text = re.sub(r"^shares = .*$", protocol.split_by, schema.read_text(), flags=re.MULTILINE)
         schema = place / "schema.toml"
-        schema.write_text(f"{text}\n[events]\n{protocol.events}\n")
-    words = ("prepare", "--schema", str(schema), str(log), str(data))
-    return run_jobs([Job(words, data, (place / "made.done", schema))], 1, context)[0]
+        schema.write_text(text)
+    arguments = ("prepare", "--schema", str(schema), str(log), str(data))
+    return run_jobs([Job(arguments, data, (place / "made.done", schema))], 1, context)[0]
 
 
 def tell_outside(protocol: Protocol, script: Path, place: Path) -> Values:
@@ -187,6 +189,8 @@ def train_job(protocol: Protocol, name: str, seed: int, place: Path, *, quick: b
     """A run of one seed, `name` of protocol.configs or of protocol.others, anew of other data."""
     configs = protocol.configs(place)
     config = configs.get(name, configs["adapted"])
+    if protocol.events and name not in configs:
+        config = place / "without-events" / "train.toml"
     out, read = place / f"seed-{seed}" / name, [config, place / "data.done"]
     overrides = [f"data.path={place / 'data'}", f"run.dir={out}", f"run.seed={seed}"]
     if protocol.log and name == "plain":
@@ -195,8 +199,6 @@ def train_job(protocol: Protocol, name: str, seed: int, place: Path, *, quick: b
         plain = NO_EVENTS_PLAIN if name == NO_EVENTS else "plain"
         overrides += begin_with(str(out.with_name(plain)))
         read.append(out.with_name(f"{plain}.done"))
-    if protocol.events and name in configs:
-        overrides += READS_EVENTS
     shorter = QUICK_TRAIN if quick else ()
     overrides += [*protocol.train, *protocol.others.get(name, ()), "run.keep_last=1", *shorter]
     return Job(("train", str(config), *overrides), out, tuple(read))
