@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from _quality_protocols import FIRST_TRY, PROTOCOLS, Protocol
+from _quality_protocols import FIRST_TRY, PROTOCOLS, WITH_EVENTS, Protocol
 from _quality_tables import Row, counts, markdown
 
 TEMPLATE = Path(__file__).with_name("_results_page.md")
@@ -28,14 +28,17 @@ def page(measured: Sequence[Measured], draws: int, command: str, before: str = "
     parts = _parts(before)
     for one in measured:
         parts[one.protocol.title] = _summary(one), _section(one, draws)
-    shown = [
-        parts[protocol.title] for protocol in (*PROTOCOLS, *FIRST_TRY) if protocol.title in parts
-    ]
+    shown, of_events = (
+        [parts[protocol.title] for protocol in protocols if protocol.title in parts]
+        for protocols in ((*PROTOCOLS, *FIRST_TRY), WITH_EVENTS)
+    )
     return TEMPLATE.read_text().format(
         budget="\n".join(map(_budget, PROTOCOLS)),
         command=command,
         summary="\n".join(summary for summary, _ in shown),
         sections="\n".join(section for _, section in shown),
+        events="\n".join(summary for summary, _ in of_events),
+        event_sections="\n".join(section for _, section in of_events),
     )
 
 

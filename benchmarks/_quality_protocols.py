@@ -22,8 +22,10 @@ class Protocol:
     of adapted and plain, `judged_by` on which splits. `why` says in a sentence why adapting is not
     ahead everywhere. `others` are other algorithms: overrides of the adapted config by name, run
     with the first seed alone. One with a `log` has neither recipe nor config: this query makes a
-    log of the files of the folder `{raw}`, and what `gmeta init` makes of that, with the options
-    `init`, is all that is set."""
+    log of the files of the folder `{raw}`, or of what its recipe writes, and what `gmeta init`
+    makes of that, with the options `init`, is all that is set, but for `split_by` in the place of
+    the shares of tasks. With `events` all have the dataset of `gmeta init --events`, and the config
+    of it or, the others, that of `gmeta init`."""
 
     name: str
     title: str
@@ -43,6 +45,8 @@ class Protocol:
     others: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     log: str = ""
     init: tuple[str, ...] = ()
+    events: bool = False
+    split_by: str = ""
 
     def configs(self, place: Path) -> dict[str, Path]:
         """The config of each run by its name; `place` is the folder of what was made."""
@@ -228,6 +232,68 @@ def _at_the_first_try(
         init=words,
     )
 
+
+NO_EVENTS, NO_EVENTS_PLAIN = "without events", "without events, plain"
+
+
+def _with_events(
+    name: str, title: str, about: str, log: str, label: str, *,
+    folder: str = "", recipe: str = "", prepare: tuple[str, ...] = (), split: str = "user-cold",
+    split_by: str = "",
+) -> Protocol:  # fmt: skip
+    return Protocol(
+        name=f"events-{name}",
+        title=f"Events: {title}",
+        folder=folder,
+        recipe=recipe,
+        config="",
+        splits=(split,),
+        metrics=CLICKS,
+        draws=False,
+        about=about,
+        tuned=(0, 0),
+        by_hand=(0, 0),
+        judged_by="nothing was chosen",
+        why="the models that fine-tune read the same events.",
+        prepare=prepare,
+        others={NO_EVENTS_PLAIN: ("algorithm.name=none",), NO_EVENTS: ()},
+        log=log,
+        init=("--label", label, "--task", "user"),
+        events=True,
+        split_by=split_by,
+    )
+
+
+WITH_EVENTS = (
+    _with_events(
+        "grocery", "grocery purchases", "Purchases against drawn items; the newest are predicted.",
+        "SELECT user_id AS user, item_id AS item, i_category AS category, l.time, 1 AS bought "
+        "FROM '{raw}/grocery.tsv' l JOIN '{raw}/grocery_items.tsv' USING (item_id)",
+        "bought", folder="cold",
+    ),
+    _with_events(
+        "movielens-100k", "MovieLens-100k by time",
+        "Ratings of at least 4 as clicks; the newest fifth of all rows is predicted.",
+        """SELECT i."user_id:token" AS "user", i."item_id:token" AS item,
+        split_part(m."class:token_seq", ' ', 1) AS genre, m."release_year:token" AS "year",
+        i."timestamp:float"::BIGINT AS "time", (i."rating:float" >= 4)::INT AS click
+        FROM read_csv('{raw}/ml-100k.inter', delim='\t', header=true) i
+        JOIN read_csv('{raw}/ml-100k.item', delim='\t', header=true) m USING ("item_id:token")""",
+        "click", folder="ml-100k", split="test",
+        split_by="by_time = { train = 0.7, valid = 0.1, test = 0.2 }",
+    ),
+    _with_events(
+        "synthetic-days", "made-up clicks whose tastes drift",
+        "Five days of 2,000 users each; a user's taste turns into another, a tenth of a circle a "
+        "day, and the last day is predicted. The probabilities that made its clicks have an AUC of "
+        ".88.",
+        'SELECT "user", item, genre, brand, age, region, device, "hour", price, item_age, '
+        "position, time, click FROM '{raw}/day=*/*.parquet'",
+        "click", recipe="synthetic-days",
+        prepare=("--days", "5", "--tasks", "2000", "--drift", "0.1"),
+        split="test", split_by="by_time = { train = 0.6, valid = 0.2, test = 0.2 }",
+    ),
+)  # fmt: skip
 
 # As a newcomer meets gmeta. On the page once they are measured.
 FIRST_TRY = (

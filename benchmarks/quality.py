@@ -20,6 +20,7 @@ episodes (_quality_outside.py says what it is given and prints). Where it fails,
 that is not installed, the column is left out with the reason."""
 
 import os
+import re
 import shutil
 import sys
 import time
@@ -33,13 +34,20 @@ from _common import REPOSITORY, available_cores, environment, finish, make_parse
 from _quality_jobs import Job, JobError, Ran, gmeta_processes, run_jobs
 from _quality_outside import Values, measure_outside
 from _quality_page import Measured, page
-from _quality_protocols import FIRST_TRY, PROTOCOLS, Protocol
+from _quality_protocols import (
+    FIRST_TRY,
+    NO_EVENTS,
+    NO_EVENTS_PLAIN,
+    PROTOCOLS,
+    WITH_EVENTS,
+    Protocol,
+)
 from _quality_tables import counts, figures, rows_of, text_lines
 
 from gmeta.cli.commands.init import begin_with
 
 DATA = REPOSITORY.parent / "shared" / "data"
-ALL = (*PROTOCOLS, *FIRST_TRY)
+ALL = (*PROTOCOLS, *FIRST_TRY, *WITH_EVENTS)
 NAMES = [protocol.name for protocol in ALL]
 # --quick: what fits into a minute of two busy cores.
 QUICK = ("movielens-100k", "synthetic")
@@ -113,7 +121,7 @@ def measure(
         for name in (*protocol.configs(place), *(() if quick or seed else protocol.others))
     ]
     # As `gmeta init --run` has it, the adapted run of a log begins with the plain one.
-    second = [job for job in trainings if protocol.log and job.out.name == "adapted"]
+    second = [job for job in trainings if protocol.log and job.out.name in ("adapted", NO_EVENTS)]
     trained = run_jobs([job for job in trainings if job not in second], parallel, context)
     trained += run_jobs(second, parallel, context)
     evaluations = [
@@ -138,13 +146,26 @@ def prepare(
         return run_jobs([prepare_job(protocol, raw, place / "data", quick=quick)], 1, context)[0]
     place.mkdir(parents=True, exist_ok=True)
     log, made, data = place / "log.csv", place / "made", place / "data"
+    if protocol.recipe:
+        raw = place / "raw"
+        run_jobs([prepare_job(protocol, raw, raw, quick=quick)], 1, context)
     query = protocol.log.format(raw=str(raw).replace("'", "''"))
     duckdb.sql(query).write_csv(str(log))
-    run_jobs(
-        [Job(("init", str(log), *protocol.init, "--out", str(made)), made, (log,))], 1, context
-    )
-    words = ("prepare", "--schema", str(made / "schema.toml"), str(log), str(data))
-    return run_jobs([Job(words, data, (place / "made.done",))], 1, context)[0]
+    kinds = {made: ("--events",) * protocol.events}
+    if protocol.events:
+        kinds[place / "without-events"] = ()
+    jobs = [
+        Job(("init", str(log), *protocol.init, *words, "--out", str(out)), out, (log,))
+        for out, words in kinds.items()
+    ]
+    run_jobs(jobs, 1, context)
+    schema = made / "schema.toml"
+    if protocol.split_by:
+        text = re.sub(r"^shares = .*$", protocol.split_by, schema.read_text(), flags=re.MULTILINE)
+        schema = place / "schema.toml"
+        schema.write_text(text)
+    arguments = ("prepare", "--schema", str(schema), str(log), str(data))
+    return run_jobs([Job(arguments, data, (place / "made.done", schema))], 1, context)[0]
 
 
 def tell_outside(protocol: Protocol, script: Path, place: Path) -> Values:
@@ -168,13 +189,16 @@ def train_job(protocol: Protocol, name: str, seed: int, place: Path, *, quick: b
     """A run of one seed, `name` of protocol.configs or of protocol.others, anew of other data."""
     configs = protocol.configs(place)
     config = configs.get(name, configs["adapted"])
+    if protocol.events and name not in configs:
+        config = place / "without-events" / "train.toml"
     out, read = place / f"seed-{seed}" / name, [config, place / "data.done"]
     overrides = [f"data.path={place / 'data'}", f"run.dir={out}", f"run.seed={seed}"]
     if protocol.log and name == "plain":
         overrides.append("algorithm.name=none")
-    elif protocol.log:
-        overrides += begin_with(str(out.with_name("plain")))
-        read.append(out.with_name("plain.done"))
+    elif protocol.log and name != NO_EVENTS_PLAIN:
+        plain = NO_EVENTS_PLAIN if name == NO_EVENTS else "plain"
+        overrides += begin_with(str(out.with_name(plain)))
+        read.append(out.with_name(f"{plain}.done"))
     shorter = QUICK_TRAIN if quick else ()
     overrides += [*protocol.train, *protocol.others.get(name, ()), "run.keep_last=1", *shorter]
     return Job(("train", str(config), *overrides), out, tuple(read))

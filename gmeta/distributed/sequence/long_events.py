@@ -30,13 +30,13 @@ def spread_long_events(learner: "MetaLearner", config: TrainConfig, ranks: Ranks
     # Pooling has no heads: every kind is the same there.
     heads = getattr(event_options(config.model), "heads", 0)
     sharding = shard_sequences(kind if heads else "ring", heads, ranks)
-    learner.events.over_ranks = LongEvents(sharding, ranks)
+    learner.events.over_ranks = LongEventsOverRanks(sharding, ranks)
     long_from = config.sharding.sequence_from
     learner.event_columns = replace(learner.event_columns, long_from=long_from)
 
 
 @dataclass(frozen=True)
-class LongEvents:
+class LongEventsOverRanks:
     """Encodes long tasks with all ranks, see gmeta_models.sequence.encoder.LongEvents. All methods
     are collective, and so is the backward pass of what they return: each rank's loss uses it."""
 

@@ -41,7 +41,7 @@ def estimate_long_events(
 ) -> LongEventsCost:
     """Return the cost of tasks of so many events and rows each, which the ranks own equally."""
     sent = kept = 0.0
-    # As LongEvents lays them out: up to each power of two they share a rectangle.
+    # As LongEventsOverRanks lays them out: up to each power of two they share a rectangle.
     sizes = sorted({(one - 1).bit_length() for one in events_T})
     for size in sizes:
         own = [one for one in events_T if (one - 1).bit_length() == size]

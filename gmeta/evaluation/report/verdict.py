@@ -30,7 +30,7 @@ class GroupVerdict:
 
 
 @dataclass(frozen=True)
-class Tile:
+class FigureTile:
     """A number with its name, what stands below it, and whether it is good or bad."""
 
     value: str
@@ -68,7 +68,7 @@ def judge_all(verdicts: Sequence[GroupVerdict]) -> GroupVerdict | None:
     return GroupVerdict("", sentence, "bad" if bad else "good" if good > rest else "")
 
 
-def make_tiles(evaluation: Evaluation) -> list[Tile]:
+def make_tiles(evaluation: Evaluation) -> list[FigureTile]:
     """Return a tile for each of the first groups, and one for tasks that adapting makes worse."""
     label = evaluation.metrics[evaluation.headline].label
     tiles = []
@@ -76,7 +76,9 @@ def make_tiles(evaluation: Evaluation) -> list[Tile]:
         line = make_headline(evaluation, group, evaluation.headline)
         change = f"{format_signed(line.change.value)} by adapting"
         kind = {"better": "good", "worse": "bad"}.get(line.change.verdict, "")
-        tiles.append(Tile(format_number(line.after.value), f"{label}, {group.name}", change, kind))
+        tiles.append(
+            FigureTile(format_number(line.after.value), f"{label}, {group.name}", change, kind)
+        )
     gains = [one.task_gains for one in evaluation.groups if one.task_gains is not None]
     if gains:
         sizes = [sum(one.num_tasks_in_bin) for one in gains]
@@ -88,7 +90,7 @@ def make_tiles(evaluation: Evaluation) -> list[Tile]:
         shares = sorted(one.share_worse for one in gains)
         spread = f"; {shares[0]:.0%} to {shares[-1]:.0%} worse off by group" if of_groups else ""
         name = f"of tasks worse off{of_groups}"
-        tiles.append(Tile(f"{worse:.0%}", name, f"{better:.0%} are better off{spread}", ""))
+        tiles.append(FigureTile(f"{worse:.0%}", name, f"{better:.0%} are better off{spread}", ""))
     return tiles
 
 

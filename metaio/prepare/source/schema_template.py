@@ -67,8 +67,8 @@ def has_events(found: InferredRoles) -> bool:
     return bool(found.item and found.select("time"))
 
 
-def format_schema(found: InferredRoles, urls: Sequence[str]) -> str:
-    """Return the schema as TOML."""
+def format_schema(found: InferredRoles, urls: Sequence[str], reads_events: bool = False) -> str:
+    """Return the schema as TOML; its [events] are comments, unless they are to be read."""
     lines = [
         f"# From the first {found.num_rows:,} rows of {to_one_line(' '.join(urls))}: a guess at "
         "what",
@@ -85,7 +85,7 @@ def format_schema(found: InferredRoles, urls: Sequence[str]) -> str:
         lines += _begin_table("[row_id]", row_id, "a number of its own in each row; ")
     lines += _format_ids(found)
     lines += _format_numbers(found)
-    lines += _format_item(found) + _format_events(found)
+    lines += _format_item(found) + _format_events(found, reads_events)
     if found.text != TextRule():
         lines += ["", "[text]"]
     if found.text.encoding != "utf-8":
@@ -173,8 +173,8 @@ def _format_item(found: InferredRoles) -> list[str]:
     return lines
 
 
-def _format_events(found: InferredRoles) -> list[str]:
-    """Return [events] as a proposal, where a log has times and an item."""
+def _format_events(found: InferredRoles, reads_events: bool) -> list[str]:
+    """Return [events], or as a proposal, where a log has times and an item."""
     if not has_events(found):
         return []
     chosen = {found.item, *found.of_item}
@@ -194,10 +194,11 @@ def _format_events(found: InferredRoles) -> list[str]:
         "delay = 0  # how old an event is before the online system knows it",
         '# files = "views/*.parquet"  # another log, whose rows are the events',
     ]
-    about = (
-        "# What a row knows of its task's earlier rows. Uncomment it, and train with model.events:"
-    )
-    return ["", about, "# docs/sequences.md.", *(f"# {line}" for line in rule)]
+    about = "# What a row knows of its task's earlier rows: docs/sequences.md."
+    hint = "# Uncomment it, and train with model.events, or let gmeta init --events do both."
+    if reads_events:
+        return ["", about, *rule]
+    return ["", about, hint, *(f"# {line}" for line in rule)]
 
 
 def _format_episodes(found: InferredRoles) -> list[str]:

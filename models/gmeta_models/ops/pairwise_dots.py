@@ -55,10 +55,10 @@ class _Dots(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
         vectors_NFD, pair, place_FF = ctx.saved_tensors
-        return _Spread.apply(grads[0], vectors_NFD, pair, place_FF), None, None
+        return _SpreadPairs.apply(grads[0], vectors_NFD, pair, place_FF), None, None
 
 
-class _Spread(torch.autograd.Function):
+class _SpreadPairs(torch.autograd.Function):
     """Computes G V."""
 
     generate_vmap_rule = True
@@ -83,7 +83,7 @@ class _Spread(torch.autograd.Function):
         of_pairs, of_vectors, _, _ = ctx.needs_input_grad
         return (
             _Crossed.apply(grads[0], vectors_NFD, pair, place_FF) if of_pairs else None,
-            _Spread.apply(grad, grads[0], pair, place_FF) if of_vectors else None,
+            _SpreadPairs.apply(grad, grads[0], pair, place_FF) if of_vectors else None,
             None,
             None,
         )
@@ -110,8 +110,8 @@ class _Crossed(torch.autograd.Function):
         other_NFD, vectors_NFD, pair, place_FF = ctx.saved_tensors
         of_other, of_vectors, _, _ = ctx.needs_input_grad
         return (
-            _Spread.apply(grads[0], vectors_NFD, pair, place_FF) if of_other else None,
-            _Spread.apply(grads[0], other_NFD, pair, place_FF) if of_vectors else None,
+            _SpreadPairs.apply(grads[0], vectors_NFD, pair, place_FF) if of_other else None,
+            _SpreadPairs.apply(grads[0], other_NFD, pair, place_FF) if of_vectors else None,
             None,
             None,
         )

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 _BUCKETS = 32
 
 
-class Attention(Protocol):
+class PointwiseAttention(Protocol):
     """What queries meet keys and values by, [T, heads, H, D / heads] each: those up to their own
     place."""
 
@@ -45,7 +45,7 @@ class HSTU(StateEncoder):
         super().__init__(width, num_numbers)
         self.dropout = nn.Dropout(options.dropout)
         self.blocks = nn.ModuleList(
-            _Block(self.width, options.heads, options.dropout) for _ in range(options.blocks)
+            _HstuBlock(self.width, options.heads, options.dropout) for _ in range(options.blocks)
         )
         self.norm = nn.LayerNorm(self.width)
 
@@ -69,13 +69,15 @@ class HSTU(StateEncoder):
         states_THD, kept = self.dropout(inputs_THD), list[Past]()
         for index, block in enumerate(self.blocks):
             earlier = own[index] if own else None
-            states_THD = block(states_THD, _LocalAttention(buckets, weight_HH, earlier, kept))
+            states_THD = block(
+                states_THD, _LocalPointwiseAttention(buckets, weight_HH, earlier, kept)
+            )
         times = all_TH[:, None, :, None]
         return self.norm(states_THD), (*kept, Past(times, times))
 
 
 @dataclass(frozen=True)
-class _LocalAttention:
+class _LocalPointwiseAttention:
     """Attention of new events to all; adds what is kept of all to `kept`."""
 
     buckets: tuple[Tensor, Tensor]  # by `edges`, the same for all layers
@@ -95,7 +97,7 @@ class _LocalAttention:
         return attended
 
 
-class _Block(nn.Module):
+class _HstuBlock(nn.Module):
     def __init__(self, width: int, heads: int, dropout: float) -> None:
         super().__init__()
         self.heads = heads
@@ -106,7 +108,7 @@ class _Block(nn.Module):
         nn.init.zeros_(self.time_bias.weight)
         self.dropout = nn.Dropout(dropout)
 
-    def forward(self, rows_THD: Tensor, attention: Attention) -> Tensor:
+    def forward(self, rows_THD: Tensor, attention: PointwiseAttention) -> Tensor:
         gate, *parts = silu(self.inputs(self.norm(rows_THD))).chunk(4, dim=2)
         query, key, value = (split_heads(part, self.heads) for part in parts)
         tables = self.distance_bias.weight.mT, self.time_bias.weight.mT

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 _ROTATION_BASE = 10_000.0
 
 
-class Attention(Protocol):
+class CausalAttention(Protocol):
     """What queries meet keys and values by, [T, heads, H, D / heads] each: those up to their own
     place."""
 
@@ -44,7 +44,7 @@ class SASRec(StateEncoder):
         dropout = options.dropout
         self.dropout = nn.Dropout(dropout)
         self.blocks = nn.ModuleList(
-            _Block(width, options.heads, dropout, options.attention == "linear")
+            _TransformerBlock(width, options.heads, dropout, options.attention == "linear")
             for _ in range(options.blocks)
         )
         self.norm = nn.LayerNorm(width)
@@ -55,11 +55,13 @@ class SASRec(StateEncoder):
         """Return the states behind the inputs, and keys and values of all events so far."""
         states_THD, kept = self.dropout(inputs_THD), list[Past]()
         for place, block in enumerate(self.blocks):
-            states_THD = block(states_THD, _LocalAttention(past[place] if past else None, kept))
+            states_THD = block(
+                states_THD, _LocalCausalAttention(past[place] if past else None, kept)
+            )
         return self.norm(states_THD), tuple(kept)
 
 
-class _Block(nn.Module):
+class _TransformerBlock(nn.Module):
     def __init__(self, width: int, heads: int, dropout: float, is_linear: bool) -> None:
         super().__init__()
         self.heads, self.is_linear = heads, is_linear
@@ -68,7 +70,7 @@ class _Block(nn.Module):
         self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
         self.dropout = nn.Dropout(dropout)
 
-    def forward(self, rows_THD: Tensor, attention: Attention) -> Tensor:
+    def forward(self, rows_THD: Tensor, attention: CausalAttention) -> Tensor:
         query, key, value = (
             split_heads(part, self.heads)
             for part in self.query_key_value(self.attention_norm(rows_THD)).chunk(3, dim=2)
@@ -83,7 +85,7 @@ class _Block(nn.Module):
         return output_THD
 
 
-class _LocalAttention:
+class _LocalCausalAttention:
     """Attention of new events to all; adds what is kept of all to `kept`."""
 
     def __init__(self, past: Past | None, kept: list[Past]) -> None:

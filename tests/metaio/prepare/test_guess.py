@@ -182,14 +182,29 @@ def test_events_are_proposed_ready_to_use(tmp_path: Path) -> None:
     succeed("prepare", "--schema", "schema.toml", "log.parquet", "data", cwd=tmp_path)
     features = open_dataset(str(tmp_path / "data")).features
     assert [one.name for one in features.events] == ["events.item", "events.brand"]
-    (command,) = (one for one in told.splitlines() if "model.events=" in one)
-    found = succeed(*command.split()[1:], "run.max_steps=1", cwd=tmp_path)
-    assert "trained: runs/events" in found.stderr
+    # The option that the command names writes the same, and a config that reads them.
+    assert "add --events and --overwrite" in told
+    schema, words = tomllib.loads(path.read_text()), ("--label", "is click", "--overwrite")
+    told = succeed("init", "log.parquet", *words, "--events", cwd=tmp_path).stdout
+    assert "--events" not in told
+    assert tomllib.loads(path.read_text()) == schema
+    config = tomllib.loads((tmp_path / "train.toml").read_text())
+    assert config["model"]["events"] == "sasrec"
+    assert config["model"]["hidden"] == [64, 64]
+    assert "sparse_weight_decay" not in config["outer"]
+    found = succeed("train", "train.toml", "run.max_steps=1", cwd=tmp_path)
+    assert "trained: runs/maml" in found.stderr
     # Ratings are all events, and positives beside drawn items are.
     for label in (np.arange(ROWS) % 5 + 1, np.ones(ROWS, np.int64)):
         other = log().set_column(9, "click", pa.array(label))
         assert "where" not in format_schema(guessed(other, label="click"), ["log.csv"])
-    assert "events" not in format_schema(guessed(log().drop_columns("ts")), ["log.csv"])
+    without_times = log().drop_columns("ts")
+    assert "events" not in format_schema(guessed(without_times), ["log.csv"])
+    pq.write_table(without_times, tmp_path / "log.parquet")
+    found = gmeta("init", "log.parquet", "--events", "--overwrite", cwd=tmp_path)
+    assert found.returncode == 2
+    assert "no column was found for the time. Name the time with --time" in found.stderr
+    assert tomllib.loads(path.read_text()) == schema
 
 
 def test_a_column_of_nothing_but_nulls_is_left_out(tmp_path: Path) -> None:
