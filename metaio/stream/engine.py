@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import NamedTuple, Protocol
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import numpy as np
 import pyarrow as pa
@@ -22,7 +22,7 @@ from metaio.prepare.episodes.spool import Spool, split_by_bucket
 from metaio.prepare.job import HashedTableUse, Job, PrepareOptions, Use, WrittenShard
 from metaio.prepare.schema.schema import Schema
 from metaio.prepare.schema.side_columns import EVENT_ONLY, QUERY, SUPPORT
-from metaio.prepare.source.source import DuckSource, EventBatches
+from metaio.prepare.source.source import DuckSource
 from metaio.ragged import Int64
 from metaio.stream.label_windows import LabelCounts, LabelWindow, LabelWindows, merge_rows
 from metaio.stream.newest_rows import (
@@ -47,6 +47,9 @@ from metaio.stream.window import (
     find_stream_rule,
     summarise_batch,
 )
+
+if TYPE_CHECKING:
+    from metaio.stream.window_events import WindowEvents
 
 
 @dataclass(frozen=True)
@@ -104,7 +107,7 @@ class Engine(Protocol):
         self,
         window: WindowJob,
         tables: dict[str, Numbering],
-        events: EventBatches,
+        events: "WindowEvents",
         writer: DatasetWriter,
         state_folder: Path,
         report_progress: Progress,
@@ -143,7 +146,7 @@ class LocalEngine:
         self,
         window: WindowJob,
         tables: dict[str, Numbering],
-        events: EventBatches,
+        events: "WindowEvents",
         writer: DatasetWriter,
         state_folder: Path,
         report_progress: Progress,
@@ -177,7 +180,7 @@ class LocalEngine:
         self,
         window: WindowJob,
         tables: dict[str, Numbering],
-        events: EventBatches,
+        events: "WindowEvents",
         spool: Spool,
         report_progress: Progress,
     ) -> None:
@@ -197,7 +200,7 @@ class LocalEngine:
         for parts in map_in_order(
             self._options.threads,
             lambda batch: split_by_bucket(job.plan, of_events.encode(batch)),
-            events(),
+            events.read(),
         ):
             spool.append(parts)
         spool.flush()

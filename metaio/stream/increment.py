@@ -99,7 +99,7 @@ def write_increment(
             write_tables(partial, found.tables)
             with refuse_files(found.files.given):
                 written = engine.write(
-                    window, found.tables, found.events.read, writer, partial, report_progress
+                    window, found.tables, found.events, writer, partial, report_progress
                 )
             job.write_vocabularies(writer.folder)
             write_bad_lines(writer.folder, source.bad_lines)

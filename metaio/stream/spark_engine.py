@@ -7,6 +7,7 @@ import shutil
 import tempfile
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -30,11 +31,12 @@ from metaio.prepare.engines.spark_batches import (
 )
 from metaio.prepare.episodes.encode import Encoder
 from metaio.prepare.episodes.encoded_rows import EncodedRows, concatenate_rows
+from metaio.prepare.episodes.event_rows import EventRowEncoder
 from metaio.prepare.episodes.ordered_map import Progress
 from metaio.prepare.episodes.spool import split_by_bucket
 from metaio.prepare.job import HashedShardUse, HashedTableUse, PrepareOptions
-from metaio.prepare.schema.schema import Schema
-from metaio.prepare.source.source import DuckSource, EventBatches, check_counts
+from metaio.prepare.schema.schema import Schema, make_event_schema
+from metaio.prepare.source.source import DuckSource, check_counts
 from metaio.stream.engine import BucketResult, WindowJob, WrittenWindow, adopt_buckets, write_bucket
 from metaio.stream.newest_rows import NewestRows, NewestRowsWriter
 from metaio.stream.numbering import Numbering, Occurrences, merge_occurrences
@@ -44,6 +46,8 @@ from metaio.stream.window import SummaryContext, WindowSummary, encode_window_ro
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame, SparkSession
+
+    from metaio.stream.window_events import WindowEvents
 
 _Batches = Iterator[pa.RecordBatch]
 # The bucket of counts, which are not dealt by value: they go to the driver unchanged.
@@ -71,11 +75,6 @@ class _SparkEngine:
             raise DataError(
                 f"the stream's schema has [transform] with {schema.transform.function!r}, which "
                 "runs on one machine. Leave --spark out"
-            )
-        if schema.event_files:
-            raise DataError(
-                "the stream's schema has [events] files, which are read on one machine. Leave "
-                "--spark out"
             )
         self._session, self._names = session, source.names
         self._rows = read_frame(session, source.groups, schema)
@@ -117,7 +116,7 @@ class _SparkEngine:
         self,
         window: WindowJob,
         tables: dict[str, Numbering],
-        events: EventBatches,
+        events: "WindowEvents",
         writer: DatasetWriter,
         state_folder: Path,
         report_progress: Progress,
@@ -132,6 +131,11 @@ class _SparkEngine:
         num_buckets = sum(job.plan.buckets_of_split)
         encode = _make_encoder(window, state_folder, num_rows)
         rows = map_batches(self._rows, job.schema.columns, encode, KEYED)
+        if events.files:
+            own = make_event_schema(job.schema)
+            frame = read_frame(self._session, [file.name for file in events.files], own)
+            encode = _make_encoder(window, state_folder, num_rows, of_events=True)
+            rows = rows.union(map_batches(frame, own.columns, encode, KEYED))
         # Buckets without rows of the window still carry earlier tasks, so none may be left out.
         all_buckets = self._make_range(num_buckets).mapInArrow(_make_empty_buckets(window), KEYED)
         rows = repartition_by_bucket(rows.union(all_buckets), num_buckets)
@@ -209,15 +213,19 @@ def _check_shared(folder: Path) -> None:
 
 
 def _make_encoder(
-    window: WindowJob, state_folder: Path, num_rows: dict[str, int]
+    window: WindowJob, state_folder: Path, num_rows: dict[str, int], of_events: bool = False
 ) -> Callable[[_Batches], _Batches]:
     def encode(batches: _Batches) -> _Batches:
         _check_shared(state_folder)
         job = window.job
         encoder = Encoder(job.schema, job.fitted, map_tables(state_folder, num_rows))
+        encode_rows: Callable[[pa.RecordBatch], EncodedRows] = (
+            EventRowEncoder(encoder).encode
+            if of_events
+            else partial(encode_window_rows, encoder, window.screen)
+        )
         for batch in batches:
-            rows = encode_window_rows(encoder, window.screen, batch)
-            yield make_keyed_batch(split_by_bucket(job.plan, rows))
+            yield make_keyed_batch(split_by_bucket(job.plan, encode_rows(batch)))
 
     return encode
 

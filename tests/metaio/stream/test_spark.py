@@ -19,6 +19,7 @@ from metaio.stream.extend import extend
 from metaio.stream.spark_engine import make_spark_engine
 from tests.metaio.stream.changing import NARROW, cast, filling
 from tests.metaio.stream.logs import DAY, OPTIONS, changed, log, schema
+from tests.metaio.stream.test_events import day_log, schema_with, view_log
 
 pytest.importorskip("pyspark", reason="needs the extra spark")
 pytestmark = pytest.mark.skipif(shutil.which("java") is None, reason="needs Java on PATH")
@@ -127,6 +128,26 @@ def test_spark_reads_files_whose_columns_differ_as_one_machine_does(
     extend([str(tmp_path / "old.parquet")], str(one), None, SMALL, backfill=True)
     by_spark(session, [str(tmp_path / "old.parquet")], many, None, backfill=True)
     assert files(one) == files(many)
+
+
+def test_events_of_another_log_are_those_of_one_machine(tmp_path: Path, session: Any) -> None:
+    rule = {"files": f"{tmp_path}/views/*.parquet", "longest": 5, "where": "click = 1"}
+    own = schema_with(rule, ttl=1.5 * DAY)
+    one, many = tmp_path / "one", tmp_path / "many"
+    (tmp_path / "views").mkdir()
+    for day in range(3):
+        path = str(tmp_path / f"{day}.parquet")
+        pq.write_table(day_log(day), path, row_group_size=70)
+        views = tmp_path / "views" / f"{day}.parquet"
+        pq.write_table(view_log(day), views, row_group_size=70)
+        given = own if day == 0 else None
+        extend([path], str(one), given, SMALL, accept=True)
+        by_spark(session, [path], many, given, accept=True)
+        expected, found = files(one), files(many)
+        assert found.keys() == expected.keys()
+        assert [name for name in found if found[name] != expected[name]] == []
+    block = open_stream(str(many)).dataset(3).read_block("train", 0)
+    assert block.num_events_T.sum() > 0
 
 
 def test_spark_refuses_what_one_machine_refuses(tmp_path: Path, session: Any) -> None:
