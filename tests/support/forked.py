@@ -15,6 +15,7 @@ from multiprocessing import forkserver, parent_process, resource_tracker
 from multiprocessing.connection import Connection
 from multiprocessing.context import ForkServerContext, ForkServerProcess
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 from gmeta.distributed.forked_ranks import AGENT_PID_VARIABLE
@@ -186,10 +187,11 @@ class _ForkedBeside(ForkServerProcess):
 
 
 def _fork_others_too(task: Task) -> None:
-    """Ranks, trials and stages."""
+    """Ranks, trials, stages, and the steps of `gmeta init --run`."""
     from torch.distributed.elastic.multiprocessing.subprocess_handler import subprocess_handler
     from torch.distributed.elastic.rendezvous import dynamic_rendezvous
 
+    from gmeta.cli.commands import init
     from gmeta.distributed import forked_ranks
     from gmeta.pipeline import stage_process as stages
     from gmeta.tuning import trials
@@ -205,6 +207,10 @@ def _fork_others_too(task: Task) -> None:
             task._replace(program=program, arguments=arguments, env=env, new_session=True)
         )
 
+    def call(words: Sequence[str]) -> int:
+        assert [*words[:3]] == [sys.executable, "-m", "gmeta"], words
+        return ForkedProcess(task._replace(arguments=tuple(words[3:]))).wait()
+
     class Context(ForkServerContext):
         Process: Any = staticmethod(partial(_ForkedBeside, task))
 
@@ -212,6 +218,8 @@ def _fork_others_too(task: Task) -> None:
         forking: tuple[Any, ...] = (trials, stages)
         for module in forking:
             module.forking_context = lambda preload: Context()
+    steps: Any = init
+    steps.subprocess = SimpleNamespace(call=call)
     handler: Any = subprocess_handler
     handler.Popen = rank
     if not task.own_server:
