@@ -47,6 +47,11 @@ class FollowSection:
         "what is served, what it builds on and what a rollback goes back to stay too; 0: all",
         min=0,
     )
+    takes_over: str = key(
+        "",
+        "channel of another loop on the same stream, for a model of another shape: it is promoted "
+        "there once its loss is lower at 95 %; empty: none",
+    )
     mirror: str = key(
         "",
         "URL that every promotion and rollback is copied to: servers elsewhere follow it; empty: "
@@ -105,8 +110,14 @@ def load_follow_config(path: Path) -> FollowConfig:
     for name in ("inputs", "schema", "stream", "train", "runs", "channel"):
         if not getattr(config.follow, name):
             raise ConfigError(f"follow.{name} is empty: it is required. Set it in {path}")
-    for name in ("stream", "runs", "channel", "best"):
+    for name in ("stream", "runs", "channel", "best", "takes_over"):
         check_local(f"follow.{name}", getattr(config.follow, name))
+    follow = config.follow
+    if follow.takes_over and Path(follow.takes_over) == Path(follow.channel):
+        raise ConfigError(
+            f"follow.takes_over = {follow.takes_over!r} is follow.channel: a challenger has a "
+            "channel of its own. Name another one"
+        )
     band = config.judge.calibration
     if len(band) != 2 or not band[0] <= 1 <= band[1]:
         raise ConfigError(

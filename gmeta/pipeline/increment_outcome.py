@@ -22,6 +22,7 @@ class Day:
     forecast: Mapping[str, float] = field(default_factory=dict)
     frozen: Mapping[str, float] = field(default_factory=dict)
     best_auc: float | None = None
+    challenge: Mapping[str, Any] = field(default_factory=dict)  # verdict against follow.takes_over
     # By stage.
     took_s: Mapping[str, float] = field(default_factory=dict)
 
@@ -39,6 +40,22 @@ class Day:
     def refused(self) -> bool:
         """Return whether its candidate was refused."""
         return self.verdict.get("verdict") == "refuse"
+
+    @property
+    def duel(self) -> str:
+        """Return the scores of the model and of that of another shape beside it; "" of none."""
+        if not self.challenge:
+            return ""
+        texts = [f"against version {self.challenge.get('champion_version')}"]
+        for who in ("candidate", "champion"):
+            scores = (self.challenge.get(who) or {}).items()
+            texts += [f"{who} {name} {value:.4f}" for name, value in scores if value is not None]
+        gain = self.challenge.get("difference") or {}
+        if None not in (gain.get("value"), gain.get("low"), gain.get("high")):
+            texts.append(
+                f"loss lower by {gain['value']:.4f} ({gain['low']:.4f} to {gain['high']:.4f})"
+            )
+        return ", ".join(texts)
 
     @property
     def decision(self) -> tuple[str, str, str]:

@@ -45,6 +45,7 @@ def read_days(loop: Pipeline) -> list[Day]:
                 forecast=read_scores(root / "run" / PREQUENTIAL_FILE),
                 frozen=read_scores(root / FROZEN_FILE),
                 best_auc=_best_of(record, best),
+                challenge=loop.challenge(number),
                 took_s=_read_seconds(root / ENDED_FILE),
             )
         )

@@ -29,7 +29,13 @@ from gmeta.pipeline.log_partitions import (
     closed_partitions,
     sort_partitions,
 )
-from gmeta.pipeline.stage_outcome import ENDED_FILE, FROZEN_FILE, RunningStage, StageOutcome
+from gmeta.pipeline.stage_outcome import (
+    CHALLENGE_FILE,
+    ENDED_FILE,
+    FROZEN_FILE,
+    RunningStage,
+    StageOutcome,
+)
 from gmeta.runs.run_folder import CONFIG_FILE as RUN_CONFIG_FILE
 from gmeta.runs.run_folder import RunFolder, write_json
 from gmeta.serving.channel.channel import Channel, CurrentVersion
@@ -133,8 +139,11 @@ class Pipeline:
         # Read from files, never remembered: a kill between two stages costs nothing.
         number = self.first_unfinished()
         if number is None:
+            if (challenge := self._challenge()) is not None:
+                return challenge
             log = self.log_state()
-            if log.waiting:
+            # Until it has taken over, the other loop alone prepares increments.
+            if log.waiting and (not self.config.follow.takes_over or self.has_taken_over()):
                 return self._prepare(log.waiting[0], log.held)
             kafka = self.config.kafka
             is_due = time.monotonic() - self._fetched_s >= kafka.every_s
@@ -369,18 +378,22 @@ class Pipeline:
         return StageOutcome("export", number, took_s, f"{tables} tables")
 
     def _judge(self, number: int, candidate: Path) -> StageOutcome:
-        judge, root = self.config.judge, self.folder(number)
-        dataset = f"{self._stream}:{number}"
-        arguments = ["judge", str(candidate), "--champion", str(self.channel.root)]
-        arguments += ["--on", dataset, "--split", judge.split, "--pool", str(judge.pool)]
-        arguments += ["--margin", str(judge.margin)] if judge.margin else []
-        arguments += ["--calibration", ":".join(map(str, judge.calibration))]
-        arguments += ["--out", str(root / "verdict.json")]
-        _, took_s = self._run(number, arguments, allowed=(0, SET_ASIDE))
+        out = self.folder(number) / "verdict.json"
+        took_s = self._judge_against(number, candidate, str(self.channel.root), out)
         # This candidate may have been judged before, against another champion.
         self._verdicts.pop(number, None)
         verdict = self.verdict(number) or {}
         return StageOutcome("judge", number, took_s, _format_verdict(verdict))
+
+    def _judge_against(self, number: int, candidate: Path, champion: str, out: Path) -> float:
+        """Write the verdict of an increment on a candidate; return the seconds that took."""
+        judge, dataset = self.config.judge, f"{self._stream}:{number}"
+        arguments = ["judge", str(candidate), "--champion", champion]
+        arguments += ["--on", dataset, "--split", judge.split, "--pool", str(judge.pool)]
+        arguments += ["--margin", str(judge.margin)] if judge.margin else []
+        arguments += ["--calibration", ":".join(map(str, judge.calibration))]
+        log = out.with_name("judge.log" if out.name == "verdict.json" else "challenge.log")
+        return self._run(number, [*arguments, "--out", str(out)], "", log, (0, SET_ASIDE))[1]
 
     def _promote(self, number: int) -> StageOutcome:
         root = self.folder(number)
@@ -394,6 +407,45 @@ class Pipeline:
             )
         summary = f"version {version.name}, {version.kind}{self._remove_old()}"
         return StageOutcome("promote", number, took_s, summary)
+
+    def has_taken_over(self) -> bool:
+        """Return whether the channel of `follow.takes_over` serves a model of this loop."""
+        live = Channel(self.config.follow.takes_over)
+        serves = live.current() if self.config.follow.takes_over else None
+        return serves is not None and live.model_of(serves.number) in self._read_log()[0]
+
+    def _challenge(self) -> StageOutcome | None:
+        """Compare the newest model with what the channel of `follow.takes_over` serves, or promote
+        it there once it is better; None if neither is due."""
+        url, numbers = self.config.follow.takes_over, list_increment_numbers(self._stream)
+        current, versions = Channel(url).current() if url else None, self._read_log()[0]
+        number = next((n for n in reversed(numbers) if self.promoted_version(n) is not None), None)
+        if current is None or number is None:
+            return None
+        path, serves = self.folder(number) / CHALLENGE_FILE, Channel(url).model_of(current.number)
+        model = (self.verdict(number) or {}).get("model")
+        verdict = self.challenge(number)
+        if serves == model:
+            return None
+        if verdict.get("champion_version") != current.number:
+            outcome = self._judge_against(number, self.folder(number) / "model", url, path)
+            verdict = self.challenge(number)
+            return StageOutcome("challenge", number, outcome, _format_verdict(verdict))
+        low = (verdict.get("difference") or {}).get("low")
+        # Of another shape it must be better; its own next versions need only be no worse.
+        is_better = serves in versions or (low is not None and low > 0)
+        if verdict.get("verdict") != "promote" or not is_better:
+            return None
+        arguments = ["promote", str(self.folder(number) / "model"), url, "--verdict", str(path)]
+        _, took_s = self._run(number, arguments, log=self.folder(number) / "challenge.log")
+        return StageOutcome("challenge", number, took_s, f"takes over {url}")
+
+    def challenge(self, number: int) -> dict[str, Any]:
+        """Return the verdict on an increment's model against the channel that it is to take over;
+        {} if there is none."""
+        with suppress(OSError, ValueError):  # a damaged one is made again
+            return read_verdict(self.folder(number) / CHALLENGE_FILE)
+        return {}
 
     def _publish(self, current: CurrentVersion) -> StageOutcome:
         mirror, name = self.config.follow.mirror, current.parent.name
@@ -434,10 +486,16 @@ class Pipeline:
         # A person may promote at any time; the log is read only when it has changed.
         stamp = (path.stat().st_mtime_ns, path.stat().st_size) if path.exists() else None
         if stamp != self._logged[0]:
-            versions, verdicts = {}, {}
+            versions: dict[str, int] = {}
+            verdicts: dict[str, dict[str, Any]] = {}
             for entry in self.channel.promotions():
                 verdict = entry.get("verdict") or {}
-                verdicts[str(verdict.get("dataset"))] = verdict
+                dataset = str(verdict.get("dataset"))
+                # A challenger's refusal says nothing of the model that was promoted.
+                if entry["action"] == PROMOTED or verdicts.get(dataset, {}).get("model") not in (
+                    versions
+                ):
+                    verdicts[dataset] = verdict
                 if entry["action"] == PROMOTED:
                     # Without a verdict (a person promoted) the entry itself has the model.
                     versions[str(verdict.get("model") or entry.get("model"))] = int(entry["number"])

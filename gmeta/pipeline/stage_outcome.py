@@ -2,10 +2,20 @@
 
 from dataclasses import dataclass
 
-STAGES = ("fetch", "prepare", "train", "export", "judge", "promote", "publish", "score")
+STAGES = (
+    "fetch",
+    "prepare",
+    "train",
+    "export",
+    "judge",
+    "promote",
+    "publish",
+    "score",
+    "challenge",
+)
 # Those that are commands of `gmeta channel`.
 CHANNEL_STAGES = ("judge", "promote", "publish")
-FROZEN_FILE, ENDED_FILE = "frozen.json", "stages.jsonl"
+FROZEN_FILE, ENDED_FILE, CHALLENGE_FILE = "frozen.json", "stages.jsonl", "challenge.json"
 
 
 @dataclass(frozen=True)
