@@ -9,7 +9,8 @@ libraries, loaded before, do not count. The most popular rows are in the cache f
 after hours of training. Ids follow Zipf's law (exponent 0.93), spread over the table as hashed ids
 are. Losses must be equal to the bit.
 
-`file_ratio` is the time of a step in memory over that with a file, medians of interleaved turns;
+`file_ratio` is the time of a step in memory over that with a file, medians of interleaved turns
+(`processor_ms`: what the processors took of it, the thread that moves rows included);
 `hit_rate` the share of a step's distinct rows of the large table that were in the cache. Without a
 cgroup to write to (it takes root), `limited` is false: then the page cache may hold all of it."""
 
@@ -109,11 +110,11 @@ class Steps:
                 for some in popular.split(WARM_ROWS):
                     mover.admit([group], [RowsToSend(some, None)], lambda: True)
 
-    def turn(self, first: int) -> tuple[float, list[float]]:
-        """Seconds a step, and the losses, of one turn's steps."""
+    def turn(self, first: int) -> tuple[float, float, list[float]]:
+        """Seconds a step, elapsed and of processors, and the losses, of one turn's steps."""
         losses = []
         own = self.batches[first : first + TURN_STEPS]
-        began_s = time.perf_counter()
+        began_s, began_cpu_s = time.perf_counter(), time.process_time()
         for episodes, totals in iterate_steps(
             map(self.learner.collate, own), self.idle, self.ranks, sharded=self.sharded
         ):
@@ -122,7 +123,8 @@ class Steps:
             loss.backward()
             self.optimizer.step()
             losses.append(loss.item())
-        return (time.perf_counter() - began_s) / len(own), losses
+        elapsed_s, cpu_s = time.perf_counter() - began_s, time.process_time() - began_cpu_s
+        return elapsed_s / len(own), cpu_s / len(own), losses
 
 
 def work(parent: Connection, rows: int, num_steps: int, folder: str) -> None:
@@ -135,9 +137,9 @@ def work(parent: Connection, rows: int, num_steps: int, folder: str) -> None:
     parent.send(cgroup is not None)
     while (first := parent.recv()) is not None:
         before = _counts(steps)
-        seconds, losses = steps.turn(first)
+        taken = steps.turn(first)
         asked, found = (now - then for now, then in zip(_counts(steps), before, strict=True))
-        parent.send((seconds, losses, asked, found))
+        parent.send((*taken, asked, found))
     if cgroup is not None:
         # A process cannot be in what is removed: back to where it came from.
         (cgroup.parent / "cgroup.procs").write_text(str(os.getpid()))
@@ -185,13 +187,16 @@ def main() -> None:
             # Nobody always comes first.
             for placement in sorted(found, reverse=turn % 2 == 1):
                 found[placement].append(take_turn[placement](turn * TURN_STEPS))
-            assert found[MEMORY][-1][1] == found[FILE][-1][1], "losses differ"
+            assert found[MEMORY][-1][2] == found[FILE][-1][2], "losses differ"
         other.send(None)
         other.recv()
     finally:
         shutil.rmtree(folder, ignore_errors=True)
-    seconds = {name: statistics.median(t[0] for t in own[1:]) for name, own in found.items()}
-    asked, hits = (sum(turn[at] for turn in found[FILE][1:]) for at in (2, 3))
+    seconds, cpu_s = (
+        {name: statistics.median(turn[at] for turn in own[1:]) for name, own in found.items()}
+        for at in (0, 1)
+    )
+    asked, hits = (sum(turn[at] for turn in found[FILE][1:]) for at in (3, 4))
     table_bytes = rows * 4 * (WIDTH + 1)
     print(
         f"one table of {rows:,} rows x {WIDTH}, {table_bytes / 1e9:.2f} GB with its optimizer, "
@@ -211,6 +216,7 @@ def main() -> None:
             "hit_rate": hits / asked,
             "limited": limited,
             "step_ms": {name: 1e3 * each for name, each in seconds.items()},
+            "processor_ms": {name: 1e3 * each for name, each in cpu_s.items()},
             "rows_asked_a_step": asked / (turns * TURN_STEPS),
             "table_bytes": table_bytes,
             "environment": environment(("torch", "torchrec", "numpy")),
