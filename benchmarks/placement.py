@@ -9,7 +9,8 @@ libraries, loaded before, do not count. The most popular rows are in the cache f
 after hours of training. Ids follow Zipf's law (exponent 0.93), spread over the table as hashed ids
 are. Losses must be equal to the bit.
 
-`file_ratio` is the time of a step in memory over that with a file, medians of interleaved turns;
+`file_ratio` is the time of a step in memory over that with a file, medians of interleaved turns
+(`processor_ms`: what the processors took of it, the thread that moves rows included);
 `hit_rate` the share of a step's distinct rows of the large table that were in the cache. Without a
 cgroup to write to (it takes root), `limited` is false: then the page cache may hold all of it."""
 
@@ -18,38 +19,18 @@ import os
 import shutil
 import statistics
 import tempfile
-import time
 from contextlib import suppress
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-import torch
 from _common import environment, finish, make_parser, print_table
-from _synthetic import SPREAD, even_sizes, random_batch, single_id_features
 
-from gmeta.adaptation.algorithms.algorithm import TableSizes
-from gmeta.config.algorithm import AlgorithmConfig
-from gmeta.config.sharding import ShardingConfig
-from gmeta.config.train_config import OuterConfig, TrainConfig
-from gmeta.distributed.optim.optimizers import build_optimizer
-from gmeta.distributed.ranks import start_ranks
-from gmeta.distributed.sharding import shard_learner
-from gmeta.distributed.steps import batch_without_tasks, iterate_steps
-from gmeta.distributed.tables.cached_group import CachedGroup
-from gmeta.distributed.tables.row_mover import HostMover
-from gmeta.distributed.tables.rows_to_send import RowsToSend
-from gmeta.learner import MetaLearner
-from gmeta_models import InputSizes, ModelConfig, build_model
-
+# Both processes import what takes seconds, _placement_steps, at the same time.
+FILE, MEMORY = "file", "memory"
 ROWS, QUICK_ROWS = 12_000_000, 4_000_000
-WARM_ROWS = 100_000  # at a time, for less memory
-SMALL_TABLES = (201, 25, 9, 51, 3_001)
-WIDTH, TASKS, ROWS_OF_TASK, SKEW = 64, 128, 10, 15.0
-TURN_STEPS = 10
 TURNS, QUICK_TURNS = 12, 4
-CACHE_SHARE, OVERSIZE = 0.1, 4
-MEMORY, FILE = "memory", "file"
+OVERSIZE = 4  # the table over the memory
 
 
 def make_cgroup(num_bytes: int) -> Path | None:
@@ -74,70 +55,20 @@ def make_cgroup(num_bytes: int) -> Path | None:
     return None
 
 
-class Steps:
-    """A learner of one rank, and steps that it takes again and again."""
-
-    def __init__(self, placement: str, rows: int, num_steps: int, folder: str) -> None:
-        self.ranks = start_ranks("cpu", 300)
-        features = single_id_features(1 + len(SMALL_TABLES), (rows, *SMALL_TABLES))
-        placements = (f"f0={FILE}",) if placement == FILE else ()
-        config = TrainConfig(
-            model=ModelConfig(name="dlrm", embedding_dim=WIDTH, hidden=(128, 64)),
-            algorithm=AlgorithmConfig(name="maml", adapt_embeddings=False),
-            outer=OuterConfig(sparse_optimizer="rowwise_adagrad"),
-            sharding=ShardingConfig(
-                placements=placements, cache_share=CACHE_SHARE, file_dir=folder
-            ),
-        )
-        torch.manual_seed(0)
-        sizes = InputSizes(len(features.single), 0, 0)
-        tables = TableSizes(len(features.single), WIDTH)
-        model = build_model(config.model, sizes)
-        self.learner = MetaLearner(model, config.algorithm, "bce", tables)
-        self.sharded = shard_learner(self.learner, features, config, self.ranks)
-        self.optimizer = build_optimizer(self.sharded, config.outer)
-        self.idle = self.learner.collate(batch_without_tasks(features))
-        share = even_sizes(TASKS, ROWS_OF_TASK)
-        self.batches = [
-            random_batch(features, share, share, seed, SKEW) for seed in range(num_steps)
-        ]
-        for group in self.sharded.local.exchange.groups:
-            if isinstance(group, CachedGroup):
-                self.cached = group
-                popular = torch.arange(int(CACHE_SHARE * rows) - 1) * SPREAD % rows
-                mover = HostMover([group])
-                for some in popular.split(WARM_ROWS):
-                    mover.admit([group], [RowsToSend(some, None)], lambda: True)
-
-    def turn(self, first: int) -> tuple[float, list[float]]:
-        """Seconds a step, and the losses, of one turn's steps."""
-        losses = []
-        own = self.batches[first : first + TURN_STEPS]
-        began_s = time.perf_counter()
-        for episodes, totals in iterate_steps(
-            map(self.learner.collate, own), self.idle, self.ranks, sharded=self.sharded
-        ):
-            self.optimizer.begin_step(0, 1)
-            loss = self.sharded(episodes, weight=1 / totals.num_terms)
-            loss.backward()
-            self.optimizer.step()
-            losses.append(loss.item())
-        return (time.perf_counter() - began_s) / len(own), losses
-
-
-def work(parent: Connection, rows: int, num_steps: int, folder: str) -> None:
+def work(parent: Connection, rows: int, turns: int, folder: str) -> None:
     """Take a turn with the table in a file whenever the parent asks for one."""
-    torch.set_num_threads(1)
-    cgroup = make_cgroup(rows * 4 * (WIDTH + 1) // OVERSIZE)
+    from _placement_steps import BYTES_OF_ROW, Steps
+
+    cgroup = make_cgroup(rows * BYTES_OF_ROW // OVERSIZE)
     if cgroup is not None:
         (cgroup / "cgroup.procs").write_text(str(os.getpid()))
-    steps = Steps(FILE, rows, num_steps, folder)
+    steps = Steps(rows, turns, folder)
     parent.send(cgroup is not None)
-    while (first := parent.recv()) is not None:
-        before = _counts(steps)
-        seconds, losses = steps.turn(first)
-        asked, found = (now - then for now, then in zip(_counts(steps), before, strict=True))
-        parent.send((seconds, losses, asked, found))
+    while (number := parent.recv()) is not None:
+        before = steps.counts()
+        taken = steps.turn(number)
+        asked, found = (now - then for now, then in zip(steps.counts(), before, strict=True))
+        parent.send((*taken, asked, found))
     if cgroup is not None:
         # A process cannot be in what is removed: back to where it came from.
         (cgroup.parent / "cgroup.procs").write_text(str(os.getpid()))
@@ -148,25 +79,21 @@ def work(parent: Connection, rows: int, num_steps: int, folder: str) -> None:
     os._exit(0)
 
 
-def _counts(steps: Steps) -> tuple[int, int]:
-    return steps.cached.slots.num_asked, steps.cached.slots.num_found
-
-
 def main() -> None:
     options = make_parser(__doc__).parse_args()
     rows = QUICK_ROWS if options.quick else ROWS
     turns = options.rounds or (QUICK_TURNS if options.quick else TURNS)
-    torch.set_num_threads(1)
     spawn = multiprocessing.get_context("spawn")
     folder = tempfile.mkdtemp(dir=os.environ.get("PLACEMENT_DIR", "."), prefix=".placement-")
     try:
-        # The first turn warms up.
-        num_steps = (turns + 1) * TURN_STEPS
         other, end = spawn.Pipe()
-        child = spawn.Process(target=work, args=(end, rows, num_steps, folder), daemon=True)
+        # The first turn warms up.
+        child = spawn.Process(target=work, args=(end, rows, turns + 1, folder), daemon=True)
         child.start()
         end.close()  # or the end of a process that is killed would not be heard
-        steps = Steps(MEMORY, rows, num_steps, folder)
+        from _placement_steps import BYTES_OF_ROW, TASKS, TURN_STEPS, WIDTH, Steps
+
+        steps = Steps(rows, turns + 1)
         try:
             limited = other.recv()
         except EOFError:
@@ -176,23 +103,26 @@ def main() -> None:
             ) from None
         found: dict[str, list[Any]] = {MEMORY: [], FILE: []}
 
-        def turn_in_file(first: int) -> Any:
-            other.send(first)
+        def turn_in_file(number: int) -> Any:
+            other.send(number)
             return other.recv()
 
         take_turn = {MEMORY: steps.turn, FILE: turn_in_file}
         for turn in range(turns + 1):
             # Nobody always comes first.
             for placement in sorted(found, reverse=turn % 2 == 1):
-                found[placement].append(take_turn[placement](turn * TURN_STEPS))
-            assert found[MEMORY][-1][1] == found[FILE][-1][1], "losses differ"
+                found[placement].append(take_turn[placement](turn))
+            assert found[MEMORY][-1][2] == found[FILE][-1][2], "losses differ"
         other.send(None)
         other.recv()
     finally:
         shutil.rmtree(folder, ignore_errors=True)
-    seconds = {name: statistics.median(t[0] for t in own[1:]) for name, own in found.items()}
-    asked, hits = (sum(turn[at] for turn in found[FILE][1:]) for at in (2, 3))
-    table_bytes = rows * 4 * (WIDTH + 1)
+    seconds, cpu_s = (
+        {name: statistics.median(turn[at] for turn in own[1:]) for name, own in found.items()}
+        for at in (0, 1)
+    )
+    asked, hits = (sum(turn[at] for turn in found[FILE][1:]) for at in (3, 4))
+    table_bytes = rows * BYTES_OF_ROW
     print(
         f"one table of {rows:,} rows x {WIDTH}, {table_bytes / 1e9:.2f} GB with its optimizer, "
         f"{TASKS} tasks a step, row-wise Adagrad, MAML"
@@ -211,6 +141,7 @@ def main() -> None:
             "hit_rate": hits / asked,
             "limited": limited,
             "step_ms": {name: 1e3 * each for name, each in seconds.items()},
+            "processor_ms": {name: 1e3 * each for name, each in cpu_s.items()},
             "rows_asked_a_step": asked / (turns * TURN_STEPS),
             "table_bytes": table_bytes,
             "environment": environment(("torch", "torchrec", "numpy")),

@@ -24,7 +24,8 @@ from _common import environment, finish, interleaved, make_parser, print_table
 from metaio.recipes.synthetic import SyntheticConfig, prepare_synthetic
 
 RANKS = 4
-CHECKPOINT_EVERY, KILLED_BEHIND = 20, 30
+# Steps between checkpoints, and before the kill.
+STEPS, QUICK_STEPS = (20, 30), (10, 15)
 TIMEOUT_S = 600.0
 CONFIG = """
 [data]
@@ -89,18 +90,18 @@ def wait_for(reached: Any) -> float:
     while not reached():
         if time.monotonic() > until_s:
             raise SystemExit("recovery: the job did not get there within 10 minutes")
-        time.sleep(0.01)
+        time.sleep(0.03)  # of seconds; the ranks need the processors
     return time.monotonic()
 
 
-def measure_s(launcher: str, data: str) -> float:
+def measure_s(launcher: str, data: str, every: int, killed_behind: int) -> float:
     """Seconds from the kill to the end of the next new step."""
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         run, log, config = folder / "run", folder / "log", folder / "t.toml"
-        config.write_text(CONFIG.format(data=data, run=run, every=CHECKPOINT_EVERY))
+        config.write_text(CONFIG.format(data=data, run=run, every=every))
         with running(command_of(launcher, config), log) as job:
-            wait_for(lambda: last_step(run) >= KILLED_BEHIND)
+            wait_for(lambda: last_step(run) >= killed_behind)
             # Ranks lead sessions of their own.
             ranks = sorted(pid for pid in descendants(job.pid) if os.getsid(pid) == pid)
             os.kill(ranks[-1], signal.SIGKILL)
@@ -118,13 +119,14 @@ def measure_s(launcher: str, data: str) -> float:
 def main() -> None:
     options = make_parser(__doc__).parse_args()
     rounds = options.rounds or (1 if options.quick else 5)
+    steps = QUICK_STEPS if options.quick else STEPS
     with tempfile.TemporaryDirectory() as folder:
         data = f"{folder}/data"
         prepare_synthetic(data, SyntheticConfig(num_tasks=2_000, num_items=500))
         seconds = interleaved(
             {
-                "torchrun": lambda: measure_s("torchrun", data),
-                "gmeta": lambda: measure_s("gmeta", data),
+                "torchrun": lambda: measure_s("torchrun", data, *steps),
+                "gmeta": lambda: measure_s("gmeta", data, *steps),
             },
             rounds,
         )

@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from gmeta.config.algorithm import AlgorithmConfig
 from gmeta.config.inputs import ItemFeaturesConfig, NeighboursConfig
@@ -52,6 +53,28 @@ def test_a_part_has_the_rows_of_the_whole_table(width: int, first_row: int, num_
     _fill(part, first_row, 0, width, 0.1, 3, 5)
     _fill(whole, 0, 0, width, 0.1, 3, 5)
     assert torch.equal(part, whole[first_row : first_row + num_rows])
+
+
+class Made(TorchDispatchMode):
+    """Notes the sizes of tensors that are made inside, in bytes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.num_bytes: list[int] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        # All others are views, or written in place.
+        if func._schema.returns[0].alias_info is None:
+            self.num_bytes.append(result.nbytes)
+        return result
+
+
+def test_a_table_is_filled_with_the_memory_of_one_block() -> None:
+    part = torch.zeros(3 * INIT_BLOCK_ROWS, 2)
+    with Made() as made:
+        _fill(part, 0, 0, 2, 0.1, 3, 5)
+    assert made.num_bytes == [4 * 2 * INIT_BLOCK_ROWS]
 
 
 def features_of(num_rows: int) -> Features:
