@@ -63,12 +63,12 @@ class MappedRows(StoredRows):
                 f"{num_bytes / 1e9:,.1f} GB there for this rank's next part: {error.strerror}",
                 "Free some, or name another folder in sharding.file_dir",
             ) from error
-        whole, self._memory = (mmap.mmap(self._file.fileno(), num_bytes) for _ in range(2))
+        whole, scattered = (mmap.mmap(self._file.fileno(), num_bytes) for _ in range(2))
         # A page fault would read those around it, as a checkpoint wants, and push out others.
-        self._memory.madvise(mmap.MADV_RANDOM)
+        scattered.madvise(mmap.MADV_RANDOM)
         self.values_RD, self.scattered_RD = (
             torch.frombuffer(memory, dtype=dtype, count=num_values).view(*shape)
-            for memory in (whole, self._memory)
+            for memory in (whole, scattered)
         )
 
     def prefetch(self, row_U: Ints) -> None:
@@ -80,8 +80,9 @@ class MappedRows(StoredRows):
         ends = np.append(begins[1:], True)
         for first, last in zip(first_U[begins].tolist(), last_U[ends].tolist(), strict=True):
             start, length = first * PAGE_BYTES, (last - first + 1) * PAGE_BYTES
-            # Not posix_fadvise: after each call another thread would have the interpreter.
-            self._memory.madvise(mmap.MADV_WILLNEED, start, length)
+            # Not the map's madvise, which would keep the interpreter while a full disk queue or
+            # memory limit has it wait.
+            os.posix_fadvise(self._file.fileno(), start, length, os.POSIX_FADV_WILLNEED)
 
 
 class TableStorage(NamedTuple):
