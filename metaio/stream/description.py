@@ -11,10 +11,10 @@ from metaio.errors import DataError
 from metaio.format.layout import MANIFEST_NAME
 from metaio.prepare.job import infer_column_kind
 from metaio.prepare.schema.schema import Schema
+from metaio.prepare.schema.schema_changes import apply_changes
 from metaio.prepare.schema.schema_file import fingerprint_schema, parse_schema, with_stream_defaults
 from metaio.prepare.schema.values import Kind, infer_kind, to_float64
 from metaio.stream.chain import FIRST_INCREMENT, list_increment_numbers, open_stream
-from metaio.stream.schema_changes import apply_changes
 from metaio.stream.stream_state import StreamState, load_state
 from metaio.stream.window import find_stream_rule, find_time_unit
 

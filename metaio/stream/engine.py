@@ -36,7 +36,7 @@ from metaio.stream.newest_rows import (
     split_by_tasks,
 )
 from metaio.stream.numbering import Numbering
-from metaio.stream.schema_changes import RowGrowth
+from metaio.stream.row_growth import RowGrowth
 from metaio.stream.stream_state import name_rows_file, open_newest_rows
 from metaio.stream.taken_files import InputFile, hash_file
 from metaio.stream.window import (

@@ -31,7 +31,7 @@ from metaio.stream.engine import Engine, WindowJob
 from metaio.stream.label_windows import LabelWindows, nest
 from metaio.stream.numbering import Numbering, TableChange, choose_capacity
 from metaio.stream.quarantine import refuse_files
-from metaio.stream.schema_changes import RowGrowth
+from metaio.stream.row_growth import RowGrowth
 from metaio.stream.stream_state import StreamState, commit_state, open_new_state, write_tables
 from metaio.stream.taken_files import InputFile, OfferedFiles, append_inputs
 from metaio.stream.window import SummaryContext, WindowSummary, find_stream_rule, find_time_unit

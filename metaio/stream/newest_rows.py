@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
 import numpy.typing as npt
@@ -27,7 +27,9 @@ from metaio.prepare.episodes.encoded_rows import (
 from metaio.prepare.episodes.row_order import hash_row_identity, sort_rows
 from metaio.prepare.schema.schema import Schema
 from metaio.ragged import Int64, find_run_starts, offsets, places, ragged_indices, sum_rows
-from metaio.stream.schema_changes import RowGrowth
+
+if TYPE_CHECKING:
+    from metaio.stream.row_growth import RowGrowth
 
 
 @dataclass(frozen=True)
@@ -161,7 +163,9 @@ class NewestRowsWriter:
 class NewestRows:
     """The stored rows of a split, read when they are needed."""
 
-    def __init__(self, path: Path | None, schema: Schema, growth: RowGrowth | None = None) -> None:
+    def __init__(
+        self, path: Path | None, schema: Schema, growth: "RowGrowth | None" = None
+    ) -> None:
         """Open the file `path`, written by `schema`, or by that which `growth` leads from."""
         self._schema, self._growth = schema, growth
         self._batches: list[pa.RecordBatch] = []

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pyarrow as pa
 
@@ -19,7 +19,9 @@ from metaio.prepare.schema.schema import Schema
 from metaio.stream.chain import name_increment_folder, read_stream_json
 from metaio.stream.newest_rows import NewestRows
 from metaio.stream.numbering import Numbering
-from metaio.stream.schema_changes import RowGrowth
+
+if TYPE_CHECKING:
+    from metaio.stream.row_growth import RowGrowth
 
 STATES = "state"
 STATE_FILE, _FORMAT = "state.json", "gmeta-stream-state"
@@ -50,7 +52,7 @@ class StreamState:
 
 
 def open_newest_rows(
-    folder: Path | None, split: str, schema: Schema, growth: RowGrowth | None = None
+    folder: Path | None, split: str, schema: Schema, growth: "RowGrowth | None" = None
 ) -> NewestRows:
     """Return the newest rows of the tasks of a split in a state's folder; none without a folder."""
     return NewestRows(name_rows_file(folder, split) if folder else None, schema, growth)

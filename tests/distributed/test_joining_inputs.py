@@ -1,5 +1,6 @@
 """Inputs that join a stream: the next run's model predicts as before, and learns from them."""
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -56,14 +57,14 @@ def stream(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 
 
 def config_of(
-    stream: Path, run: Path, number: int, before: Path | None = None, **more: Any
+    stream: Path, folder: Path, number: int, before: Path | None = None, **more: Any
 ) -> TrainConfig:
     raw: dict[str, Any] = {
         "data": {"path": str(stream), "increment": str(number), "tasks_per_step": 8},
         "model": {"name": "melu", "hidden": [8], "embedding_dim": 4},
         "algorithm": {"name": "none"},
         "outer": {"sparse_lr": 0.2, "dense_lr": 0.005},
-        "run": {"dir": str(run), "device": "cpu", "prequential": False},
+        "run": {"dir": str(folder), "device": "cpu", "prequential": False},
     }
     if before is not None:
         raw["run"]["continue_from"] = str(before)
@@ -117,12 +118,18 @@ def test_inputs_that_joined_are_learnt_on_any_number_of_ranks(
     on_ranks(1, train_each, [config_of(stream, one, 1, **more)])
     for number, run in runs.items():
         on_ranks(number, train_each, [config_of(stream, run, 2, one, **more)])
+    # Stopped behind its second step it goes on from its own checkpoint: nothing joins again.
+    run = runs[0] = tmp_path / "stopped"
+    stopped = config_of(stream, run, 2, one, **more, run={"max_steps": 2})
+    whole = replace(stopped, run=replace(stopped.run, max_steps=0))
+    on_ranks(1, train_each, [stopped, whole])
     name, table = "model.learner.model.decision.0.weight", "model.tables.embeddings.shop.weight"
     found = []
     for run in runs.values():
         reader = CheckpointReader(list_checkpoints(RunFolder(run).checkpoints)[-1])
         found.append(reader.read([name, table]))
     torch.testing.assert_close(found[0], found[1], rtol=0, atol=1e-5)
+    torch.testing.assert_close(found[0], found[2], rtol=0, atol=0)
     # Three single columns, a list, a number and a vector of two joined.
     old = CheckpointReader(list_checkpoints(RunFolder(one).checkpoints)[-1]).read([name])[name]
     assert found[0][name].shape[1] - old.shape[1] == 4 * 4 + 3

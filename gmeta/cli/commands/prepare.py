@@ -137,7 +137,7 @@ Extend = Annotated[
     str | None,
     typer.Option(
         metavar="STREAM",
-        help="append the rows of INPUT to a stream; --schema is for its first increment",
+        help="append the rows of INPUT to a stream; --schema makes it, or adds inputs to it",
     ),
 ]
 Along = Annotated[

@@ -1,20 +1,23 @@
 """Inputs that joined a stream since a checkpoint: its model predicts as before, and learns from
 them from then on.
 
-The weights that read a new input begin at 0, its embeddings as those of any table. Shape suffixes:
-N rows, F single-id or pooled features, M multi-id features, K dense columns, D embedding width"""
+The weights that read a new input begin at 0, its embeddings as those of any table.
+
+Shape suffixes: N rows, F single-id or pooled features, M multi-id features, V values, K dense
+columns, D embedding width"""
+
+from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
 from gmeta.errors import UserError
-from gmeta.learner import MetaLearner
 from gmeta.platform.internals import ShardedTensor
 from gmeta_models.dlrm import DLRM
 from gmeta_models.eval_mode import in_eval_mode
@@ -24,6 +27,9 @@ from gmeta_models.model_outputs import split_output
 from gmeta_models.registry import build_model
 from metaio.format.dataset import Dataset
 from metaio.format.features import Features
+
+if TYPE_CHECKING:
+    from gmeta.learner import MetaLearner
 
 _MODEL = "learner.model."
 # What reads a new input begins at 0 there; what optimizers and rates keep of it as in a new run.

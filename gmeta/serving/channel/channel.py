@@ -37,7 +37,7 @@ from gmeta.serving.channel.model_version import (
 from gmeta.serving.exported_folder import ExportedConfig, new_folder
 from metaio.format.atomic_folder import lock_writer
 from metaio.format.checked_json import write_checked_json
-from metaio.stream.schema_changes import may_become
+from metaio.prepare.schema.schema_changes import may_become
 
 CURRENT_FILE = "current.json"
 CURRENT_FORMAT = "gmeta-channel"

@@ -2,8 +2,8 @@
 
 Table rows are matched by the values that they stand for; an unknown value is the model's row 0.
 
-Shape suffixes: T tasks, N rows, F single-id or pooled features, V values, B tables, U unique ids, R
-rows of tables"""
+Shape suffixes: T tasks, N rows, F single-id or pooled features, M multi-id features, V values, K
+dense columns, B tables, U unique ids, R rows of tables"""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -24,10 +24,10 @@ from gmeta.serving.exported_folder import ExportedConfig, read_vocabulary, vocab
 from gmeta.serving.served_model import ServedModel
 from metaio.format.block import find_features_of_values
 from metaio.format.dataset import Dataset, read_verified_file
+from metaio.prepare.schema.schema_changes import may_become
 from metaio.prepare.schema.schema_file import parse_schema
 from metaio.read.batch import TaskBatch
 from metaio.read.reader import EpisodeRange, read_ranges
-from metaio.stream.schema_changes import may_become
 
 _TASKS_PER_BATCH = 256
 

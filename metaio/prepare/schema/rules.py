@@ -159,8 +159,8 @@ class StreamRule:
     recent: int = key(14, "increments that the screen compares with", min=1)
     screen_after: int = key(3, "increments before the screen begins", min=1)
     # A file that lacks a column is set aside; or taken, with the column's null in all of its rows;
-    # or prepare ends, with nothing set aside. Absent: quarantine.
-    missing: Literal["quarantine", "fill", "stop"] | None = None
+    # or prepare ends, with nothing set aside.
+    missing: Literal["quarantine", "fill", "stop"] = "quarantine"
 
 
 GATE = "gate"  # the split of a stream's tasks that are never trained

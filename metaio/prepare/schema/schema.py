@@ -276,6 +276,8 @@ class Schema:
         found: dict[str, Any] = json.loads(json.dumps(given))
         if not self.vector:
             del found["vector"]  # datasets without stay as they were
+        if found.get("stream", {}).get("missing") == "quarantine":
+            del found["stream"]["missing"]  # as do streams
         return found
 
 
