@@ -81,9 +81,10 @@ class Sizes:
     late_users: int
 
 
-QUICK = Sizes(24, 1_000, 1_000_000, 10, 3, 8, 200, 1_000_000, 3, 4, 600)
+QUICK = Sizes(12, 1_000, 1_000_000, 10, 3, 9, 200, 1_000_000, 3, 4, 600)
 FULL = Sizes(100, 3_000, 10_000_000, 100, 40, 51, 500, 10_000_000, 30, 10, 4_000)
-QUICK_SPEEDUP_USERS = 2_500  # with fewer, what each stage costs of itself is most of an increment
+# With fewer, what each stage costs of itself is most of an increment.
+QUICK_SPEEDUP = replace(QUICK, partitions=24, users=2_500)
 
 
 def main() -> None:
@@ -101,9 +102,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         root = Path(folder)
         if options.speedup:
-            if options.quick:
-                sizes = replace(sizes, users=QUICK_SPEEDUP_USERS)
-            found = delivered(root, sizes, against_anew=True)
+            found = delivered(root, QUICK_SPEEDUP if options.quick else FULL, against_anew=True)
             finish("delivery", {**found, "environment": environment()})
             return
         if options.minutes:
