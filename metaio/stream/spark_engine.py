@@ -36,6 +36,7 @@ from metaio.prepare.episodes.ordered_map import Progress
 from metaio.prepare.episodes.spool import split_by_bucket
 from metaio.prepare.job import HashedShardUse, HashedTableUse, PrepareOptions
 from metaio.prepare.schema.schema import Schema, make_event_schema
+from metaio.prepare.source.file_groups import FileGroup
 from metaio.prepare.source.source import DuckSource, check_counts
 from metaio.stream.engine import BucketResult, WindowJob, WrittenWindow, adopt_buckets, write_bucket
 from metaio.stream.newest_rows import NewestRows, NewestRowsWriter
@@ -133,7 +134,8 @@ class _SparkEngine:
         rows = map_batches(self._rows, job.schema.columns, encode, KEYED)
         if events.files:
             own = make_event_schema(job.schema)
-            frame = read_frame(self._session, [file.name for file in events.files], own)
+            group = FileGroup(tuple(file.name for file in events.files), {}, {})
+            frame = read_frame(self._session, [group], own)
             encode = _make_encoder(window, state_folder, num_rows, of_events=True)
             rows = rows.union(map_batches(frame, own.columns, encode, KEYED))
         # Buckets without rows of the window still carry earlier tasks, so none may be left out.
