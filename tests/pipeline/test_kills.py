@@ -30,8 +30,8 @@ from tests.pipeline.following import loop_of, run_stage, stages_of
 from tests.pipeline.kills import cut_power, killed_at, left_at_each_change, restored, taken_up
 from tests.serving.channel.models import content
 
-# A loop of files fetches nothing; test_kafka.py kills what does. A challenge is `judge` and `promote`
-# once more, against another channel.
+# A loop of files fetches nothing; test_kafka.py kills what does. A challenge is `judge` and
+# `promote` once more, against another channel.
 STAGES = tuple(stage for stage in ALL_STAGES if stage not in ("fetch", "challenge"))
 KILLS = int(os.environ.get("LOOP_KILLS", "0"))
 # Of 200; there are 150 changes.
