@@ -254,8 +254,10 @@ def _with_events(
         tuned=(0, 0),
         by_hand=(0, 0),
         judged_by="nothing was chosen",
-        why="fine-tuned plain training reads the same events, and where order says little statistics of "
-        "the same rows say as much.",
+        why=(
+            "fine-tuned plain training reads the same events, and where order says little "
+            "statistics of the same rows say as much."
+        ),
         prepare=prepare,
         others={NO_EVENTS_PLAIN: ("algorithm.name=none",), NO_EVENTS: ()},
         log=log,
