@@ -71,12 +71,13 @@ class _TransformerBlock(nn.Module):
         self.dropout = nn.Dropout(dropout)
 
     def forward(self, rows_THD: Tensor, attention: CausalAttention) -> Tensor:
-        query, key, value = (
-            split_heads(part, self.heads)
-            for part in self.query_key_value(self.attention_norm(rows_THD)).chunk(3, dim=2)
+        width, first = rows_THD.shape[2], attention.first(rows_THD.shape[1])
+        both, value = self.query_key_value(self.attention_norm(rows_THD)).split(
+            [2 * width, width], dim=2
         )
-        first = attention.first(query.shape[2])
-        query, key = rotate(query, first), rotate(key, first)
+        # Queries and keys as twice as many heads: one event is appended in few calls.
+        query, key = rotate(split_heads(both, 2 * self.heads), first).chunk(2, dim=1)
+        value = split_heads(value, self.heads)
         attend = attention.linear if self.is_linear else attention.softmax
         attended = join_heads(attend(query, key, value))
         rows_THD = rows_THD + self.dropout(self.output(attended))
