@@ -17,6 +17,7 @@ from gmeta.distributed.sequence.linear import linear_attention
 from gmeta.distributed.sequence.peers import Peers, swap
 from gmeta.distributed.sequence.sharding import SequenceSharding
 from gmeta.distributed.sequence.tiles import RelativeBias
+from gmeta_models.sequence.sasrec import find_rotation, rotate
 
 T = TypeVar("T")
 
@@ -34,9 +35,9 @@ class Slices:
     length_T: Tensor
     times: Tensor | None = None
 
-    def first(self, places: int) -> int:
-        """Return the place in the whole sequence of the first in this rank's slice of so many."""
-        return self.sharding.first(places)
+    def rotate(self, rows: Tensor) -> Tensor:
+        """Return queries or keys turned by their places in the whole sequence."""
+        return rotate(rows, find_rotation(rows, self.sharding.first(rows.shape[2])))
 
     def softmax(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         """Return the softmax attention."""

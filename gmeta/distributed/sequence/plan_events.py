@@ -24,6 +24,7 @@ from gmeta.distributed.sequence.peers import Peers
 from gmeta.distributed.sequence.sharding import split_ranks
 from gmeta_models.sequence.encoder import EventEncoder, EventRectangle, StateEncoder
 from gmeta_models.sequence.hstu import HSTU
+from gmeta_models.sequence.sasrec import find_rotation, rotate
 
 _COUNTED_PLACES = CHUNK  # whole chunks of linear attention
 
@@ -75,8 +76,8 @@ def _estimate_rectangle(
 class _LocalAttention:
     """Attention that keeps nothing where what it would keep is known by arithmetic."""
 
-    def first(self, places: int) -> int:
-        return 0
+    def rotate(self, rows: Tensor) -> Tensor:
+        return rotate(rows, find_rotation(rows, 0))
 
     def softmax(self, query: Tensor, key: Tensor, value: Tensor, *_: Any) -> Tensor:
         return query + key + value

@@ -20,14 +20,15 @@ if TYPE_CHECKING:
     from gmeta_models.options import SasrecOptions
 
 _ROTATION_BASE = 10_000.0
+Rotation = tuple[Tensor, Tensor]  # cosine and sine, [H, D / heads / 2] each
 
 
 class CausalAttention(Protocol):
     """What queries meet keys and values by, [T, heads, H, D / heads] each: those up to their own
     place."""
 
-    def first(self, places: int) -> int:
-        """Return the place in the whole sequence of the first of so many queries."""
+    def rotate(self, rows: Tensor) -> Tensor:
+        """Return queries or keys turned by their places in the whole sequence."""
 
     def softmax(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         """Return the softmax attention."""
@@ -53,11 +54,10 @@ class SASRec(StateEncoder):
         self, inputs_THD: Tensor, seconds_TH: Tensor, past: tuple[Past, ...] = ()
     ) -> tuple[Tensor, tuple[Past, ...]]:
         """Return the states behind the inputs, and keys and values of all events so far."""
-        states_THD, kept = self.dropout(inputs_THD), list[Past]()
+        states_THD, kept, rotations = self.dropout(inputs_THD), list[Past](), list[Rotation]()
         for place, block in enumerate(self.blocks):
-            states_THD = block(
-                states_THD, _LocalCausalAttention(past[place] if past else None, kept)
-            )
+            earlier = past[place] if past else None
+            states_THD = block(states_THD, _LocalCausalAttention(earlier, kept, rotations))
         return self.norm(states_THD), tuple(kept)
 
 
@@ -71,12 +71,12 @@ class _TransformerBlock(nn.Module):
         self.dropout = nn.Dropout(dropout)
 
     def forward(self, rows_THD: Tensor, attention: CausalAttention) -> Tensor:
-        width, first = rows_THD.shape[2], attention.first(rows_THD.shape[1])
+        width = rows_THD.shape[2]
         both, value = self.query_key_value(self.attention_norm(rows_THD)).split(
             [2 * width, width], dim=2
         )
         # Queries and keys as twice as many heads: one event is appended in few calls.
-        query, key = rotate(split_heads(both, 2 * self.heads), first).chunk(2, dim=1)
+        query, key = attention.rotate(split_heads(both, 2 * self.heads)).chunk(2, dim=1)
         value = split_heads(value, self.heads)
         attend = attention.linear if self.is_linear else attention.softmax
         attended = join_heads(attend(query, key, value))
@@ -87,13 +87,17 @@ class _TransformerBlock(nn.Module):
 
 
 class _LocalCausalAttention:
-    """Attention of new events to all; adds what is kept of all to `kept`."""
+    """Attention of new events to all; adds what is kept of all to `kept`. Blocks share the first
+    one's rotation."""
 
-    def __init__(self, past: Past | None, kept: list[Past]) -> None:
-        self._past, self._kept = past, kept
+    def __init__(self, past: Past | None, kept: list[Past], rotations: list[Rotation]) -> None:
+        self._past, self._kept, self._rotations = past, kept, rotations
 
-    def first(self, places: int) -> int:
-        return 0 if self._past is None else int(self._past.key.shape[2])
+    def rotate(self, rows: Tensor) -> Tensor:
+        if not self._rotations:
+            first = 0 if self._past is None else int(self._past.key.shape[2])
+            self._rotations.append(find_rotation(rows, first))
+        return rotate(rows, self._rotations[0])
 
     def softmax(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         self._kept.append(append_past(self._past, key, value))
@@ -104,16 +108,21 @@ class _LocalCausalAttention:
         return attend_linearly(query, *self._kept[-1])
 
 
-def rotate(rows: Tensor, first: int) -> Tensor:
-    """Return queries or keys turned by their place, `first` for the first: products of two then
-    depend on the distance between their places alone."""
-    length, width = rows.shape[2:]
-    half = width // 2
+def find_rotation(rows: Tensor, first: int) -> Rotation:
+    """Return cosine and sine of the angles that queries or keys [T, heads, H, D / heads] turn by,
+    the first of them at place `first`."""
+    length, half = rows.shape[2], rows.shape[3] // 2
     device, dtype = rows.device, rows.dtype
     speed = _ROTATION_BASE ** (-torch.arange(half, device=device, dtype=torch.float64) / half)
     places_H = torch.arange(first, first + length, device=device, dtype=torch.float64)
     angle = places_H.unsqueeze(1) * speed
-    cos, sin = angle.cos().to(dtype), angle.sin().to(dtype)
+    return angle.cos().to(dtype), angle.sin().to(dtype)
+
+
+def rotate(rows: Tensor, rotation: Rotation) -> Tensor:
+    """Return queries or keys turned by their places: products of two then depend on the distance
+    between their places alone."""
+    (cos, sin), half = rotation, rows.shape[3] // 2
     left, right = rows[..., :half], rows[..., half : 2 * half]
     turned = [left * cos - right * sin, left * sin + right * cos]
     # Of an odd width the last number stays as it is.
