@@ -12,7 +12,7 @@ CLICKS = ("auc", "logloss")
 RATINGS = ("mae", "auc")
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Protocol:
     """A data set with its splits; `folder` is that of its raw files below --data, "" for none.
 
@@ -29,16 +29,16 @@ class Protocol:
 
     name: str
     title: str
-    folder: str
-    recipe: str
-    config: str
+    folder: str = ""
+    recipe: str = ""
+    config: str = ""
     splits: tuple[str, ...]
     metrics: tuple[str, ...]
     draws: bool
     about: str
-    tuned: tuple[int, int]
-    by_hand: tuple[int, int]
-    judged_by: str
+    tuned: tuple[int, int] = (0, 0)
+    by_hand: tuple[int, int] = (0, 0)
+    judged_by: str = "nothing was chosen"
     why: str
     prepare: tuple[str, ...] = ()
     train: tuple[str, ...] = ()  # overrides of all configs
@@ -214,8 +214,6 @@ def _at_the_first_try(
         name=name,
         title=title,
         folder="cold",
-        recipe="",
-        config="",
         splits=("user-cold",),
         metrics=metrics,
         draws=draws,
@@ -224,9 +222,6 @@ def _at_the_first_try(
             "adapted run goes on from the plain one, and stays it where validation finds nothing "
             "better."
         ),
-        tuned=(0, 0),
-        by_hand=(0, 0),
-        judged_by="nothing was chosen",
         why="both models have the same statistics of support rows and items.",
         log=log,
         init=words,
@@ -246,14 +241,10 @@ def _with_events(
         title=f"Events: {title}",
         folder=folder,
         recipe=recipe,
-        config="",
         splits=(split,),
         metrics=CLICKS,
         draws=False,
         about=about,
-        tuned=(0, 0),
-        by_hand=(0, 0),
-        judged_by="nothing was chosen",
         why=(
             "fine-tuned plain training reads the same events, and where order says little "
             "statistics of the same rows say as much."

@@ -51,7 +51,7 @@ from gmeta_models.eval_mode import in_eval_mode
 from gmeta_models.initial_sum import list_sum_layers, start_as_sum
 from gmeta_models.mlp import DropoutReLU
 from gmeta_models.sequence.encoder import EventEncoder, EventVectors
-from gmeta_models.table_projections import TableProjections, hide_UD
+from gmeta_models.table_projections import TableProjections
 from metaio.read.batch import TaskBatch
 
 
@@ -288,7 +288,7 @@ class MetaLearner(nn.Module):
         self, started_UD: Tensor, episodes: Episodes, sides: CollatedRows,
         vectors: EventVectors | None,
     ) -> Tensor:  # fmt: skip
-        own_UD = self.hide_UD(started_UD, episodes.inputs.unique_lengths_B)
+        own_UD = self.projections.hide_UD(started_UD, episodes.inputs.unique_lengths_B)
         rows, general = self._working_rows(own_UD, episodes), self.general_loop
         match sides:
             case Side() as query if vectors is not None and self._competes_in_steps:
@@ -375,7 +375,8 @@ class MetaLearner(nn.Module):
         started_UD = self.starting_rows_UD(rows_UD.detach(), episodes.rows_of_tables)
         with torch.no_grad(), in_eval_mode(self):
             sides, _ = self._with_events(started_UD, episodes)
-            started_UD = self.hide_UD(started_UD, episodes.inputs.unique_lengths_B)
+            lengths_B = episodes.inputs.unique_lengths_B
+            started_UD = self.projections.hide_UD(started_UD, lengths_B)
         assert isinstance(sides, Sides)
         support, query = sides
         rows = self._working_rows(started_UD, episodes)
@@ -423,10 +424,6 @@ class MetaLearner(nn.Module):
         kept_U1 = rows_UD.new_ones(len(rows_UD), 1)
         kept_U1.narrow(0, sum(rows_of_tables[:table]), rows_of_tables[table]).zero_()
         return rows_UD * kept_U1
-
-    def hide_UD(self, started_UD: Tensor, lengths_B: Tensor) -> Tensor:
-        """Return the rows as the model takes them: zeros where events alone read a table."""
-        return hide_UD(started_UD, lengths_B, self.projections.hidden)
 
     def _with_events(
         self, started_UD: Tensor, episodes: Episodes

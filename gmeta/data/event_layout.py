@@ -52,8 +52,7 @@ class EventColumns:
                 f"model.events = {model.events!r}, but the dataset stores no events. Add [events] "
                 "to the schema and prepare again, or leave model.events out"
             )
-        single = {name_event_column(one.name): at for at, one in enumerate(features.single)}
-        target = tuple(single[name] for name in names)
+        target = features.event_targets
         options = event_options(model)
         if not isinstance(options, SimOptions) or options.search != "category":
             return cls(target)

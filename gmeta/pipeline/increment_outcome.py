@@ -42,7 +42,7 @@ class Day:
         return self.verdict.get("verdict") == "refuse"
 
     @property
-    def duel(self) -> str:
+    def challenge_scores(self) -> str:
         """Return the scores of the model and of that of another shape beside it; "" of none."""
         if not self.challenge:
             return ""

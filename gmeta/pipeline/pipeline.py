@@ -385,15 +385,17 @@ class Pipeline:
         verdict = self.verdict(number) or {}
         return StageOutcome("judge", number, took_s, _format_verdict(verdict))
 
-    def _judge_against(self, number: int, candidate: Path, champion: str, out: Path) -> float:
+    def _judge_against(
+        self, number: int, candidate: Path, champion: str, out: Path, log: Path | None = None
+    ) -> float:
         """Write the verdict of an increment on a candidate; return the seconds that took."""
         judge, dataset = self.config.judge, f"{self._stream}:{number}"
         arguments = ["judge", str(candidate), "--champion", champion]
         arguments += ["--on", dataset, "--split", judge.split, "--pool", str(judge.pool)]
         arguments += ["--margin", str(judge.margin)] if judge.margin else []
         arguments += ["--calibration", ":".join(map(str, judge.calibration))]
-        log = out.with_name("judge.log" if out.name == "verdict.json" else "challenge.log")
-        return self._run(number, [*arguments, "--out", str(out)], "", log, (0, SET_ASIDE))[1]
+        arguments += ["--out", str(out)]
+        return self._run(number, arguments, log=log, allowed=(0, SET_ASIDE))[1]
 
     def _promote(self, number: int) -> StageOutcome:
         root = self.folder(number)
@@ -410,34 +412,39 @@ class Pipeline:
 
     def has_taken_over(self) -> bool:
         """Return whether the channel of `follow.takes_over` serves a model of this loop."""
+        if not self.config.follow.takes_over:
+            return False
         live = Channel(self.config.follow.takes_over)
-        serves = live.current() if self.config.follow.takes_over else None
+        serves = live.current()
         return serves is not None and live.model_of(serves.number) in self._read_log()[0]
 
     def _challenge(self) -> StageOutcome | None:
         """Compare the newest model with what the channel of `follow.takes_over` serves, or promote
         it there once it is better; None if neither is due."""
-        url, numbers = self.config.follow.takes_over, list_increment_numbers(self._stream)
-        current, versions = Channel(url).current() if url else None, self._read_log()[0]
+        url = self.config.follow.takes_over
+        if not url:
+            return None
+        live, numbers = Channel(url), list_increment_numbers(self._stream)
+        current = live.current()
         number = next((n for n in reversed(numbers) if self.promoted_version(n) is not None), None)
         if current is None or number is None:
             return None
-        path, serves = self.folder(number) / CHALLENGE_FILE, Channel(url).model_of(current.number)
-        model = (self.verdict(number) or {}).get("model")
-        verdict = self.challenge(number)
-        if serves == model:
+        serves, verdict = live.model_of(current.number), self.challenge(number)
+        if serves == (self.verdict(number) or {}).get("model"):
             return None
+        root = self.folder(number)
+        model, path, log = root / "model", root / CHALLENGE_FILE, root / "challenge.log"
         if verdict.get("champion_version") != current.number:
-            outcome = self._judge_against(number, self.folder(number) / "model", url, path)
-            verdict = self.challenge(number)
-            return StageOutcome("challenge", number, outcome, _format_verdict(verdict))
+            took_s = self._judge_against(number, model, url, path, log)
+            summary = _format_verdict(self.challenge(number))
+            return StageOutcome("challenge", number, took_s, summary)
         low = (verdict.get("difference") or {}).get("low")
         # Of another shape it must be better; its own next versions need only be no worse.
-        is_better = serves in versions or (low is not None and low > 0)
+        is_better = serves in self._read_log()[0] or (low is not None and low > 0)
         if verdict.get("verdict") != "promote" or not is_better:
             return None
-        arguments = ["promote", str(self.folder(number) / "model"), url, "--verdict", str(path)]
-        _, took_s = self._run(number, arguments, log=self.folder(number) / "challenge.log")
+        arguments = ["promote", str(model), url, "--verdict", str(path)]
+        _, took_s = self._run(number, arguments, log=log)
         return StageOutcome("challenge", number, took_s, f"takes over {url}")
 
     def challenge(self, number: int) -> dict[str, Any]:

@@ -279,7 +279,7 @@ class ServedModel:
             batch, fetched_row_P, num_rows = with_row_copies(unfetched, adapts_rows)
             values_PD = self._fetch_UD(batch)
             vectors = self._event_inputs(unfetched, values_PD)
-            values_PD = self.learner.hide_UD(values_PD, batch.unique_lengths_B)
+            values_PD = self.learner.projections.hide_UD(values_PD, batch.unique_lengths_B)
             if fetched_row_P is not None:
                 values_PD = values_PD[fetched_row_P]
             # Where rows adapt, the inputs of the first layer change with each step.
@@ -410,7 +410,7 @@ class ServedModel:
         batch, fetched_row_P, num_rows = with_row_copies(unfetched, adapts_rows)
         rows_PD = self._fetch_UD(batch)
         vectors = self._event_inputs(unfetched, rows_PD, tasks, lengths)
-        rows_PD = self.learner.hide_UD(rows_PD, batch.unique_lengths_B)
+        rows_PD = self.learner.projections.hide_UD(rows_PD, batch.unique_lengths_B)
         if fetched_row_P is not None:
             # Both ascending. Rows that the support did not use are as they were trained.
             key_P = self._key_U(batch)[fetched_row_P]

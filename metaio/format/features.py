@@ -93,6 +93,12 @@ class Features:
         return self.multi + self.events
 
     @property
+    def event_targets(self) -> tuple[int, ...]:
+        """Return for each column of the events the single-id column of the rows with its values."""
+        single = {name_event_column(one.name): at for at, one in enumerate(self.single)}
+        return tuple(single[one.name] for one in self.events)
+
+    @property
     def num_event_numbers(self) -> int:
         """Return how many numbers an event has, its seconds among them; 0 without events."""
         return 1 + len(self.event_dense) if self.events else 0

@@ -44,10 +44,8 @@ class RowGrowth:
 
     def _nulls_K(self) -> npt.NDArray[np.float64]:
         """Return what each dense input is where it is null; 0 where it may not be."""
-        encoder, null = (
-            Encoder(self.schema, FittedEncoding({}, dict(self.moments))),
-            pa.nulls(1, pa.float64()),
-        )
+        encoder = Encoder(self.schema, FittedEncoding({}, dict(self.moments)))
+        null = pa.nulls(1, pa.float64())
         nulls = [
             0.0 if one.fill is None else float(encoder.encode_dense(one, null)[0])
             for one in self.schema.dense

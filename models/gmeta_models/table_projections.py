@@ -68,16 +68,16 @@ class TableProjections(nn.Module):
         parts = rows_UD.split(list(rows_of_tables))
         return torch.cat([self.of_table(place, part) for place, part in enumerate(parts)])
 
-
-def hide_UD(rows_UD: Tensor, lengths_B: Tensor, hidden: Sequence[int]) -> Tensor:
-    """Return the rows, `lengths_B` of each table, with zeros in place of those of hidden tables."""
-    if not hidden:
-        return rows_UD
-    # On the device: the lengths of a CUDA graph's batches differ, their sum does not.
-    end_B, place_U = lengths_B.cumsum(0), torch.arange(len(rows_UD), device=rows_UD.device)
-    table_U = torch.searchsorted(end_B, place_U, right=True)
-    is_hidden_U = sum((table_U == table for table in hidden), torch.zeros_like(table_U))
-    return rows_UD.masked_fill(is_hidden_U.bool().unsqueeze(1), 0.0)
+    def hide_UD(self, rows_UD: Tensor, lengths_B: Tensor) -> Tensor:
+        """Return the rows, `lengths_B` of each table, as the model takes them: zeros where events
+        alone read a table."""
+        if not self.hidden:
+            return rows_UD
+        # On the device: the lengths of a CUDA graph's batches differ, their sum does not.
+        end_B, place_U = lengths_B.cumsum(0), torch.arange(len(rows_UD), device=rows_UD.device)
+        table_U = torch.searchsorted(end_B, place_U, right=True)
+        is_hidden_U = sum((table_U == table for table in self.hidden), torch.zeros_like(table_U))
+        return rows_UD.masked_fill(is_hidden_U.bool().unsqueeze(1), 0.0)
 
 
 def pad_width_UD(rows_UD: Tensor, width: int) -> Tensor:

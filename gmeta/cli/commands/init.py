@@ -111,10 +111,10 @@ def init(
         "are not here\nhave their defaults: gmeta config lists them."
     )
     config = format_config(_first_config(guessed, out, events), header, every=False)
+    texts = format_schema(guessed, inputs, events), config
     out.mkdir(parents=True, exist_ok=True)
     with ExitStack() as undone:
-        schema = format_schema(guessed, inputs, events)
-        for path, text in zip(paths, (schema, config), strict=True):
+        for path, text in zip(paths, texts, strict=True):
             # One file without the other would make the next call refuse the folder.
             if not path.exists():
                 undone.callback(path.unlink, missing_ok=True)

@@ -16,8 +16,8 @@ from gmeta.evaluation.baselines.block_rows import read_rows, sample_rows
 from gmeta.evaluation.baselines.episode_rows import (
     Bools,
     EpisodeRows,
-    IdLists,
     concatenate_episodes,
+    concatenate_lists,
     find_item_columns,
 )
 from gmeta.metrics.scored_label import ONE_LABEL, ScoredLabel
@@ -92,7 +92,7 @@ class Candidates:
             listed.dense_NK[is_sampled_N, column] = self.items.dense_NK[places, column]
         pairs = zip(listed.multi, self.items.multi, self.sparse[num_single:], strict=True)
         multi = tuple(
-            _concatenate_lists(own, items).select(source_place_N) if changes else own
+            concatenate_lists((own, items)).select(source_place_N) if changes else own
             for own, items, changes in pairs
         )
         return RowsWithCandidates(replace(listed, multi=multi), is_sampled_N, source_N)
@@ -206,8 +206,3 @@ def _select_rows(rows: EpisodeRows, chosen: Int64) -> EpisodeRows:
         support_lengths_T=np.zeros(rows.num_rows, np.int64),
     )
     return single.select_episodes(chosen)
-
-
-def _concatenate_lists(own: IdLists, other: IdLists) -> IdLists:
-    ends = own.offsets_N1[-1] + other.offsets_N1[1:]
-    return IdLists(np.concatenate([own.ids_V, other.ids_V]), np.concatenate([own.offsets_N1, ends]))

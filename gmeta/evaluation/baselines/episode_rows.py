@@ -134,19 +134,17 @@ def concatenate_episodes(parts: Iterable[EpisodeRows]) -> EpisodeRows:
         np.concatenate([part.support_lengths_T for part in found]),
         np.concatenate([part.label_N for part in found]),
         np.concatenate([part.ids_NF for part in found]),
-        _concatenate_lists([part.multi for part in found]),
+        tuple(map(concatenate_lists, zip(*(part.multi for part in found), strict=True))),
         np.concatenate([part.dense_NK for part in found]),
-        _concatenate_lists([part.known_events for part in found]),
+        tuple(map(concatenate_lists, zip(*(part.known_events for part in found), strict=True))),
     )
 
 
-def _concatenate_lists(parts: Sequence[tuple[IdLists, ...]]) -> tuple[IdLists, ...]:
-    return tuple(
-        IdLists(
-            np.concatenate([lists.ids_V for lists in same]),
-            offsets(np.concatenate([np.diff(lists.offsets_N1) for lists in same])),
-        )
-        for same in zip(*parts, strict=True)
+def concatenate_lists(parts: Sequence[IdLists]) -> IdLists:
+    """Return the lists of one feature, of the rows of all parts one after the other."""
+    return IdLists(
+        np.concatenate([lists.ids_V for lists in parts]),
+        offsets(np.concatenate([np.diff(lists.offsets_N1) for lists in parts])),
     )
 
 

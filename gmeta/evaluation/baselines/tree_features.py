@@ -33,7 +33,7 @@ from gmeta.evaluation.baselines.episode_rows import (
     make_lists,
 )
 from gmeta.evaluation.baselines.training_sums import TrainingSums, assign_folds
-from metaio.format.features import Features, name_event_column
+from metaio.format.features import Features
 from metaio.ragged import Int64, places
 
 # Rows of the overall mean that count towards a value's mean, and rows of 0 towards a shared
@@ -191,11 +191,11 @@ def _make_task_columns(rows: EpisodeRows) -> dict[str, Floats]:
 def make_recency_columns(rows: EpisodeRows, features: Features) -> dict[str, Floats]:
     """Return what the order of a row's newest events says; NaN: none of them has the value."""
     columns: dict[str, Floats] = {}
-    single = {name_event_column(one.name): at for at, one in enumerate(features.single)}
-    for feature, lists in zip(features.events, rows.known_events, strict=True):
+    events = zip(features.events, features.event_targets, rows.known_events, strict=True)
+    for feature, target, lists in events:
         length_N = np.diff(lists.offsets_N1)
         columns["known events"] = length_N.astype(np.float64)
-        is_same_V = lists.ids_V == rows.ids_of(single[feature.name])[lists.row_V]
+        is_same_V = lists.ids_V == rows.ids_of(target)[lists.row_V]
         row_V = lists.row_V[is_same_V]
         ago_V = (np.repeat(length_N, length_N) - places(length_N))[is_same_V]
         ago_N = np.full(rows.num_rows, np.nan)

@@ -100,10 +100,8 @@ def beginning_of(
     lineage = extend_lineage(before, dataset)
     if checkpoint is None:
         return Beginning("fresh", None, lineage, {})
-    resets, last = (
-        _reset_since([*skipped, dataset]),
-        find_earlier_increment(dataset, 1 + len(skipped)),
-    )
+    resets = _reset_since([*skipped, dataset])
+    last = find_earlier_increment(dataset, 1 + len(skipped))
     joined = None if last is None else find_joined_inputs(last, dataset, config.model)
     return Beginning("continued", checkpoint, lineage, resets, joined)
 
