@@ -1,19 +1,32 @@
 """Encoded rows on their way to shards: one file a bucket, read back a bucket at a time."""
 
+import struct
 from collections import defaultdict
 from dataclasses import dataclass
 from pathlib import Path
+from typing import IO, Any
 
 import numpy as np
 import numpy.typing as npt
+import pyarrow as pa
 
-from metaio.prepare.episodes.encoded_rows import EncodedRows, allocate_rows, select_rows
+from metaio.hashing import splitmix64
+from metaio.prepare.episodes.encoded_rows import (
+    EncodedRows,
+    allocate_rows,
+    concatenate_rows,
+    select_rows,
+)
 from metaio.prepare.schema.schema import Schema
 from metaio.ragged import Int64, offsets, sum_rows
 
 # Gathered before they are written to their buckets' files: fewer, longer writes.
-_FLUSH_ROWS = 131_072
+_FLUSH_BYTES = 1 << 26
 _Part = tuple[int, EncodedRows]  # a bucket and some of its rows
+# Of a part in a file: rows, values, and the bytes that follow. These are compressed to a third: as
+# they are, a billion rows would take more disk than the log and the dataset together.
+_HEAD = struct.Struct("<3q")
+_CODEC = "zstd"
 
 
 def assign_buckets(task_hash: npt.NDArray[np.uint64], num_buckets: npt.NDArray[np.uint64]) -> Int64:
@@ -76,48 +89,60 @@ class Spool:
         self._folder = folder
         self._schema = schema
         self._pending: defaultdict[int, list[EncodedRows]] = defaultdict(list)
-        self._pending_rows = 0
-        # Rows and values of each part that was appended to a bucket's file.
-        self._parts: defaultdict[int, list[tuple[int, int]]] = defaultdict(list)
+        self._pending_bytes = 0
+        # Rows, values and bytes in memory of each bucket that has any.
+        self._sizes: defaultdict[int, Int64] = defaultdict(lambda: np.zeros(3, np.int64))
         folder.mkdir()
 
     def append(self, parts: list[_Part]) -> None:
         """Add rows to their buckets."""
         for bucket, rows in parts:
             self._pending[bucket].append(rows)
-            self._pending_rows += rows.num_rows
-        if self._pending_rows >= _FLUSH_ROWS:
+            size = rows.num_rows, len(rows.values_V), sum(a.nbytes for a in vars(rows).values())
+            self._sizes[bucket] += size
+            self._pending_bytes += size[2]
+        if self._pending_bytes >= _FLUSH_BYTES:
             self.flush()
 
     def flush(self) -> None:
         """Write what is pending; needed before `pop_bucket`."""
         for bucket, parts in self._pending.items():
+            rows = concatenate_rows(self._schema, parts)
+            packed = pa.compress(
+                b"".join(array.data for array in _stored_arrays(rows).values()), _CODEC
+            )
             # Opened each time: a log of a billion rows has more buckets than a process may open
             # files.
             with self._path(bucket).open("ab") as file:
-                file.writelines(array.data for part in parts for array in vars(part).values())
-            self._parts[bucket] += [(part.num_rows, len(part.values_V)) for part in parts]
+                file.write(_HEAD.pack(rows.num_rows, len(rows.values_V), packed.size))
+                file.write(packed)
         self._pending.clear()
-        self._pending_rows = 0
+        self._pending_bytes = 0
 
     def pop_bucket(self, bucket: int) -> EncodedRows:
         """Return all rows of a bucket, and remove its file to free the space."""
-        # A part in a file is its arrays, one after another; their lengths are kept in memory.
-        parts = self._parts.pop(bucket, [])
-        found = allocate_rows(self._schema, sum(n for n, _ in parts), sum(v for _, v in parts))
-        if not parts:
+        num_rows, num_values, _ = self._sizes.pop(bucket, (0, 0, 0))
+        found, path = allocate_rows(self._schema, num_rows, num_values), self._path(bucket)
+        if not num_rows:
             return found
-        path = self._path(bucket)
         with path.open("rb") as file:
-            row, value = 0, 0
-            for num_rows, num_values in parts:
-                for name, array in vars(found).items():
-                    is_value = name == "values_V"
-                    first, count = (value, num_values) if is_value else (row, num_rows)
-                    into = array[first : first + count]
-                    if file.readinto(into.data) != into.nbytes:
-                        raise OSError(f"{path} was cut short while it was in use")
-                row, value = row + num_rows, value + num_values
+            row = value = 0
+            while row < num_rows:
+                own_rows, own_values, packed = _read_part(file)
+                arrays = {
+                    name: array[value:][:own_values]
+                    if name == "values_V"
+                    else array[row:][:own_rows]
+                    for name, array in _stored_arrays(found).items()
+                }
+                raw = pa.decompress(packed, sum(a.nbytes for a in arrays.values()), _CODEC)
+                first = 0
+                for array in arrays.values():
+                    read = np.frombuffer(raw, array.dtype, array.size, first)
+                    array[...] = read.reshape(array.shape)
+                    first += array.nbytes
+                row, value = row + own_rows, value + own_values
+        found.task_hash_N[:] = splitmix64(found.task_N.view(np.uint64))
         path.unlink()
         return found
 
@@ -127,8 +152,22 @@ class Spool:
 
     def num_bytes(self, bucket: int) -> int:
         """Return the size of a bucket in memory, once read."""
-        path = self._path(bucket)
-        return path.stat().st_size if path.exists() else 0
+        return int(self._sizes[bucket][2]) if bucket in self._sizes else 0
 
     def _path(self, bucket: int) -> Path:
         return self._folder / f"{bucket:06d}"
+
+
+def _stored_arrays(rows: EncodedRows) -> dict[str, npt.NDArray[Any]]:
+    """Return the arrays of a part in a file: all but the hash of the task, which its id gives."""
+    return {name: array for name, array in vars(rows).items() if name != "task_hash_N"}
+
+
+def _read_part(file: IO[bytes]) -> tuple[int, int, bytes]:
+    """Return the next part of a bucket's file: rows, values, and its arrays, compressed."""
+    head = file.read(_HEAD.size)
+    num_rows, num_values, num_bytes = _HEAD.unpack(head) if len(head) == _HEAD.size else (0, 0, 1)
+    packed = file.read(num_bytes)
+    if len(packed) < num_bytes:
+        raise OSError(f"{file.name} was cut short while it was in use")
+    return num_rows, num_values, packed

@@ -44,8 +44,14 @@ class IntegerIndex:
         wanted = to_int64(column)
         if not len(self._values):
             return np.zeros(len(wanted), np.int64)
-        place = np.minimum(np.searchsorted(self._values, wanted), len(self._values) - 1)
-        return np.where(self._values[place] == wanted, self._rows[place], 0)
+        # In ascending order, which finds most of the way in caches: a third of the time among ten
+        # million values.
+        order = np.argsort(wanted)
+        ascending = wanted[order]
+        place = np.minimum(np.searchsorted(self._values, ascending), len(self._values) - 1)
+        rows = np.empty(len(wanted), np.int64)
+        rows[order] = np.where(self._values[place] == ascending, self._rows[place], 0)
+        return rows
 
 
 # pyarrow's index_in hashes the complete vocabulary at every call: 0.3 s for a million words.

@@ -8,6 +8,7 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
+from metaio.hashing import splitmix64
 from metaio.prepare.episodes.encoded_rows import EncodedRows, allocate_rows, concatenate_rows
 from metaio.prepare.episodes.spool import BucketPlan, Spool, split_by_bucket
 from metaio.prepare.schema.schema import Schema
@@ -32,7 +33,7 @@ def random_rows(num_rows: int, seed: int) -> EncodedRows:
     for array in vars(rows).values():
         array[...] = rng.integers(0, 1 << 20, array.shape)
     rows.lengths_NM[:] = lengths_NM
-    rows.task_hash_N[:] = rng.integers(0, 1 << 63, num_rows).astype(np.uint64) << np.uint64(1)
+    rows.task_hash_N[:] = splitmix64(rows.task_N.view(np.uint64))
     rows.split_N[:] = rng.integers(0, 2, num_rows)
     return rows
 
