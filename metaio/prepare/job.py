@@ -135,8 +135,8 @@ class Job:
         train = self.fitted.splits.names.index(self.schema.splits.train)
         return CatalogueBuilder(self.schema, train)
 
-    def deal(self, rows: EncodedRows) -> list[tuple[int, EncodedRows]]:
-        """Return the encoded rows of each bucket that gets any."""
+    def copy_to_windows(self, rows: EncodedRows) -> EncodedRows:
+        """Return the encoded rows, each once for each window of time that knows it."""
         splits = self.fitted.splits
         if splits.window_starts:
             chosen, split_N, side_N = copy_to_windows(splits, rows.split_N.astype(np.int64))
@@ -144,7 +144,11 @@ class Job:
             side_NS = np.where(copies.side_NS == EVENT_ONLY, EVENT_ONLY, side_N[:, None])
             side_NS = side_NS.astype(np.int8)
             rows = replace(copies, split_N=split_N.astype(np.int32), side_NS=side_NS)
-        return split_by_bucket(self.plan, rows)
+        return rows
+
+    def deal(self, rows: EncodedRows) -> list[tuple[int, EncodedRows]]:
+        """Return the encoded rows of each bucket that gets any."""
+        return split_by_bucket(self.plan, self.copy_to_windows(rows))
 
     def write_shard(
         self,

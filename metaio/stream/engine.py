@@ -18,7 +18,7 @@ from metaio.prepare.episodes.encode import Encoder
 from metaio.prepare.episodes.encoded_rows import EncodedRows, concatenate_rows, select_rows
 from metaio.prepare.episodes.event_rows import EventRowEncoder
 from metaio.prepare.episodes.ordered_map import Progress, count_parallel_buckets, map_in_order
-from metaio.prepare.episodes.spool import Spool, split_by_bucket
+from metaio.prepare.episodes.spool import Spool
 from metaio.prepare.job import HashedTableUse, Job, PrepareOptions, Use, WrittenShard
 from metaio.prepare.schema.schema import Schema
 from metaio.prepare.schema.side_columns import EVENT_ONLY, QUERY, SUPPORT
@@ -154,7 +154,7 @@ class LocalEngine:
         """Encode all rows into bucket files, then write the shards bucket by bucket."""
         job, options = window.job, self._options
         # Inside the unfinished increment: on the same disk, and removed with it.
-        spool = Spool(writer.folder / ".spool", job.schema)
+        spool = Spool(writer.folder / ".spool", job.schema, job.plan)
         self._encode(window, tables, events, spool, report_progress)
         use = HashedTableUse(job)
 
@@ -187,22 +187,17 @@ class LocalEngine:
         job, done = window.job, 0
         encoder = Encoder(job.schema, job.fitted, tables)
 
-        def encode(batch: pa.RecordBatch) -> tuple[int, list[tuple[int, EncodedRows]]]:
-            rows = encode_window_rows(encoder, window.screen, batch)
-            return rows.num_rows, split_by_bucket(job.plan, rows)
+        def encode(batch: pa.RecordBatch) -> EncodedRows:
+            return encode_window_rows(encoder, window.screen, batch)
 
         batches = self._source.batches(self._schema.columns)
-        for num_rows, parts in map_in_order(self._options.threads, encode, batches):
-            spool.append(parts)
-            done += num_rows
+        for rows in map_in_order(self._options.threads, encode, batches):
+            spool.append(rows)
+            done += rows.num_rows
             report_progress("encoding", done, window.num_rows)
         of_events = EventRowEncoder(encoder)
-        for parts in map_in_order(
-            self._options.threads,
-            lambda batch: split_by_bucket(job.plan, of_events.encode(batch)),
-            events.read(),
-        ):
-            spool.append(parts)
+        for rows in map_in_order(self._options.threads, of_events.encode, events.read()):
+            spool.append(rows)
         spool.flush()
 
 

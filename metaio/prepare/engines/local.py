@@ -67,7 +67,7 @@ def prepare(
         job = make_job(schema, options, fit_encoding(schema, survey, splits), survey, types)
         with job.open(out) as writer:
             # Inside the unfinished dataset: on the same disk, and removed with it.
-            spool = Spool(writer.folder / ".spool", schema)
+            spool = Spool(writer.folder / ".spool", schema, job.plan)
             job = _encode(job, source, events, spool, report("encoding"))
             _write_shards(job, writer, spool, source.left_out, report("writing"))
             write_raw_ids(writer.folder, schema, survey)
@@ -86,24 +86,23 @@ def _encode(
     encoder, items, done = Encoder(job.schema, job.fitted), job.make_catalogue_builder(), 0
 
     # Runs in worker threads; only appending to the spool is serial.
-    def encode(
-        batch: pa.RecordBatch,
-    ) -> tuple[int, Catalogue | None, list[tuple[int, EncodedRows]]]:
+    def encode(batch: pa.RecordBatch) -> tuple[int, Catalogue | None, EncodedRows]:
         rows = encoder.encode(batch)
-        return batch.num_rows, items.build_from_rows(rows) if items else None, job.deal(rows)
+        found = items.build_from_rows(rows) if items else None
+        return batch.num_rows, found, job.copy_to_windows(rows)
 
     batches = source.batches(job.schema.columns)
-    for num_rows, found, parts in map_in_order(job.options.threads, encode, batches):
-        spool.append(parts)
+    for num_rows, found, rows in map_in_order(job.options.threads, encode, batches):
+        spool.append(rows)
         if items is not None and found is not None:
             items.add(found)
         done += num_rows
         report_progress(done)
     of_events = EventRowEncoder(encoder)
-    for parts in map_in_order(
-        job.options.threads, lambda batch: job.deal(of_events.encode(batch)), events()
+    for rows in map_in_order(
+        job.options.threads, lambda batch: job.copy_to_windows(of_events.encode(batch)), events()
     ):
-        spool.append(parts)
+        spool.append(rows)
     spool.flush()
     return job if items is None else replace(job, catalogue=items.build())
 

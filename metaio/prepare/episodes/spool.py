@@ -20,7 +20,8 @@ from metaio.prepare.episodes.encoded_rows import (
 from metaio.prepare.schema.schema import Schema
 from metaio.ragged import Int64, offsets, sum_rows
 
-# Gathered before they are written to their buckets' files: fewer, longer writes.
+# Gathered before they are dealt to their buckets' files. A batch of a billion rows has ten for each
+# bucket: dealt by itself, Python would take most of the time.
 _FLUSH_BYTES = 1 << 26
 _Part = tuple[int, EncodedRows]  # a bucket and some of its rows
 # Of a part in a file: rows, values, and the bytes that follow. These are compressed to a third: as
@@ -85,39 +86,37 @@ def split_by_bucket(plan: BucketPlan, rows: EncodedRows) -> list[_Part]:
 class Spool:
     """Bucket files below a folder of its own; the caller removes the folder."""
 
-    def __init__(self, folder: Path, schema: Schema) -> None:
+    def __init__(self, folder: Path, schema: Schema, plan: BucketPlan) -> None:
         self._folder = folder
-        self._schema = schema
-        self._pending: defaultdict[int, list[EncodedRows]] = defaultdict(list)
+        self._schema, self._plan = schema, plan
+        self._pending: list[EncodedRows] = []
         self._pending_bytes = 0
         # Rows, values and bytes in memory of each bucket that has any.
         self._sizes: defaultdict[int, Int64] = defaultdict(lambda: np.zeros(3, np.int64))
         folder.mkdir()
 
-    def append(self, parts: list[_Part]) -> None:
+    def append(self, rows: EncodedRows) -> None:
         """Add rows to their buckets."""
-        for bucket, rows in parts:
-            self._pending[bucket].append(rows)
-            size = rows.num_rows, len(rows.values_V), sum(a.nbytes for a in vars(rows).values())
-            self._sizes[bucket] += size
-            self._pending_bytes += size[2]
+        self._pending.append(rows)
+        self._pending_bytes += _count_bytes(rows)
         if self._pending_bytes >= _FLUSH_BYTES:
             self.flush()
 
     def flush(self) -> None:
         """Write what is pending; needed before `pop_bucket`."""
-        for bucket, parts in self._pending.items():
-            rows = concatenate_rows(self._schema, parts)
-            packed = pa.compress(
-                b"".join(array.data for array in _stored_arrays(rows).values()), _CODEC
-            )
+        pending = concatenate_rows(self._schema, self._pending)
+        self._pending.clear()
+        self._pending_bytes = 0
+        for bucket, rows in split_by_bucket(self._plan, pending):
+            num_values = len(rows.values_V)
+            self._sizes[bucket] += rows.num_rows, num_values, _count_bytes(rows)
+            arrays = _stored_arrays(rows).values()
+            packed = pa.compress(b"".join(array.data for array in arrays), _CODEC)
             # Opened each time: a log of a billion rows has more buckets than a process may open
             # files.
             with self._path(bucket).open("ab") as file:
-                file.write(_HEAD.pack(rows.num_rows, len(rows.values_V), packed.size))
+                file.write(_HEAD.pack(rows.num_rows, num_values, packed.size))
                 file.write(packed)
-        self._pending.clear()
-        self._pending_bytes = 0
 
     def pop_bucket(self, bucket: int) -> EncodedRows:
         """Return all rows of a bucket, and remove its file to free the space."""
@@ -156,6 +155,10 @@ class Spool:
 
     def _path(self, bucket: int) -> Path:
         return self._folder / f"{bucket:06d}"
+
+
+def _count_bytes(rows: EncodedRows) -> int:
+    return sum(array.nbytes for array in vars(rows).values())
 
 
 def _stored_arrays(rows: EncodedRows) -> dict[str, npt.NDArray[Any]]:

@@ -10,7 +10,7 @@ import pytest
 
 from metaio.hashing import splitmix64
 from metaio.prepare.episodes.encoded_rows import EncodedRows, allocate_rows, concatenate_rows
-from metaio.prepare.episodes.spool import BucketPlan, Spool, split_by_bucket
+from metaio.prepare.episodes.spool import BucketPlan, Spool
 from metaio.prepare.schema.schema import Schema
 from metaio.prepare.schema.schema_file import parse_schema
 
@@ -51,9 +51,9 @@ def lines(rows: EncodedRows) -> list[tuple[Any, ...]]:
 
 def test_each_bucket_gets_back_its_rows_in_the_order_they_came(tmp_path: Path) -> None:
     parts = [random_rows(count, seed) for seed, count in enumerate((50, 0, 1, 200))]
-    spool = Spool(tmp_path / "spool", SCHEMA)
+    spool = Spool(tmp_path / "spool", SCHEMA, PLAN)
     for rows in parts:
-        spool.append(split_by_bucket(PLAN, rows))
+        spool.append(rows)
         spool.flush()
     whole = concatenate_rows(SCHEMA, parts)
     buckets = PLAN.assign(whole.split_N, whole.task_hash_N).tolist()
@@ -65,7 +65,7 @@ def test_each_bucket_gets_back_its_rows_in_the_order_they_came(tmp_path: Path) -
 
 
 def test_a_bucket_without_rows_is_empty_and_no_parts_join_to_none(tmp_path: Path) -> None:
-    assert Spool(tmp_path / "spool", SCHEMA).pop_bucket(2).num_rows == 0
+    assert Spool(tmp_path / "spool", SCHEMA, PLAN).pop_bucket(2).num_rows == 0
     assert concatenate_rows(SCHEMA, []).ids_NF.shape == (0, 2)
 
 
@@ -74,8 +74,8 @@ def test_a_bucket_belongs_to_the_split_that_lists_it() -> None:
 
 
 def test_a_spool_file_cut_short_is_refused(tmp_path: Path) -> None:
-    spool = Spool(tmp_path / "spool", SCHEMA)
-    spool.append(split_by_bucket(BucketPlan((1, 1)), random_rows(50, 0)))
+    spool = Spool(tmp_path / "spool", SCHEMA, BucketPlan((1, 1)))
+    spool.append(random_rows(50, 0))
     spool.flush()
     path = tmp_path / "spool" / "000000"
     path.write_bytes(path.read_bytes()[:-1])
