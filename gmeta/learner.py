@@ -415,7 +415,7 @@ class MetaLearner(nn.Module):
 
     def starting_rows_UD(self, rows_UD: Tensor, rows_of_tables: Sequence[int]) -> Tensor:
         """Return the fetched rows, `rows_of_tables` of each table, as the inner loop takes them."""
-        if self.projections.narrow:
+        if not self.projections.is_identity:
             rows_UD = self.projections(rows_UD, rows_of_tables)
         if self.generator is None:
             return rows_UD

@@ -14,7 +14,13 @@ from torch.utils.flop_counter import FlopCounterMode
 from gmeta.cli.capacity_levels import count_touched, most_groups, other_levels
 from gmeta.config.inputs import NeighboursConfig
 from gmeta.config.labels import LabelsConfig
-from gmeta.config.sharding import ShardingConfig, check_groups, check_sequences, check_sharding
+from gmeta.config.sharding import (
+    ShardingConfig,
+    check_admission,
+    check_groups,
+    check_sequences,
+    check_sharding,
+)
 from gmeta.config.table_widths import WIDTH_MULTIPLE, widths_of_tables
 from gmeta.config.train_config import DataConfig, TrainConfig
 from gmeta.data.features.support_statistics import NO_STATISTICS
@@ -67,6 +73,7 @@ def plan_capacity(
     step, events_T = _describe_step(
         data, seed, width, overrides, features, learner, dataset, cluster.world_size
     )
+    step = replace(step, row_counts=sum(steps > 0 for steps in config.model.admission))
     # A stated share of distinct ids replaces the counted one.
     is_measured = dataset is not None and not overrides.unique_share
     long_events = _cost_long_events(config, learner, events_T, step, cluster.world_size)
@@ -184,6 +191,7 @@ def _build_model(
     names = [table.name for table in features.tables]
     check_sequences(config.sharding, config.model.events, config.outer.accumulate_steps)
     check_sharding(config.sharding, names, config.outer.sparse_optimizer)
+    check_admission(config.model.admission, config.sharding, config.algorithm.name, names)
     # Item features and labels of the config name columns of a dataset.
     items, labels, neighbours = None, LabelsConfig(), NeighboursConfig()
     if dataset is not None:

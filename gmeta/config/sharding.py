@@ -224,6 +224,48 @@ def check_sharding(config: ShardingConfig, tables: list[str], sparse_optimizer: 
             )
 
 
+def check_admission(
+    admission: tuple[int, ...], config: ShardingConfig, algorithm: str, tables: list[str]
+) -> None:
+    """Raise ConfigError where rows cannot wait for embeddings of their own by `model.admission`."""
+    wanted = f"model.admission = {list(admission)}"
+    if len(admission) != 2 or (admission[1] and not admission[0]):
+        raise ConfigError(
+            f"{wanted} is no rule: two numbers are allowed: after how many steps a row has an "
+            "embedding of its own, and, if any, after how many without it loses it. Correct it, or "
+            "remove the key"
+        )
+    if not admission[0]:
+        return
+    rest = "or model.admission = [0, 0]"
+    if config.exchange != "host":
+        raise ConfigError(
+            f"{wanted}, which TorchRec's exchange cannot count. Set sharding.exchange = "
+            f'"host", {rest}'
+        )
+    if config.groups > 1:
+        raise ConfigError(
+            f"{wanted}, and with sharding.groups = {config.groups} each group would count its own "
+            f"steps. Set sharding.groups = 1, {rest}"
+        )
+    by_columns = [n for n, kind in kinds_of_tables(config, tables).items() if kind == "column_wise"]
+    if by_columns or config.default == "planner":
+        what = (
+            f"table {by_columns[0]!r} is column_wise"
+            if by_columns
+            else "the planner may cut columns"
+        )
+        raise ConfigError(
+            f"{wanted} counts whole rows, and {what}: parts of a row on several ranks. "
+            f"Set another kind of sharding, {rest}"
+        )
+    if algorithm == "metaemb":
+        raise ConfigError(
+            f'{wanted}, and algorithm.name = "metaemb" makes the embeddings of ids that are rare. '
+            f"Choose another algorithm, {rest}"
+        )
+
+
 def _check_beyond_device(config: ShardingConfig, name: str, placement: Placement) -> None:
     wanted = f'table {name!r} is to be placed in "{placement}"'
     if config.exchange == "torchrec":

@@ -35,10 +35,11 @@ from gmeta.distributed.sharding_plan import (
     make_plan,
     merge_plans,
 )
+from gmeta.distributed.tables.admission import RowAdmission, TableShare
 from gmeta.distributed.tables.plain_tables import PlainTables
 from gmeta.distributed.unsharded import SPARSE_OPTIMIZERS, make_unsharded_tables, storages_of_tables
 from gmeta.errors import ConfigError
-from gmeta.platform.internals import ShardedTensor, keep_tables_in
+from gmeta.platform.internals import ShardedTensor, keep_tables_in, table_kernels
 from metaio.format.features import Features
 
 if TYPE_CHECKING:  # which learner is spread over the ranks is its builder's business
@@ -120,8 +121,32 @@ def shard_learner(
         inner.exchange = WireExchange(inner.tables, plan, config.sharding.wire_dtype, levels)
     else:
         inner.exchange = TorchRecExchange(inner.tables, list(plan), ranks.device)
-    initialise_tables(sharded, outer.embedding_init_std, config.run.seed)
+    if config.model.admission[0]:
+        _share_rare_rows(sharded, names, outer.embedding_init_std, config.run.seed)
+    else:
+        initialise_tables(sharded, outer.embedding_init_std, config.run.seed)
     return sharded
+
+
+@torch.no_grad()
+def _share_rare_rows(sharded: DistributedLearner, tables: list[str], std: float, seed: int) -> None:
+    """Begin with rows of zeros, in whose place a table's one vector is read, and have updates admit
+    rows."""
+    inner = sharded.local
+    shared_BD = inner.learner.projections.shared_BD
+    assert shared_BD is not None
+    assert isinstance(inner.exchange, WireExchange)  # check_admission
+    generator = torch.Generator().manual_seed(seed)
+    shared_BD.copy_(torch.randn(shared_BD.shape, generator=generator) * std)
+    places = {module_name(name): place for place, name in enumerate(tables)}
+    parts = {kernel.group: kernel.tables for kernel in table_kernels(inner.tables)}
+    for group in inner.exchange.groups:
+        group.tables.values_RD.zero_()
+        shares = [
+            TableShare(shared_BD[places[part.name]], part.local_metadata.shard_offsets[0] == 0)
+            for part in parts[group.tables]
+        ]
+        group.after_update = RowAdmission(group, shares).record_step
 
 
 def _choose_shapes(learner: "MetaLearner", run: RunConfig, ranks: Ranks) -> None:

@@ -44,6 +44,7 @@ class StepWork:
     ids: Mapping[str, float]
     flops: float
     num_weights: int
+    row_counts: int = 0  # kept of each row beside the optimizer's state, by model.admission
 
 
 @dataclass(frozen=True)
@@ -94,13 +95,15 @@ def estimate(
     for name, table in plan["tables"].items():
         num_rows, width = sizes[name]
         rows_W, columns_W = held[name]
-        placed_W = table_bytes(table["placement"], rows_W, columns_W, outer, sharding.cache_share)
+        placed_W = table_bytes(
+            table["placement"], rows_W, columns_W, outer, sharding.cache_share, step.row_counts
+        )
         device_W += placed_W.device
         host_W += placed_W.host
         file_W += placed_W.file
         of_values, of_rows = count_states(outer)
         copied_W += (1 + of_values) * _pinned_bytes(FLOAT_BYTES * rows_W * columns_W)
-        copied_W += of_rows * _pinned_bytes(FLOAT_BYTES * rows_W)
+        copied_W += (of_rows + step.row_counts) * _pinned_bytes(FLOAT_BYTES * rows_W)
         ids = step.ids[name]
         given_out_W = ids * rows_W / num_rows * columns_W  # values that a rank gives each that asks
         if table["kind"] == "data_parallel":
@@ -171,11 +174,16 @@ class PlacedBytes(NamedTuple):
 
 
 def table_bytes(
-    placement: str, rows: Any, columns: Any, outer: OuterConfig, cache_share: float
+    placement: str,
+    rows: Any,
+    columns: Any,
+    outer: OuterConfig,
+    cache_share: float,
+    row_counts: int = 0,
 ) -> PlacedBytes:
     """Return the bytes of a table, or of each rank's part, with its state."""
     of_values, of_rows = count_states(outer)
-    weights, row_states = FLOAT_BYTES * rows * columns, FLOAT_BYTES * of_rows * rows
+    weights, row_states = FLOAT_BYTES * rows * columns, FLOAT_BYTES * (of_rows + row_counts) * rows
     table_size, nothing = weights * (1 + of_values), 0.0 * rows
     if placement in BEYOND_DEVICE:
         whole = table_size + row_states

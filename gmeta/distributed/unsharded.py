@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 from types import MappingProxyType
+from typing import Any
 
 import torch
 import torchrec.optim
@@ -51,7 +52,9 @@ def make_unsharded_tables(
     are kept beyond the device."""
     tables = _collections(features, model, storages)
     epsilon = {} if outer.sparse_optimizer == "sgd" else {"eps": ADAGRAD_EPSILON}
-    settings = {"lr": outer.sparse_lr, **epsilon}
+    settings: dict[str, Any] = {"lr": outer.sparse_lr, **epsilon}
+    if model.admission[0]:
+        settings["admission"] = model.admission
     update_in_backward(tables, SPARSE_OPTIMIZERS[outer.sparse_optimizer], settings)
     for collection in tables.modules():
         for name, table in getattr(collection, "embeddings", nn.ModuleDict()).items():

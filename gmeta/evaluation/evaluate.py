@@ -88,7 +88,10 @@ def evaluate_run(
     outer = replace(config.outer, sparse_optimizer="sgd")
     sharding = sharding_to_evaluate(config.sharding, ranks.device.type == "cuda")
     own_folder = replace(config.run, dir=str(root))  # it may have been moved
-    sharding_config = replace(config, outer=outer, sharding=sharding, run=own_folder)
+    no_counts = replace(config.model, admission=(0, 0))
+    sharding_config = replace(
+        config, outer=outer, sharding=sharding, run=own_folder, model=no_counts
+    )
     sharded = shard_learner(learner, dataset.features, sharding_config, ranks)
     progress = load_checkpoint(checkpoint, sharded, None, ranks)
     trained_on = dataset

@@ -22,7 +22,12 @@ from gmeta.config.inputs import (
 )
 from gmeta.config.labels import LabelsConfig
 from gmeta.config.losses import NAMED_LOSSES
-from gmeta.config.sharding import check_sequences, check_sharding, keeps_tables_beyond
+from gmeta.config.sharding import (
+    check_admission,
+    check_sequences,
+    check_sharding,
+    keeps_tables_beyond,
+)
 from gmeta.config.table_names import module_name
 from gmeta.config.table_widths import tables_of_events, widths_of_tables
 from gmeta.config.train_config import DataConfig, TrainConfig
@@ -107,6 +112,7 @@ def build(config: TrainConfig) -> tuple[Dataset, MetaLearner]:
     tables = [table.name for table in dataset.features.tables]
     check_sequences(config.sharding, config.model.events, config.outer.accumulate_steps)
     check_sharding(config.sharding, tables, config.outer.sparse_optimizer)
+    check_admission(config.model.admission, config.sharding, config.algorithm.name, tables)
     rows_learn = config.sharding.exchange == "host" and config.algorithm.train_base
     if config.outer.sparse_weight_decay and not rows_learn:
         raise ConfigError(
@@ -393,7 +399,8 @@ def build_learner(
     }
     left_out = tuple(map(module_name, model.without))
     of_events = set(map(module_name, tables_of_events(features, model)))
-    projections = TableProjections(width_of, model.embedding_dim, left_out, of_events)
+    shares = model.admission[0] > 0
+    projections = TableProjections(width_of, model.embedding_dim, left_out, of_events, shares)
     learner = MetaLearner(
         built,
         algorithm,

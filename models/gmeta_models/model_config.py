@@ -50,6 +50,13 @@ class ModelConfig:
         min=0.0,
         max=0.9,
     )
+    admission: tuple[int, ...] = key(
+        (0, 0),
+        "after how many steps that ask for a row it has an embedding of its own, where rare rows "
+        "of a table share one; after how many without, not any more; 0: never "
+        "(docs/scaling.md)",
+        min=0,
+    )
     without: tuple[str, ...] = key(
         (),
         'tables whose ids the model does not see, e.g. ["item"]; statistics of items stay inputs, '

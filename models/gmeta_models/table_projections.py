@@ -1,4 +1,5 @@
-"""Projections of narrow tables to the width that a model takes: mixed-dimension embeddings.
+"""Rows of tables as a model takes them: those of narrow tables projected to its width
+(mixed-dimension embeddings), and rare ones replaced by a vector that they share.
 
 Ginart et al., "Mixed Dimension Embeddings with Application to Memory-Efficient Recommendation
 Systems", ISIT 2021 (arXiv 1909.11810), section 3: e = P r for a row r, without a bias.
@@ -19,7 +20,9 @@ class TableProjections(nn.Module):
 
     `width_of` are the widths of all tables in their order, by names that modules may have. The
     tables `of_events` are left out of the model alone (`hide_UD`): an encoder of events reads
-    them."""
+    them. With `shares`, a row of zeros stands for the vector that rare rows of its table share."""
+
+    shared_BD: nn.Parameter | None
 
     def __init__(
         self,
@@ -27,6 +30,7 @@ class TableProjections(nn.Module):
         dim: int,
         left_out: Collection[str] = (),
         of_events: Collection[str] = (),
+        shares: bool = False,
     ) -> None:
         super().__init__()
         self.hidden = tuple(
@@ -34,6 +38,7 @@ class TableProjections(nn.Module):
         )
         left_out = set(left_out).difference(of_events)
         self._names, self._left_out, self._dim = tuple(width_of), left_out, dim
+        self._widths = tuple(width_of.values())
         self.narrow = tuple(
             place
             for place, (name, width) in enumerate(width_of.items())
@@ -47,9 +52,27 @@ class TableProjections(nn.Module):
             weight = cast(nn.Linear, layer).weight
             # The variance 1 / W: projected rows vary as those of a wide table do.
             nn.init.normal_(weight, std=weight.shape[1] ** -0.5)
+        self.shared_BD = nn.Parameter(torch.zeros(len(width_of), dim)) if shares else None
+
+    @property
+    def is_identity(self) -> bool:
+        """Return whether a model takes the rows as they are."""
+        return not self.narrow and self.shared_BD is None
 
     def of_table(self, place: int, rows_UD: Tensor) -> Tensor:
         """Return rows of one table, as a model takes them: [U, D]."""
+        if self.shared_BD is not None:
+            width = self._widths[place]
+            rows_UD = self.share_UD(rows_UD[:, :width], self.shared_BD[place, :width])
+        return self.project(place, rows_UD)
+
+    def share_UD(self, rows_UD: Tensor, shared_UD: Tensor) -> Tensor:
+        """Return the rows; in place of zeros, the vector that rare rows of their table share."""
+        # A row of zeros has no gradient, so that it stays one until an update admits it.
+        return torch.where((rows_UD == 0).all(dim=1, keepdim=True), shared_UD, rows_UD)
+
+    def project(self, place: int, rows_UD: Tensor) -> Tensor:
+        """Return rows of one table, none of which is shared, as a model takes them: [U, D]."""
         name = self._names[place]
         if name in self._left_out:
             # By a product: the rows still send their gradients of 0.
@@ -63,7 +86,7 @@ class TableProjections(nn.Module):
 
     def forward(self, rows_UD: Tensor, rows_of_tables: Sequence[int]) -> Tensor:
         """Return the rows of all tables, which stand table by table, as a model takes them."""
-        if not self.narrow:
+        if self.is_identity:
             return rows_UD
         parts = rows_UD.split(list(rows_of_tables))
         return torch.cat([self.of_table(place, part) for place, part in enumerate(parts)])

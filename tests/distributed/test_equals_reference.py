@@ -88,6 +88,25 @@ SEVERAL = {
     ),
     "none of ranked labels, sgd": (AlgorithmConfig(name="none"), "softmax"),
 }
+# model.admission: after how many steps a row has an embedding, after how many without not any more.
+ADMISSION = {
+    "maml, rows shared, sgd": (2, 0),
+    "fomaml, layers only, rows shared, adagrad": (3, 0),
+    "none, rows shared and lost, clipped, adam": (1, 1),
+    "maml in parts, rows shared and lost, rowwise adagrad": (2, 1),
+}
+CASES |= {
+    "maml, rows shared, sgd": (AlgorithmConfig(name="maml", inner_lr=0.1), "sgd"),
+    "fomaml, layers only, rows shared, adagrad": (
+        AlgorithmConfig(name="fomaml", inner_lr=0.1, adapt_embeddings=False),
+        "adagrad",
+    ),
+    "none, rows shared and lost, clipped, adam": (AlgorithmConfig(name="none"), "adam"),
+    "maml in parts, rows shared and lost, rowwise adagrad": (
+        AlgorithmConfig(name="maml", inner_lr=0.1),
+        "rowwise_adagrad",
+    ),
+}
 CASES |= {case: (algorithm, "sgd") for case, (algorithm, _) in SEVERAL.items()}
 # The gradients' norms stand around 0.3 in these cases: some steps are clipped, some are not.
 OUTER = {
@@ -114,13 +133,67 @@ OUTER = {
         "accumulate_steps": 2,
     },
     "none, clipped, adam": {"clip_norm": 0.2},
+    "none, rows shared and lost, clipped, adam": {"clip_norm": 0.2},
+    "maml in parts, rows shared and lost, rowwise adagrad": {"accumulate_steps": 2},
     "none, momentum, sgd": {"dense_optimizer": "sgd", "dense_lr": 0.2, "momentum": 0.9},
 }
 DENSE = {"adam": torch.optim.Adam, "adamw": torch.optim.AdamW, "sgd": torch.optim.SGD}
 
 
 def model_of(case: str) -> ModelConfig:
-    return replace(MODEL, name="cbml") if "cbml" in case else MODEL
+    name = "cbml" if "cbml" in case else MODEL.name
+    return replace(MODEL, name=name, admission=ADMISSION.get(case, (0, 0)))
+
+
+class SlowAdmission:
+    """Which rows have embeddings of their own, kept as a dict of counts and one of steps."""
+
+    def __init__(self, features: Features, after: int, expires: int, shared_BD: Tensor) -> None:
+        self.features, self.after, self.expires = features, after, expires
+        self.shared_BD, self.names = shared_BD, [table.name for table in features.tables]
+        self.counts: dict[tuple[str, int], int] = {}
+        self.last: dict[tuple[str, int], int] = {}
+        self.own: set[tuple[str, int]] = set()
+
+    def seen(self, tables: dict[str, Tensor]) -> dict[str, Tensor]:
+        """The tables as the model sees them."""
+        place = self.names.index
+        return {
+            name: torch.stack(
+                [
+                    rows[i] if (name, i) in self.own else self.shared_BD[place(name)]
+                    for i in range(len(rows))
+                ]
+            )
+            for name, rows in tables.items()
+        }
+
+    def record(
+        self, step: int, tasks: list[reference.Task], tables: dict[str, Tensor],
+        states: list[dict[str, Tensor]], before: Tensor,
+    ) -> None:  # fmt: skip
+        """Count a step, once for each row that it asked for; `before`: shared, before the step."""
+        asked = set()
+        for task in tasks:
+            for single, multi in zip(task.single, task.multi, strict=True):
+                asked |= {(f.table, i) for f, i in zip(self.features.single, single, strict=True)}
+                asked |= {
+                    (f.table, i)
+                    for f, bag in zip(self.features.multi, multi, strict=True)
+                    for i in bag
+                }
+        for name, row in asked:
+            key = name, row
+            if self.expires and step - self.last.get(key, step) > self.expires:
+                self.own.discard(key)
+                self.counts[key] = 0
+                for values in (tables, *states):
+                    values[name][row] = 0.0
+            self.last[key] = step
+            self.counts[key] = self.counts.get(key, 0) + 1
+            if row and self.counts[key] >= self.after and key not in self.own:
+                self.own.add(key)
+                tables[name][row] = before[self.names.index(name)]
 
 
 class Labels(NamedTuple):
@@ -169,7 +242,7 @@ def tasks_of_step(case: str) -> tuple[Features, list[list[list[reference.Task]]]
 def train_config(case: str) -> TrainConfig:
     _, sparse = CASES[case]
     values = {"dense_lr": 0.01, "sparse_lr": 0.1, "sparse_optimizer": sparse, **OUTER.get(case, {})}
-    return TrainConfig(model=MODEL, outer=OuterConfig(**values), run=RunConfig(seed=11))
+    return TrainConfig(model=model_of(case), outer=OuterConfig(**values), run=RunConfig(seed=11))
 
 
 def train_on_rank(ranks: Ranks, cases: list[str]) -> dict[str, dict[str, Any]]:
@@ -250,18 +323,26 @@ def train_by_loop(
     everything = [*learner.parameters(), *tables.values()]
     state = {name: torch.zeros_like(rows) for name, rows in tables.items()}
     means = {name: torch.zeros_like(rows) for name, rows in tables.items()}
-    losses = []
+    losses, admission = [], None
+    if case in ADMISSION:
+        shared_BD = learner.projections.shared_BD
+        shared_BD.data.copy_(drawn_shared(len(shared_BD)))
+        admission = SlowAdmission(features, *ADMISSION[case], shared_BD)
     for step in range(STEPS):
         now = [task for of_rank in tasks for task in (of_rank[step : step + 1] or [[]])[0]]
         rates = reference.rates_by_name(learner, features)
+        seen = tables if admission is None else admission.seen(tables)
         loss = reference.outer_loss(
-            model, tables, features, now, algorithm, "bce", rates, row_loss=slow
+            model, seen, features, now, algorithm, "bce", rates, row_loss=slow
         )
         for value in everything:
             value.grad = None
         loss.backward()
+        for rows in tables.values():
+            rows.grad = torch.zeros_like(rows) if rows.grad is None else rows.grad
         if outer.clip_norm:
             torch.nn.utils.clip_grad_norm_(everything, outer.clip_norm)
+        before = None if admission is None else shared_BD.detach().clone()
         dense.step()
         with torch.no_grad():
             for name, rows in tables.items():
@@ -282,8 +363,16 @@ def train_by_loop(
                     continue
                 state[name] += squared
                 rows -= 0.1 * grad / (state[name].sqrt() + 1e-8)
+            if admission is not None:
+                admission.record(step + 1, now, tables, [state, means], before)
         losses.append(loss.item())
     return tables, dict(learner.named_parameters()), losses
+
+
+def drawn_shared(num_tables: int) -> Tensor:
+    """What rare rows of each table share, as a run of seed 11 begins."""
+    drawn = torch.randn(num_tables, 4, generator=torch.Generator().manual_seed(11))
+    return drawn.double() * OuterConfig().embedding_init_std
 
 
 TRAINED_BY_LOOP: dict[str, tuple[dict[str, Tensor], Any]] = {}

@@ -30,6 +30,29 @@ def test_tables_of_the_models_width_stay_as_they_are() -> None:
     assert [*projections.parameters()] == []
 
 
+def test_a_row_of_zeros_is_what_rare_rows_share_and_has_no_gradient() -> None:
+    projections = TableProjections(WIDTHS, 8, shares=True).double()
+    assert projections.shared_BD is not None
+    torch.nn.init.normal_(projections.shared_BD)
+    rows_UD = torch.randn(6, 8, dtype=torch.float64)
+    rows_UD[[1, 3], :] = 0.0
+    rows_UD[5, :4] = 0.0  # of a narrow table: what stands behind is not read
+    rows_UD.requires_grad_()
+    found = projections(rows_UD, (3, 1, 2))
+    shared = {1: ("item", 0), 3: ("city", 1), 5: ("tag", 2)}
+    for row, (table, place) in shared.items():
+        vector = projections.shared_BD[place]
+        wanted = vector if table == "city" else projections.layers[table](vector[:4])
+        torch.testing.assert_close(found[row], wanted)
+    torch.testing.assert_close(found[0], projections.layers["item"](rows_UD[0, :4]))
+    inputs = rows_UD, projections.shared_BD
+    grad_UD, shared_grad_BD = torch.autograd.grad(found.square().sum(), inputs)
+    assert not grad_UD[[1, 3, 5]].any()
+    assert grad_UD[[0, 2, 4], :4].all()
+    assert shared_grad_BD[1].all()
+    assert not shared_grad_BD[[0, 2], 4:].any()  # their tables have four columns
+
+
 def test_projected_rows_vary_as_those_of_a_wide_table_do() -> None:
     torch.manual_seed(0)
     projections = TableProjections({"item": 16}, 256)

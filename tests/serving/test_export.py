@@ -147,13 +147,20 @@ def difference(ours: object, theirs: pa.ChunkedArray) -> float:
 @pytest.fixture(scope="module")
 def informed_run(tmp_path_factory: pytest.TempPathFactory, click_logs: Path) -> Path:
     """Two ranks' run with statistics of support rows, drawn anew in training, of items and of their
-    neighbours."""
+    neighbours, whose rare rows share a vector."""
     folder = tmp_path_factory.mktemp("informed")
     config = write_config(folder / "train.toml", click_logs, folder / "run")
     keys = ("support_features.task=true", 'support_features.columns=["*"]', "outer.loss=mae")
     items = 'item_features.columns=["*"]', "item_features.shrinkage=2"
     items += ("support_features.residual_of=item", "neighbours.column=item", "neighbours.count=6")
-    return _trained(config, *keys, *items, "augment.resplit_support=true", "--nproc-per-node=2")
+    return _trained(
+        config,
+        *keys,
+        *items,
+        "augment.resplit_support=true",
+        "model.admission=[2,0]",
+        "--nproc-per-node=2",
+    )
 
 
 @pytest.mark.distributed

@@ -68,6 +68,10 @@ def write_random_model(
     layers = learner.state_dict()
     widths = widths_of_tables(features, config.model)
     tables = {t.name: torch.randn(t.num_rows, widths[t.name]) for t in features.tables}
+    if (shared_BD := learner.projections.shared_BD) is not None:
+        torch.nn.init.normal_(shared_BD)
+        for rows in tables.values():
+            rows[::3] = 0.0  # rare ones
     write_model(folder, config, layers, tables.__getitem__)
     return tables
 

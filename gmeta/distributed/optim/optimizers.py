@@ -71,7 +71,7 @@ class OuterOptimizer(CombinedOptimizer):
         self.full_rates = {"dense_lr": outer.dense_lr, "sparse_lr": outer.sparse_lr}
         self._rates = self.full_rates
         self._sharded = sharded
-        self._adam_groups = _adam_groups(sharded)
+        self._stepwise_groups = _find_stepwise_groups(sharded)
         for group in table_groups(sharded):
             if isinstance(group, PlainTables):  # fbgemm's are refused: check_sharding
                 group.weight_decay = outer.sparse_weight_decay
@@ -101,7 +101,7 @@ class OuterOptimizer(CombinedOptimizer):
             for group in part.param_groups:
                 group["lr"] = self._rates["dense_lr" if is_dense else "sparse_lr"]
         # Bias correction goes on with the run before: its moments come along.
-        _set_adam_step(self._adam_groups, self.steps_before + step)
+        _set_step(self._stepwise_groups, self.steps_before + step)
         # As zero_grad does, but for torch's three wrappers around it.
         for layer in self._layers:
             layer.grad = None
@@ -160,12 +160,17 @@ def rate_scale(schedule: str, warmup_steps: int, step: int, total_steps: int) ->
     return DECAYS[schedule]((step - warmup_steps) / max(total_steps - warmup_steps, 1))
 
 
-def _adam_groups(sharded: nn.Module) -> list[Group]:
+def _find_stepwise_groups(sharded: nn.Module) -> list[Group]:
+    """Return the groups whose updates depend on the step's number: Adam's, or where rows expire."""
     adams = EmbOptimType.ADAM, EmbOptimType.PARTIAL_ROWWISE_ADAM
-    return [group for group in table_groups(sharded) if group.optimizer in adams]
+    return [
+        group
+        for group in table_groups(sharded)
+        if group.optimizer in adams or (isinstance(group, PlainTables) and group.admission[1])
+    ]
 
 
-def _set_adam_step(groups: Iterable[Group], step: int) -> None:
+def _set_step(groups: Iterable[Group], step: int) -> None:
     # Adam's bias correction goes by this. By themselves fbgemm's tables count lookups, also those
     # of a validation, and start at 0 after a resume.
     for group in groups:

@@ -41,6 +41,9 @@ STATES = {
     ),
 }
 
+# State of rows beside an optimizer's: how many steps have asked for a row, and the last that did.
+STEPS_ASKED, LAST_STEP = "steps_asked", "last_step"
+
 
 @final
 class PlainTables(nn.Module):
@@ -61,6 +64,7 @@ class PlainTables(nn.Module):
         beta1: float = 0.9,
         beta2: float = 0.999,
         storage: "TableStorage | None" = None,
+        admission: tuple[int, int] = (0, 0),
         **_: Any,
     ) -> None:
         super().__init__()
@@ -74,14 +78,18 @@ class PlainTables(nn.Module):
         self.optimizer = optimizer
         self.learning_rate, self.epsilon, self.betas = learning_rate, eps, (beta1, beta2)
         self.weight_decay = 0.0  # decoupled
+        self.admission = admission  # model.admission
+        own = (STEPS_ASKED,) * (admission[0] > 0) + (LAST_STEP,) * (admission[1] > 0)
+        known = STATES[optimizer]
+        self.states = StateNames(known.names + own, known.of_rows + own)
         self.steps_done = 0  # Adam's bias correction depends on it
         self.weights_precision = weights_precision
         dtype, num_rows = weights_precision.as_dtype(), sum(rows)
         self.device, self.storage = device, storage
         self.cache: Cache | None = None
         shapes = {
-            name: (num_rows, 1 if name in STATES[optimizer].of_rows else self.width)
-            for name in STATES[optimizer].names
+            name: (num_rows, 1 if name in self.states.of_rows else self.width)
+            for name in self.states.names
         }
         # What holds rows that the device does not; by state, and "" the rows themselves.
         self.stored: dict[str, StoredRows] = {}
@@ -113,7 +121,7 @@ class PlainTables(nn.Module):
         """Return views of each table's state by name: [rows, columns] or [rows]; none for SGD."""
         if not self.state:
             return []
-        of_rows = STATES[self.optimizer].of_rows
+        of_rows = self.states.of_rows
         by_table = zip(*map(self._split_tables, self.state.values()), strict=True)
         return [
             {

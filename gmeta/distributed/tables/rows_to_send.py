@@ -46,6 +46,12 @@ class RowsToSend:
         """Return the distinct rows, in the order of `sum_gradients`; they are on the host."""
         return (self.row_N if self.merge is None else self.merge.row_U).numpy()
 
+    @property
+    def distinct_numbers(self) -> Tensor:
+        """Return the numbers of the distinct rows among those of all tables, in this order."""
+        number_N = self.number_N
+        return number_N if self.merge is None else number_N.index_select(0, self.merge.once_U)
+
     def sum_gradients(self, grad_ND: Tensor) -> tuple[Tensor, Tensor]:
         """Return the distinct rows and the sum of the gradients of each: [U], [U, D]."""
         if self.merge is None:

@@ -159,6 +159,9 @@ class FastGroup:
         # Called with the distinct rows [U] of each update.
         self.on_update: Callable[[Tensor], object] = lambda row_U: None
         self._update_rows = UPDATES[tables.optimizer]
+        # Called behind each update with its distinct rows [U], and with their numbers among those
+        # of all tables; see RowAdmission.
+        self.after_update: Callable[[Tensor, Tensor], object] | None = None
         self.repeats = RepeatFinder(len(self.rows.values_RD))
 
     def _values_and_state(self, tables: PlainTables) -> tuple[Tensor, dict[str, Tensor]]:
@@ -197,6 +200,8 @@ class FastGroup:
             row_U, grad_UD = to_update.sum_gradients(grad_ND)
             self.on_update(row_U)
             self._update_rows(self, row_U, grad_UD)
+            if self.after_update is not None:
+                self.after_update(row_U, to_update.distinct_numbers)
 
 
 def clamp_squares(state: str, values: Tensor) -> Tensor:

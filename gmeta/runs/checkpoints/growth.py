@@ -82,7 +82,8 @@ def _iterate_adagrad_sums(
         is_table = name.startswith(TABLES_PREFIX)
         kind = outer.sparse_optimizer if is_table else outer.dense_optimizer
         for key, value in kept.items() if kind in ADAGRADS else ():
-            if is_table or key == "sum":  # beside it torch counts its steps
+            # Beside it torch counts its steps, and tables those that ask for a row.
+            if key.endswith("momentum1") if is_table else key == "sum":
                 yield from (part for _, part in _list_local_parts(value))
 
 

@@ -91,10 +91,13 @@ class KeyedTables(nn.Module):
         or, for events, as their encoder does."""
         keys_U = keys.flatten()
         fetched_UD = StoredTable(self.values_RD, self.scale_R).rows_UD(keys_U)
-        rows_UD, table_U1 = fetched_UD, self.table_of(keys_U).unsqueeze(1)
+        table_U = self.table_of(keys_U)
+        if (shared_BD := self.projections.shared_BD) is not None:
+            fetched_UD = self.projections.share_UD(fetched_UD, shared_BD.index_select(0, table_U))
+        rows_UD, table_U1 = fetched_UD, table_U.unsqueeze(1)
         for place in self.projections.narrow:
             # By a choice for each row: how many there are of each table is not known here.
-            projected_UD = self.projections.of_table(place, fetched_UD)
+            projected_UD = self.projections.project(place, fetched_UD)
             rows_UD = torch.where(table_U1 == place, projected_UD, rows_UD)
         for place in () if for_events else self.projections.hidden:
             rows_UD = rows_UD.masked_fill(table_U1 == place, 0.0)

@@ -43,13 +43,14 @@ def estimated(
     rows: dict[str, int] = ROWS,
     ids: float = 1000.0,
     width: int = 32,
+    row_counts: int = 0,
 ) -> tuple[ShardingEstimate, dict[str, object], Cluster]:
     config = TrainConfig(model=ModelConfig(embedding_dim=width), outer=outer, sharding=sharding)
     cluster = Cluster(gpus, min(gpus, 8), "cuda", 80 * GB, 125 * GB)
     tables = make_unsharded_tables(features_of(rows), config.model, config.outer)
     plan = merge_plans(plan_on(tables, sharding, 4096, cluster))
     described = describe_plan(plan, gpus, sharding)
-    step = StepWork(64, 2560, dict.fromkeys(rows, ids), 6e9, 100_000)
+    step = StepWork(64, 2560, dict.fromkeys(rows, ids), 6e9, 100_000, row_counts)
     sizes = {name: (count, width) for name, count in rows.items()}
     return estimate(described, sizes, sharding, outer, step, cluster, SPEEDS), described, cluster
 
@@ -70,6 +71,14 @@ def test_the_gpus_hold_each_row_with_its_optimizer_once(
     assert (found.device_bytes_W - found.fixed_bytes).sum() == pytest.approx(by_hand, rel=1e-12)
     assert sum(table["bytes"] for table in found.tables.values()) == pytest.approx(by_hand)
     assert not found.host_bytes_W.any()
+
+
+def test_counts_of_rows_are_in_the_bytes() -> None:
+    without, counted = (
+        estimated(ShardingConfig(), 8, row_counts=number)[0].device_bytes_W.sum()
+        for number in (0, 2)
+    )
+    assert counted - without == pytest.approx(sum(8 * rows for rows in ROWS.values()))
 
 
 @pytest.mark.parametrize("gpus", [2, 8])

@@ -18,13 +18,13 @@ from gmeta.distributed.sharding import shard_learner
 from gmeta.distributed.tables import cached_group
 from gmeta.distributed.tables.cached_group import CachedGroup
 from gmeta.errors import ConfigError, NotWrittenError
-from gmeta.learner import MetaLearner
+from gmeta.runs.build import build_learner
 from gmeta.runs.checkpoints.checkpoint_writer import CheckpointWriter
 from gmeta.runs.checkpoints.growth import load_into_grown_tables
 from gmeta.runs.checkpoints.loader import load_checkpoint
 from gmeta.runs.run_folder import checkpoint_name
 from gmeta.runs.run_progress import RunProgress
-from gmeta_models import InputSizes, ModelConfig, build_model
+from gmeta_models import ModelConfig
 from metaio.format.features import Features
 from tests.distributed.harness import on_ranks, steps_of
 from tests.distributed.test_table_updates import flat
@@ -56,19 +56,18 @@ class Run:
         self.ranks, self.features = ranks, features_of(num_rows)
         (only, *_) = (table.name for table in self.features.tables)
         sharding = ShardingConfig(placement=placement, file_dir=folder, cache_share=0.01)
+        model = replace(MODEL, admission=outer.pop("admission", (0, 0)))
         if outer.pop("mixed", False):
             sharding = replace(sharding, placement="device", placements=(f"{only}={placement}",))
         config = TrainConfig(
-            model=MODEL,
+            model=model,
             outer=OuterConfig(sparse_optimizer=optimizer, sparse_lr=0.1, **outer),
             sharding=sharding,
             run=RunConfig(seed=3),
         )
         self.config = config
         torch.manual_seed(0)
-        self.learner = MetaLearner(
-            build_model(MODEL, InputSizes(*COLUMNS)), config.algorithm, "bce"
-        )
+        self.learner = build_learner(self.features, model, config.algorithm, "bce")
         self.sharded: DistributedLearner = shard_learner(self.learner, self.features, config, ranks)
         self.optimizer: OuterOptimizer = build_optimizer(self.sharded, config.outer)
 
@@ -118,6 +117,8 @@ def train_both(ranks: Ranks) -> list[str]:
     cases: list[dict[str, Any]] = [{"optimizer": name} for name in OPTIMIZERS]
     cases += [{"optimizer": "adagrad", "clip_norm": 0.05}]
     cases += [{"optimizer": "rowwise_adagrad", "mixed": True}]
+    # Rows that begin as one vector, and some that begin anew.
+    cases += [{"optimizer": name, "admission": (2, 3)} for name in ("adam", "sgd")]
     with tempfile.TemporaryDirectory() as folder:
         for case in cases:
             here, there = (Run(ranks, folder, place, **case) for place in ("auto", "file"))

@@ -27,6 +27,7 @@ MODELS_BY_CASE: dict[str, dict[str, Any]] = {
     "dcnv2": {"name": "dcnv2"},
     "dcnv2 parallel": {"name": "dcnv2", "options": {"structure": "parallel", "cross_rank": 2}},
     "mmoe": {"name": "mmoe"}, "narrow tables": {"embedding_dim": 8, "widths": ("item=4", "city=4")},
+    "rare rows": {"embedding_dim": 8, "widths": ("item=4",), "admission": (2, 0)},
     "a table left out": {"embedding_dim": 8, "without": ("tag",), "dropout": 0.5},
     "ple": {"name": "ple", "options": {"expert": (8,), "own_experts": 1}},
 }  # fmt: skip

@@ -126,8 +126,11 @@ def test_onnxruntime_agrees_with_the_model(model: str, algorithm: str, tmp_path:
     assert str(Path.cwd()).encode() not in (tmp_path / "model.onnx").read_bytes()
 
 
-@pytest.mark.parametrize("model", MODELS_BY_CASE)
-@pytest.mark.parametrize("algorithm", ALGORITHMS_BY_CASE)
+@pytest.mark.parametrize(
+    ("model", "algorithm"),
+    # What makes the embeddings of rare ids is refused beside what has them share one.
+    sorted({*itertools.product(MODELS_BY_CASE, ALGORITHMS_BY_CASE)} - {("rare rows", "metaemb")}),
+)
 def test_the_modules_that_programs_record_predict_what_the_model_does(
     model: str, algorithm: str, tmp_path: Path
 ) -> None:
