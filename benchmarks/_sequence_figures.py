@@ -25,7 +25,7 @@ from metaio.ragged import Int64
 from metaio.read.batch import TaskBatch
 from metaio.read.compose import compose
 
-WIDTH, ROWS, EVENTS, ITEMS, KINDS = 32, 30, 200, 5_000, 40
+WIDTH, ROWS, EVENTS, ITEMS, KINDS, APPENDED = 32, 30, 200, 5_000, 40, 50
 
 
 def make_log(num_tasks: int, num_events: int) -> dict[str, Any]:
@@ -120,14 +120,17 @@ def one_row_a_task(layout: EventLayout) -> EventLayout:
     return layout._replace(rectangles=tuple(rectangles))
 
 
-def seconds_of(work: Callable[[], None], turns: int) -> float:
-    """The median time of some work, once warm."""
-    work()
+def ratio_of(slow: Callable[[], object], fast: Callable[[], object], turns: int) -> float:
+    """The time of one work over that of another: the median of turns of both, once warm. What else
+    the machine does slows both of a turn alike."""
+    slow(), fast()
     found = []
     for _ in range(turns):
         began = time.perf_counter()
-        work()
-        found.append(time.perf_counter() - began)
+        slow()
+        between = time.perf_counter()
+        fast()
+        found.append((between - began) / (time.perf_counter() - between))
     return statistics.median(found)
 
 
@@ -143,11 +146,11 @@ def measure_step(num_tasks: int, turns: int) -> float:
         each = once.with_events(one_row_a_task(once.inputs.events))
         losses = [learner(rows_UD, episodes, 1.0).item() for episodes in (once, each)]
         assert abs(losses[0] - losses[1]) < 1e-3 * abs(losses[0]), losses
-        times = [
-            seconds_of(lambda episodes=one: learner(rows_UD, episodes, 1.0).backward(), turns)
-            for one in (once, each)
-        ]
-        return times[1] / times[0]
+        return ratio_of(
+            lambda: learner(rows_UD, each, 1.0).backward(),
+            lambda: learner(rows_UD, once, 1.0).backward(),
+            turns,
+        )
 
 
 def measure_search(num_tasks: int, turns: int) -> float:
@@ -156,23 +159,21 @@ def measure_search(num_tasks: int, turns: int) -> float:
     with tempfile.TemporaryDirectory() as name:
         dataset, batch = batch_of(Path(name, "log"), num_tasks, 10_000)
         rows_UD = torch.randn(batch.unique_ids_U.numel(), WIDTH, requires_grad=True)
-        times = []
         searched = {"search": "category", "category": "kind", "newest": 100}
         # A search that may find all events looks for none.
-        for options in (searched, {"search": "hash", "newest": 100_000}):
-            learner = learner_of(dataset, "sim", **options)
-
-            def step(learner: MetaLearner = learner) -> None:
-                # With the search, which is the host's.
-                learner(rows_UD, learner.collate(batch), 1.0).backward()
-
-            times.append(seconds_of(step, turns))
-        return times[1] / times[0]
+        of_all = {"search": "hash", "newest": 100_000}
+        few, many = (learner_of(dataset, "sim", **options) for options in (searched, of_all))
+        # With the search, which is the host's.
+        return ratio_of(
+            lambda: many(rows_UD, many.collate(batch), 1.0).backward(),
+            lambda: few(rows_UD, few.collate(batch), 1.0).backward(),
+            turns,
+        )
 
 
 def measure_append(turns: int) -> float:
-    """Time to encode 1,000 events over the time to append one to the states of those before, each
-    on one thread."""
+    """Time to encode 1,000 events over the time to append one to the states of those before, fifty
+    times in a row; each on one thread."""
     torch.set_num_threads(1)
     model = ModelConfig(name="melu", embedding_dim=64, events="sasrec")
     encoder = build_encoder(model, 1).eval()
@@ -180,9 +181,12 @@ def measure_append(turns: int) -> float:
     events, seconds = torch.randn(1, 1_000, 64), torch.arange(1_000.0)[None]
     with torch.no_grad():
         _, past = encoder.states_THD(events[:, :-1], seconds[:, :-1])
-        whole = seconds_of(lambda: encoder.states_THD(events, seconds), turns)
-        one = seconds_of(lambda: encoder.states_THD(events[:, -1:], seconds[:, -1:], past), turns)
-    return whole / one
+
+        def append() -> None:
+            for _ in range(APPENDED):
+                encoder.states_THD(events[:, -1:], seconds[:, -1:], past)
+
+        return APPENDED * ratio_of(lambda: encoder.states_THD(events, seconds), append, turns)
 
 
 def measure_all(quick: bool) -> dict[str, float]:
