@@ -23,7 +23,7 @@ RUNS = {
     "as it comes": [],
     "clipped": ["outer.clip_norm=0.1", "outer.accumulate_steps=2", "model.name=dlrm"],
     "bf16": ["run.precision=bf16", "run.checkpoint_in_background=false"],
-    "resumed": ["run.max_steps=3", "model.name=cbml"],
+    "resumed": ["run.max_steps=3", "model.name=cbml", "model.admission=[2,2]"],
     "adam": [
         "outer.sparse_optimizer=partial_rowwise_adam",
         "sharding.wire_dtype=bfloat16",
@@ -36,6 +36,7 @@ RUNS = {
     "graphs, processes": ["run.cuda_graphs=on", "data.processes=1"],
     "graphs of parts": [
         "run.cuda_graphs=on", "outer.accumulate_steps=2", "outer.clip_norm=0.1", "model.name=dcnv2",
+        "model.admission=[2,0]",
     ],
     "labels": ["model.name=ple", "labels.loss.stars=mse", "data.tasks_per_step=8"],
     "labels, mixed": [
