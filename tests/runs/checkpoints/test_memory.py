@@ -187,7 +187,10 @@ def check_equal(run: Path, other: Path) -> None:
 @pytest.mark.distributed
 @pytest.mark.parametrize(
     ("num_ranks", "outer"),
-    [(2, ["outer.sparse_optimizer=adam"]), (4, ["outer.dense_optimizer=sgd"])],
+    [
+        (2, ["outer.sparse_optimizer=adam", "model.admission=[2,5]"]),
+        (4, ["outer.dense_optimizer=sgd"]),
+    ],
 )
 def test_after_a_kill_a_run_goes_on_from_memory_to_the_bits_of_an_unbroken_one(
     tmp_path: Path, click_logs: Path, num_ranks: int, outer: list[str]
