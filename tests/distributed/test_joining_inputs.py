@@ -30,6 +30,7 @@ MODELS: dict[str, dict[str, Any]] = {
     "dlrm": {}, "dlrm-cat": {"options": {"interaction": "cat"}}, "melu": {}, "cbml": {},
     "dcnv2": {},
     "din": {"options": {"history": "tags"}}, "mmoe": {}, "ple": {},
+    "melu-shares": {"admission": [2, 0]},
 }  # fmt: skip
 
 

@@ -27,6 +27,7 @@ from gmeta.runs.run_progress import RunProgress
 
 # What algorithms learn beside the model: weights to begin with may be of a run without.
 PARTS_OF_ALGORITHMS = ("learner.encoder.", "learner.generator.", "learner.rates.")
+SHARED_VECTORS = "learner.projections.shared_BD"
 # What has a row for each id: weights, what an optimizer keeps of them, what is known of items.
 TABLE_KEYS = (
     f"model.{TABLES_PREFIX}",
@@ -59,6 +60,12 @@ def load_checkpoint(
     try:
         reader = IndexedReader(path)
         there = reader.index.state_dict_metadata
+        if f"model.{SHARED_VECTORS}" in there and SHARED_VECTORS not in state["model"]:
+            raise UserError(
+                f"checkpoint {path} is of a run with model.admission, whose rare rows are zeros in "
+                "place of a vector that they share, and this config has none. Set model.admission "
+                "as it was in that run"
+            )
         model = {
             name: value
             for name, value in state["model"].items()

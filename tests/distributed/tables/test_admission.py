@@ -9,9 +9,12 @@ import pytest
 import torch
 
 from gmeta.config.sharding import ShardingConfig, check_admission
-from gmeta.errors import ConfigError
+from gmeta.config.train_config import TrainConfig
+from gmeta.distributed.ranks import Ranks
+from gmeta.errors import ConfigError, UserError
 from gmeta.runs.checkpoints.checkpoint_summary import summarise_checkpoint
 from gmeta.serving.export import CheckpointReader
+from gmeta.training import train
 from tests.distributed.harness import on_ranks
 from tests.distributed.test_continuing import RESET, config_of, newest, train_each
 from tests.support.increments import write_increments
@@ -30,6 +33,10 @@ def state_of(checkpoint: Path) -> dict[str, torch.Tensor]:
         )
         names += [f"model.{weight}", *(f"optimizer.state.{name}" for name in state)]
     return CheckpointReader(checkpoint).read(names)
+
+
+def refuse(ranks: Ranks, config: TrainConfig) -> str:
+    return catch_message(UserError, train, config, ranks)
 
 
 @pytest.mark.distributed
@@ -55,6 +62,14 @@ def test_a_stopped_run_goes_on_and_reused_rows_are_counted_anew(tmp_path: Path) 
         assert torch.equal(weight.any(dim=1)[1:], asked[1:] >= 2)
         assert not weight[0].any()  # of unknown values
         assert 0 < weight.any(dim=1).sum() < len(weight)
+    # A model that reads zeros as zeros would be another.
+    unaware = config_of(tmp_path / "unaware", first, run__start_from=str(one))
+    (message,) = on_ranks(1, refuse, unaware)
+    assert message == (
+        f"checkpoint {newest(one)} is of a run with model.admission, whose rare rows are zeros in "
+        "place of a vector that they share, and this config has none. Set model.admission as it "
+        "was in that run"
+    )
     # Counts go on over increments, and Adagrad's discount is not theirs.
     name = "optimizer.state.tables.embeddings.item.weight.item.steps_asked"
     assert (unbroken[name][: len(before[name])] > before[name]).any()
