@@ -141,8 +141,7 @@ def _share_rare_rows(sharded: DistributedLearner, tables: list[str], std: float,
     places = {module_name(name): place for place, name in enumerate(tables)}
     parts = {kernel.group: kernel.tables for kernel in table_kernels(inner.tables)}
     for group in inner.exchange.groups:
-        if group.tables.storage is None:  # else they are zeros already
-            group.tables.values_RD.zero_()
+        group.tables.values_RD.zero_()  # TorchRec has filled them, those in a file too
         shares = [
             TableShare(shared_BD[places[part.name]], part.local_metadata.shard_offsets[0] == 0)
             for part in parts[group.tables]
