@@ -399,7 +399,7 @@ def build_learner(
     }
     left_out = tuple(map(module_name, model.without))
     of_events = set(map(module_name, tables_of_events(features, model)))
-    shares = model.admission[0] > 0
+    shares = any(model.admission[:1])  # of an export that was changed by hand it may be empty
     projections = TableProjections(width_of, model.embedding_dim, left_out, of_events, shares)
     learner = MetaLearner(
         built,
