@@ -4,8 +4,8 @@ Shape suffixes: T tasks, N rows, H longest list or task, D embedding width, A it
 
 # As `synthetic`, but each day a tenth of the items and a fifth of the users are new, and each
 # genre's log-odds take a step of a random walk: yesterday's model is worse today. With `drift` each
-# user's taste turns into another and back through their opposites: which clicks still count, only
-# the order of the rows reveals.
+# user's taste turns into another and back through their opposites, from a place of its own: which
+# clicks still count, only the order of the user's rows reveals.
 import json
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
@@ -199,7 +199,8 @@ def day_table(config: DaysConfig, world: World, fashion: Float, day: int) -> pa.
     taste_ND = _tastes(config, world, user_T, born_T, day)[place_N]
     if config.drift:
         other_ND = _tastes(config, world, user_T, born_T, day, stream=26)[place_N]
-        angle_N = 2 * np.pi * config.drift * second_N[:, None] / _SECONDS
+        turns_N = _first_turns(config, user_T)[place_N] + config.drift * second_N / _SECONDS
+        angle_N = 2 * np.pi * turns_N[:, None]
         taste_ND = np.cos(angle_N) * taste_ND + np.sin(angle_N) * other_ND
     logit_N = TASTE_SCALE * np.einsum("nl,nl->n", taste_ND, world.item_latent_AD[item_N])
     logit_N += world.popularity_A[item_N] + fashion[world.item_genre_A[item_N]]
@@ -302,10 +303,21 @@ def _trait(config: DaysConfig, user_T: Int64, name: str) -> Int64:
     """Return a property of each user, which no day changes."""
     sizes = {"age": (30, 8), "region": (31, 50), "device": (32, 6)}
     stream, size = sizes[name]
-    # Drawn for all users that ever come, so that no day changes a trait.
-    most = config.users_per_day + config.users_per_day // _NEW_USERS * config.days
-    values: Int64 = np.random.default_rng([config.seed, stream]).integers(0, size, most)
+    rng = np.random.default_rng([config.seed, stream])
+    values: Int64 = rng.integers(0, size, _count_users(config))
     return values[user_T]
+
+
+def _first_turns(config: DaysConfig, user_T: Int64) -> Float:
+    """Return how far each user's taste has turned when the log begins [T], from 0 to 1."""
+    # Were it the same for all, what most users like would turn too, and the date would tell it.
+    turns: Float = np.random.default_rng([config.seed, 27]).random(_count_users(config))
+    return turns[user_T]
+
+
+def _count_users(config: DaysConfig) -> int:
+    """Return how many users ever come: what is drawn for all of them stays theirs every day."""
+    return config.users_per_day + config.users_per_day // _NEW_USERS * config.days
 
 
 def auc(score_N: Float, label_N: npt.NDArray[np.integer[np.typing.NBitBase]]) -> float:

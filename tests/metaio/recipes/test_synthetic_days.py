@@ -79,6 +79,20 @@ def test_tastes_turn_by_the_hour(tmp_path: Path) -> None:
     assert schema.events.where == "click = 1"
 
 
+def test_what_most_users_like_does_not_turn_with_their_tastes(tmp_path: Path) -> None:
+    """Half a turn later the share of clicks of an item is what it was."""
+    config = DaysConfig(1, users_per_day=600, live_items=20, min_rows=40, max_rows=60, drift=0.5)
+    write_days(str(tmp_path / "logs"), config)
+    (path,) = tmp_path.glob("logs/day=*/clicks.parquet")
+    table = pq.read_table(path)
+    probability, item, hour = (table[name].to_numpy() for name in ("p_click", "item", "hour"))
+    shares = [
+        np.bincount(item[rows], probability[rows]) / np.bincount(item[rows])
+        for rows in (hour < 4, hour >= 20)
+    ]
+    assert np.corrcoef(*shares)[0, 1] > 0.7
+
+
 def test_a_stream_reads_logs_by_schema_without_probability(logs: Path, tmp_path: Path) -> None:
     schema = load_schema(logs / "schema.toml")
     assert "p_click" not in schema.columns
