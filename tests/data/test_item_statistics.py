@@ -48,9 +48,13 @@ def values_of(task: Task, row: int, column: int, num_single: int) -> list[int]:
 
 
 class Told:
-    """Mean and deviation of labels, and the labels above that of the rows with each id."""
+    """Mean and deviation of labels, and the labels above that of the rows with each id; how many
+    times as many rows there are in all."""
 
-    def __init__(self, rows: Sequence[tuple[Task, int]], columns: int, num_single: int) -> None:
+    def __init__(
+        self, rows: Sequence[tuple[Task, int]], columns: int, num_single: int, num_all: int
+    ) -> None:
+        self.of_all = num_all / max(len(rows), 1)
         labels = [task.label[row] for task, row in rows]
         self.mean = sum(labels) / max(len(labels), 1)
         variance = sum((label - self.mean) ** 2 for label in labels) / max(len(labels), 1)
@@ -71,7 +75,7 @@ def statistics_of_row(
         means = [sum(of_value[one]) / max(len(of_value[one]) + shrinkage, 1e-12) for one in ids]
         if log_odds:
             means = [logit(told.mean + far * told.deviation) - logit(told.mean) for far in means]
-        counts = [math.log(1 + len(of_value[one])) / math.log(101) for one in ids]
+        counts = [math.log(1 + told.of_all * len(of_value[one])) / math.log(101) for one in ids]
         found += [sum(each) / max(len(each), 1) for each in (means, counts)]
     return found
 
@@ -109,6 +113,7 @@ def test_every_row_has_the_statistics_of_a_loop(
                 [(other, its) for at, other, its in every if not to_train or fold_of(at) != fold],
                 sum(columns),
                 columns[0],
+                len(every),
             )
             for fold in {fold_of(index) for index, _, _ in every}
         }
