@@ -199,7 +199,7 @@ def day_table(config: DaysConfig, world: World, fashion: Float, day: int) -> pa.
     taste_ND = _tastes(config, world, user_T, born_T, day)[place_N]
     if config.drift:
         other_ND = _tastes(config, world, user_T, born_T, day, stream=26)[place_N]
-        turns_N = _first_turns(config, user_T)[place_N] + config.drift * second_N / _SECONDS
+        turns_N = _draw_phases(config, user_T)[place_N] + config.drift * second_N / _SECONDS
         angle_N = 2 * np.pi * turns_N[:, None]
         taste_ND = np.cos(angle_N) * taste_ND + np.sin(angle_N) * other_ND
     logit_N = TASTE_SCALE * np.einsum("nl,nl->n", taste_ND, world.item_latent_AD[item_N])
@@ -308,15 +308,16 @@ def _trait(config: DaysConfig, user_T: Int64, name: str) -> Int64:
     return values[user_T]
 
 
-def _first_turns(config: DaysConfig, user_T: Int64) -> Float:
-    """Return how far each user's taste has turned when the log begins [T], from 0 to 1."""
+def _draw_phases(config: DaysConfig, user_T: Int64) -> Float:
+    """Return how far each user's taste has turned when the log begins, in turns from 0 to 1 [T]."""
     # Were it the same for all, what most users like would turn too, and the date would tell it.
-    turns: Float = np.random.default_rng([config.seed, 27]).random(_count_users(config))
-    return turns[user_T]
+    phases: Float = np.random.default_rng([config.seed, 27]).random(_count_users(config))
+    return phases[user_T]
 
 
 def _count_users(config: DaysConfig) -> int:
-    """Return how many users ever come: what is drawn for all of them stays theirs every day."""
+    """Return how many users ever come."""
+    # What is drawn for all of them at once is the same on every day.
     return config.users_per_day + config.users_per_day // _NEW_USERS * config.days
 
 

@@ -6,9 +6,9 @@ With S the sum of n labels, a the shrinkage, mu and sigma mean and deviation of 
     mean    (S - n mu) / sigma / (n + a)          number    log(1 + n) / log(1 + 100)
 
 or, with item_features.log_odds, logit((S + a mu) / (n + a)) - logit(mu) for the mean: both are 0
-for a value without training rows and for unknown ids. A training row's n is of other folds than its
-task's, times all rows over theirs. A multi-id column has the means over its known ids. The 2 of a
-suffix: mean and number.
+for a value without training rows and for unknown ids. For a training row S and n are of the folds
+that its task is not in; in the number, n is scaled up to the rows of all folds. A multi-id column
+has the means over its known ids. The 2 of a suffix: mean and number.
 
 Shape suffixes: T tasks, N rows, H longest list or task, F single-id or pooled features, M multi-id
 features, V values, K dense columns, U unique ids, R rows of tables"""
@@ -165,8 +165,8 @@ class ItemStatistics(nn.Module):
         # Added up without the fold, not subtracted: no bit may tell of the rows that are left out.
         count, total, squares = sums.total_by_fold[others].sum(axis=0)
         mean = total / max(count, 1.0)
-        # As new tasks have it: a model that learns from fewer rows would be wrong on all of them.
-        of_all = sums.total_by_fold[:, 0].sum() / max(count, 1.0)
+        # New tasks have the numbers of all folds: a model of smaller ones would be wrong on them.
+        scale = sums.total_by_fold[:, 0].sum() / max(count, 1.0)
         variance = squares / max(count, 1.0) - mean**2
         # Labels that are all alike differ from their mean by rounding alone.
         deviation = np.sqrt(variance) if variance > 1e-12 * mean**2 else 1.0
@@ -180,7 +180,7 @@ class ItemStatistics(nn.Module):
             if self._log_odds:
                 # From the same sums: a value that no row has is the mean itself.
                 mean_R = log_odds(mean + mean_R * deviation) - log_odds(mean)
-            values_R2 = np.stack([mean_R, scale_count(of_all * count_R)], axis=1).astype(np.float32)
+            values_R2 = np.stack([mean_R, scale_count(scale * count_R)], axis=1).astype(np.float32)
             values_R2[OOV_ROW] = 0.0
             found.append(values_R2)
         return found

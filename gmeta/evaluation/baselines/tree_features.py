@@ -145,10 +145,10 @@ class StatisticsMaker:
                 sums_V = sums_V - item_label_sums_N[lists.row_V]
             columns[f"{feature.name}: mean"] = _average_lists(lists, counts_V, sums_V, mean)
             if index == bias.item:
-                # As a new task's rows have it: of about as many rows as all folds hold.
-                is_left_out_V = fold_N[lists.row_V] != NO_FOLD
-                of_all_V = np.where(is_left_out_V, NUM_FOLDS / (NUM_FOLDS - 1), 1.0)
-                columns[f"{feature.name}: rows"] = of_all_V * counts_V
+                # New tasks have the numbers of all folds, which these are scaled up to.
+                lacks_fold_V = fold_N[lists.row_V] != NO_FOLD
+                scale_V = np.where(lacks_fold_V, NUM_FOLDS / (NUM_FOLDS - 1), 1.0)
+                columns[f"{feature.name}: rows"] = scale_V * counts_V
             columns |= _count_shared_values(feature.name, lists, rows, above_N)
         for name, dense_N in zip(self.features.dense, rows.dense_NK.T, strict=True):
             columns[f"{name} (dense)"] = dense_N.astype(np.float64)

@@ -119,6 +119,11 @@ class InferredRoles:
         return max(ids, key=lambda column: column.num_distinct).name if ids else ""
 
     @property
+    def item_and_its_columns(self) -> tuple[str, ...]:
+        """Return the item's column and those that change with it alone; () without an item."""
+        return (self.item, *self.of_item) if self.item else ()
+
+    @property
     def ids(self) -> list[ColumnProfile]:
         """Return the columns of one id a row whose ids recur in other rows."""
         most = MAX_DISTINCT_SHARE * self.num_rows

@@ -177,11 +177,10 @@ def _format_events(found: InferredRoles, reads_events: bool) -> list[str]:
     """Return [events], or as a proposal, where a log has times and an item."""
     if not has_events(found):
         return []
-    chosen = {found.item, *found.of_item}
     rule = ["[events]"]
     kinds: tuple[tuple[str, Role], ...] = (("columns", "single"), ("dense", "dense"))
     for key, role in kinds:
-        names = [one.name for one in found.select(role) if one.name in chosen]
+        names = [one.name for one in found.select(role) if one.name in found.item_and_its_columns]
         if names:
             rule.append(f"{key} = [{', '.join(map(_quote_text, names))}]")
     label = found.label.name

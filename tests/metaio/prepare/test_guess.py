@@ -165,6 +165,7 @@ def test_events_are_proposed_ready_to_use(tmp_path: Path) -> None:
     rows = log().rename_columns([*log().column_names[:-1], "is click"])
     item_N = rows["item"].to_numpy()
     rows = rows.append_column("brand", pa.array(item_N % 7))
+    rows = rows.append_column("device", pa.array(np.arange(ROWS) % 5))
     pq.write_table(rows.append_column("weight", pa.array(item_N * 0.25)), tmp_path / "log.parquet")
     told = succeed("init", "log.parquet", "--label", "is click", cwd=tmp_path).stdout
     path = tmp_path / "schema.toml"
@@ -190,6 +191,7 @@ def test_events_are_proposed_ready_to_use(tmp_path: Path) -> None:
     assert "--events" not in told
     assert tomllib.loads(path.read_text()) == schema
     config = tomllib.loads((tmp_path / "train.toml").read_text())
+    assert config["item_features"]["columns"] == ["item", "brand", "genres", "tags"]
     assert config["model"]["events"] == "sasrec"
     assert config["model"]["hidden"] == [64, 64]
     assert "sparse_weight_decay" not in config["outer"]
