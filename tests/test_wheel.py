@@ -178,7 +178,9 @@ def test_a_wheel_works_beside_a_users_models_protos_and_tests(wheel: Path, tmp_p
     (site,) = venv.glob("lib/python*/site-packages")
     # By a .pth file, so that those over there, of the editable install, are not read.
     (site / "others.pth").write_text(sysconfig.get_path("purelib") + "\n")
-    (site / "sitecustomize.py").write_text(TELL)
+    # Not as sitecustomize, of which Debian's Python has one that comes first.
+    (site / "tell_modules.py").write_text(TELL)
+    (site / "tell_modules.pth").write_text("import tell_modules\n")
     for name in USERS:
         (here / name).mkdir(parents=True)
         (here / name / "__init__.py").write_text("raise ImportError('a package of the user')\n")
